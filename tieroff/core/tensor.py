@@ -1,0 +1,49 @@
+"""Tiers, tensor classes and the tensors of a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where bytes live, fastest first. HOST is pinned host memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class TensorClass(StrEnum):
+    """What a tensor is to the step. INPUT is counted and never moved."""
+
+    ACTIVATION = "activation"
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One storage that a plan may place.
+
+    Attributes:
+        name: unique within its trace.
+        size_bytes: bytes of the whole storage, > 0.
+        kind: its class.
+        is_persistent: outlives the step; its idle time wraps round the ring.
+        is_movable: False pins it to the device for as long as it lives.
+        holds: half-open op intervals, sorted and disjoint, in which the program itself keeps the tensor on the device
+            beyond the ops that read or write it.
+        owner: index of another tensor that decides this one's tier where the executor says so (a gradient's
+            parameter), or -1.
+    """
+
+    name: str
+    size_bytes: int
+    kind: TensorClass
+    is_persistent: bool = False
+    is_movable: bool = True
+    holds: tuple[tuple[int, int], ...] = ()
+    owner: int = -1

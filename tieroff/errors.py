@@ -1,0 +1,79 @@
+"""Every error that tieroff raises on purpose. Each says what was expected, what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class TieroffError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(TieroffError):
+    """A config file, mapping or argument that cannot be used as it stands."""
+
+
+class CaptureError(TieroffError):
+    """A step that cannot be traced, or a trace file that cannot be read."""
+
+
+class InfeasiblePlanError(TieroffError):
+    """No plan fits the budget.
+
+    Attributes:
+        op: index and name of the op that binds.
+        needed_bytes: bytes that the op needs at once.
+        available_bytes: bytes that the budget leaves it.
+    """
+
+    def __init__(self, message: str, *, op: str = "", needed_bytes: int = 0, available_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.op = op
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class InvalidPlanError(TieroffError):
+    """A plan that breaks a rule; `rule` names it."""
+
+    def __init__(self, message: str, *, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class TraceMismatchError(TieroffError):
+    """A plan or a trace that belongs to another model or step."""
+
+
+class StateError(TieroffError):
+    """A call at a moment, or on an object, that does not allow it."""
+
+
+class StoreError(TieroffError, OSError):
+    """A transfer to or from a lower tier that did not do what was asked.
+
+    Attributes:
+        path: file or folder; empty for memory.
+        offset: byte offset in the file.
+        size_bytes: bytes asked for.
+        done_bytes: bytes that were moved before it failed.
+        errno: the system's error number, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str = "",
+        offset: int = 0,
+        size_bytes: int = 0,
+        done_bytes: int = 0,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.done_bytes = done_bytes
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
