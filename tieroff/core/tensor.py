@@ -38,6 +38,9 @@ class Tensor:
             beyond the ops that read or write it.
         owner: index of another tensor that decides this one's tier where the executor says so (a gradient's
             parameter), or -1.
+        lives_until: a tensor that is not persistent exists up to this op (exclusive) though nothing uses it after its
+            last required interval: a gradient until it is cleared, an activation of a graph that is kept. -1: it ends
+            with its last required interval. The time between is a gap without a next use.
     """
 
     name: str
@@ -47,3 +50,4 @@ class Tensor:
     is_movable: bool = True
     holds: tuple[tuple[int, int], ...] = ()
     owner: int = -1
+    lives_until: int = -1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tieroff.core.lifetime import Lifetime, derive_lifetimes
 from tieroff.core.tensor import Tensor
+from tieroff.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,10 @@ class Trace:
         """Hex digest of the structure: names, sizes, uses. Durations and meta do not enter it."""
         content = [
             [(op.name, op.reads, op.writes, op.transient_bytes) for op in self.ops],
-            [(t.name, t.size_bytes, t.kind.value, t.is_persistent, t.is_movable, t.holds, t.owner) for t in self.tensors],
+            [
+                (t.name, t.size_bytes, t.kind.value, t.is_persistent, t.is_movable, t.holds, t.owner, t.lives_until)
+                for t in self.tensors
+            ],
         ]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
@@ -63,3 +68,19 @@ class Trace:
     def ideal_ns(self) -> int:
         """Sum of the op durations: the step with nothing to wait for."""
         return sum(op.duration_ns for op in self.ops)
+
+    @cached_property
+    def lifetimes(self) -> tuple[Lifetime, ...]:
+        """The lifetime and the gaps of every tensor, by index."""
+        return derive_lifetimes(self)
+
+    def with_durations(self, durations_ns: list[int]) -> Trace:
+        """Returns the same structure with other op durations.
+
+        Raises:
+            CaptureError: there are not as many as ops.
+        """
+        if len(durations_ns) != len(self.ops):
+            raise CaptureError(f"expected {len(self.ops)} durations, one per op, got {len(durations_ns)}")
+        ops = tuple(replace(op, duration_ns=value) for op, value in zip(self.ops, durations_ns, strict=True))
+        return replace(self, ops=ops)

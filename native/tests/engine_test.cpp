@@ -1,0 +1,216 @@
+// The engine under many threads, faults and closes, for the sanitizers. Prints what failed and exits 1, else exits 0.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "tieroff/crc32c.hpp"
+#include "tieroff/engine.hpp"
+#include "tieroff/page_returner.hpp"
+
+namespace {
+
+using tieroff::Engine;
+using tieroff::Kind;
+using tieroff::Request;
+
+constexpr std::size_t kChunk = 65536;
+constexpr std::int64_t kWaitNs = 60'000'000'000;
+
+std::atomic<int> failures{0};
+
+void expect(bool is_true, const char* what, int line) {
+  if (is_true) return;
+  std::fprintf(stderr, "line %d: expected %s\n", line, what);
+  failures.fetch_add(1);
+}
+#define EXPECT(condition) expect((condition), #condition, __LINE__)
+
+class File {
+ public:
+  explicit File(std::size_t size_bytes) : fd_(open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)) {
+    if (fd_ < 0 || ftruncate(fd_, static_cast<off_t>(size_bytes)) != 0) std::abort();
+  }
+  ~File() { close(fd_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  [[nodiscard]] int fd() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+std::vector<std::byte> noise(std::size_t size_bytes, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::vector<std::byte> bytes(size_bytes);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(generator());
+  return bytes;
+}
+
+Request request(Kind kind, int fd, std::uint64_t offset, std::vector<std::byte>& memory, std::size_t alignment = 1) {
+  return {.kind = kind, .fd = fd, .offset = offset, .memory = memory.data(), .size_bytes = memory.size(),
+          .block_bytes = 4096, .memory_alignment = alignment, .with_crc = true, .is_flushed_first = kind == Kind::kRead};
+}
+
+// Several threads write and read their own ranges at once; every byte and every checksum is as it should be.
+void test_many_threads() {
+  constexpr std::size_t kRange = std::size_t{1} << 20;
+  File file(8 * kRange);
+  Engine engine({.read_thread_count = 3, .write_thread_count = 3, .chunk_bytes = kChunk});
+  std::vector<std::thread> threads;
+  for (unsigned index = 0; index < 4; ++index) {
+    threads.emplace_back([&, index] {
+      for (unsigned round = 0; round < 10; ++round) {
+        auto source = noise(kRange - 13 * index - round, 100 * index + round);
+        std::vector<std::byte> target(source.size());
+        const std::size_t alignment = round % 2 == 0 ? 1 : 4096;  // straight, and through the bounce buffers
+        auto write = engine.submit(request(Kind::kWrite, file.fd(), index * kRange, source, alignment), false);
+        EXPECT(write->wait(kWaitNs));
+        auto read = engine.submit(request(Kind::kRead, file.fd(), index * kRange, target, alignment), true);
+        EXPECT(read->wait(kWaitNs));
+        EXPECT(source == target);
+        EXPECT(write->crc() == tieroff::crc32c(source.data(), source.size()));
+        EXPECT(read->crc() == write->crc());
+        EXPECT(read->done_bytes() == source.size());
+        EXPECT(write->start_ns() <= write->stop_ns() && write->stop_ns() <= read->stop_ns());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void test_copies() {
+  Engine engine({.read_thread_count = 2, .write_thread_count = 2, .chunk_bytes = kChunk});
+  auto source = noise(777'777, 1);
+  std::vector<std::byte> target(source.size());
+  auto copy = engine.submit(
+      {.kind = Kind::kCopy, .memory = target.data(), .source = source.data(), .size_bytes = source.size()}, true);
+  EXPECT(copy->wait(kWaitNs));
+  EXPECT(source == target);
+}
+
+// The first error is kept, the rest of the transfer is not run, and the next transfer is not touched.
+void test_errors_under_load() {
+  File file(1 << 20);
+  Engine engine({.read_thread_count = 2, .write_thread_count = 3, .chunk_bytes = kChunk});
+  auto source = noise(1 << 20, 2);
+  for (unsigned round = 0; round < 20; ++round) {
+    engine.faults().inject({.kind = Kind::kWrite, .after = round % 5, .count = 1, .error = EIO});
+    auto broken = engine.submit(request(Kind::kWrite, file.fd(), 0, source), false);
+    EXPECT(broken->wait(kWaitNs));
+    EXPECT(broken->error() == EIO && broken->done_bytes() < source.size());
+    engine.faults().clear();
+    auto whole = engine.submit(request(Kind::kWrite, file.fd(), 0, source), false);
+    EXPECT(whole->wait(kWaitNs));
+    EXPECT(whole->error() == 0 && whole->done_bytes() == source.size());
+  }
+}
+
+// Cancelling and closing race with the threads: every transfer ends, as cancelled or as done, never as both.
+void test_cancel_and_close() {
+  File file(1 << 20);
+  for (unsigned round = 0; round < 20; ++round) {
+    auto engine = std::make_unique<Engine>(
+        tieroff::EngineOptions{.read_thread_count = 1, .write_thread_count = 2, .chunk_bytes = kChunk});
+    auto source = noise(5 * kChunk / 2, round);
+    std::vector<std::shared_ptr<tieroff::Transfer>> writes;
+    for (unsigned i = 0; i < 20; ++i)
+      writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source), false));
+    std::thread canceller([&] {
+      for (unsigned i = 1; i < 20; i += 2)
+        if (engine->cancel(writes[i])) EXPECT(writes[i]->error() == ECANCELED && writes[i]->done_bytes() == 0);
+    });
+    std::thread closer([&] { engine->close(); });
+    canceller.join();
+    closer.join();
+    engine.reset();
+    for (const auto& write : writes) {
+      EXPECT(write->is_done());
+      EXPECT((write->error() == 0) == (write->done_bytes() == source.size()));
+      EXPECT(write->error() == 0 || write->error() == ECANCELED);
+    }
+  }
+}
+
+void test_close_releases_hangs() {
+  File file(1 << 20);
+  Engine engine({.read_thread_count = 1, .write_thread_count = 1, .chunk_bytes = kChunk});
+  auto source = noise(3 * kChunk, 3);
+  engine.faults().inject({.kind = Kind::kWrite, .count = 0, .is_hang = true});
+  auto write = engine.submit(request(Kind::kWrite, file.fd(), 0, source), false);
+  EXPECT(engine.faults().wait_hanging(1, 60.0));
+  EXPECT(!write->wait(1'000'000));
+  engine.close();
+  EXPECT(write->is_done() && write->error() == ECANCELED && write->done_bytes() == kChunk);
+}
+
+// The child destroys what it inherited, while the parent's threads work and one waits.
+void test_fork() {
+  File file(1 << 20);
+  auto engine = std::make_unique<Engine>(
+      tieroff::EngineOptions{.read_thread_count = 1, .write_thread_count = 1, .chunk_bytes = kChunk});
+  auto source = noise(8 * kChunk, 4);
+  engine->faults().inject({.kind = Kind::kWrite, .is_hang = true});
+  auto write = engine->submit(request(Kind::kWrite, file.fd(), 0, source), false);
+  EXPECT(engine->faults().wait_hanging(1, 60.0));
+  std::thread waiter([&] { EXPECT(write->wait(kWaitNs)); });
+  const pid_t child = fork();
+  if (child == 0) {
+    bool is_refused = false;
+    try {
+      engine->cancel(write);
+    } catch (const tieroff::StateError&) {
+      is_refused = true;
+    }
+    engine->close();
+    write.reset();
+    engine.reset();
+    _exit(is_refused ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT(status == 0);
+  engine->faults().release();
+  waiter.join();
+  EXPECT(write->error() == 0);
+}
+
+void test_page_returner() {
+  constexpr std::size_t kSize = 1 << 20;
+  File file(kSize);
+  void* memory = mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd(), 0);
+  {
+    tieroff::PageReturner returner(reinterpret_cast<std::uintptr_t>(memory), kSize, 100'000);
+    for (int value = 1; value < 50; ++value) {
+      std::memset(memory, value, kSize);
+      EXPECT(returner.wait_rounds(returner.round_count() + 1, 60.0));
+      EXPECT(static_cast<unsigned char*>(memory)[kSize - 1] == value);
+      returner.set_interval(100'000 + value);
+    }
+    EXPECT(returner.error() == 0);
+  }
+  munmap(memory, kSize);
+}
+
+}  // namespace
+
+int main(int argument_count, char**) {
+  test_many_threads();
+  test_copies();
+  test_errors_under_load();
+  test_cancel_and_close();
+  test_close_releases_hangs();
+  if (argument_count == 1) test_fork();  // any argument leaves it out: the thread sanitizer's own threads do not fork
+  test_page_returner();
+  return failures.load() == 0 ? 0 : 1;
+}

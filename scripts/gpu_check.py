@@ -1,0 +1,111 @@
+"""Runs the `gpu` tests and a short benchmark, and writes both to one JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from progress import make_console
+from tieroff.units import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS_LIMIT_S = 270
+BENCH_LIMIT_S = 150
+BENCH = (
+    *("--budget", "100%", "50%", "25%", "--repeat", "1", "--steps", "12"),
+    *("--layers", "8", "--width", "512", "--heads", "8", "--batch", "16", "--length", "512"),
+)
+
+
+def run_limited(arguments: list[str], limit_s: float) -> str:
+    """Runs a program under a time limit; returns why it failed, or an empty text."""
+    try:
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not done within {limit_s:.0f} s"
+    return "" if done.returncode == 0 else f"exit status {done.returncode}"
+
+
+def run_tests(out: Path) -> dict[str, Any]:
+    """Returns how many tests passed, failed and were skipped."""
+    report = out / "pytest.xml"
+    report.unlink(missing_ok=True)
+    arguments = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    failed = run_limited(arguments, TESTS_LIMIT_S)
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    if report.is_file():
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            total, bad, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
+            bad += int(suite.get("errors", 0))
+            counts["passed"] += total - bad - skipped
+            counts["failed"] += bad
+            counts["skipped"] += skipped
+    if not failed and counts["passed"] == 0:
+        failed = "no test ran"
+    return {**counts, "error": failed}
+
+
+def run_bench(out: Path) -> dict[str, Any]:
+    """Returns the rows of a short benchmark."""
+    rows = out / "bench.json"
+    rows.unlink(missing_ok=True)
+    failed = run_limited(["scripts/bench_step.py", *BENCH, "--json", str(rows)], BENCH_LIMIT_S)
+    return {**(json.loads(rows.read_text()) if rows.is_file() else {"rows": []}), "error": failed}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = Table(title=f"{result['gpu']}, torch {result['torch']}, {result['seconds']:.0f} s", title_justify="left")
+    for head in ("check", "result", "of plain", "peak", "losses"):
+        table.add_column(head)
+    tests = result["tests"]
+    counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+    table.add_row("tests", f"{counts} {tests['error']}".strip(), "", "", "")
+    for row in result["bench"]["rows"]:
+        if row["status"] != "ok":
+            table.add_row(f"bench {row['budget']}", row["status"], "", "", "")
+            continue
+        equal = "equal" if row["losses_equal"] else "DIFFERENT"
+        peak = format_bytes(row["peak_bytes"])
+        table.add_row(
+            f"bench {row['budget']}", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['relative']:.1%}", peak, equal
+        )
+    if result["bench"]["error"]:
+        table.add_row("bench", result["bench"]["error"], "", "", "")
+    make_console().print(table)
+
+
+def main() -> int:
+    """Runs everything; exit status 1 when anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
+    out = parser.parse_args().out
+    if not torch.cuda.is_available():
+        print("gpu_check: expected a CUDA device, torch sees none", file=sys.stderr)
+        return 1
+    start = time.monotonic()
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "tests": run_tests(out),
+        "bench": run_bench(out),
+    }
+    result["seconds"] = time.monotonic() - start
+    (out / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n")
+    show(result)
+    return 1 if result["tests"]["error"] or result["bench"]["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

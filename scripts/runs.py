@@ -1,0 +1,90 @@
+"""Training runs in processes of their own, and the budget that a plain run's peak gives a wrapped one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+from tieroff.config import Config, DeviceBudget
+from train_gpt import Options, Result
+
+HOST_SHARE = 0.1
+STAGING_SHARE = 0.025
+
+
+class RunFailed(Exception):
+    """A training process that ended with an error.
+
+    Attributes:
+        kind: name of the error's type, or "" when the process left no word.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def run(options: Options, *, is_quiet: bool = False) -> Result:
+    """Runs scripts/train_gpt.py in a new process and returns what it measured.
+
+    Raises:
+        RunFailed: the process ended with an error.
+    """
+    if options.out is None:
+        raise ValueError("expected a folder for the run's results")
+    options.out.mkdir(parents=True, exist_ok=True)
+    arguments = [sys.executable, str(Path(__file__).with_name("train_gpt.py"))]
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        if value is not None:
+            arguments += [f"--{field.name}", str(value)]
+    shown = subprocess.DEVNULL if is_quiet else None  # progress and messages; the sample is in the result
+    done = subprocess.run(arguments, stdout=subprocess.DEVNULL, stderr=shown, check=False)
+    metrics = options.out / "metrics.json"
+    content = json.loads(metrics.read_text()) if metrics.is_file() else {}
+    if "error" in content:
+        raise RunFailed(content["error"]["message"], content["error"]["type"])
+    if done.returncode != 0 or not content:
+        raise RunFailed(f"expected exit status 0 from {' '.join(arguments)}, got {done.returncode}")
+    return Result(**content)
+
+
+def fit_budget(config: Config, total_bytes: int, device: str, nvme_dir: Path) -> tuple[Config, int]:
+    """Returns the config with its budget cut to `total_bytes`, and the bytes that a run is held to.
+
+    On CUDA those are device memory. On the CPU the host tier and the staging buffers lie in the same RAM, so all three
+    together make up the total; a config without folders has no staging.
+
+    Args:
+        config: where everything else is taken from.
+        total_bytes: the budget.
+        device: "cuda" or "cpu".
+        nvme_dir: folder that takes the place of the config's folders, when it has any.
+    """
+    nvme = config.nvme
+    if nvme.dirs:
+        nvme = nvme.model_copy(update={"dirs": (nvme_dir.resolve(),)})
+    if device == "cuda":
+        budget = config.budget.model_copy(update={"device": DeviceBudget(size_bytes=total_bytes)})
+        return config.model_copy(update={"device": "cuda", "budget": budget, "nvme": nvme}), total_bytes
+    host = min(config.budget.host or 0, int(total_bytes * HOST_SHARE))
+    staging = 0
+    if nvme.dirs:
+        staging = min(nvme.staging, max(2**20, int(total_bytes * STAGING_SHARE)))
+        nvme = nvme.model_copy(update={"staging": staging})
+    sizes = {"device": DeviceBudget(size_bytes=total_bytes - host - staging), "host": host}
+    budget = config.budget.model_copy(update=sizes)
+    return config.model_copy(update={"device": "cpu", "budget": budget, "nvme": nvme}), total_bytes
+
+
+def wrapped(options: Options, config: Config) -> Options:
+    """Returns the options of the same run under a config, which is written to the run's folder."""
+    if options.out is None:
+        raise ValueError("expected a folder for the run's results")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "config.toml"
+    path.write_text(config.to_toml())
+    return replace(options, config=path)

@@ -1,0 +1,35 @@
+"""What every test shares: no config from outside, and property tests that print how to repeat them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("tieroff", deadline=None, print_blob=True)
+settings.load_profile("tieroff")
+
+
+@pytest.fixture(autouse=True)
+def _no_config_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config named in the environment must not decide what a test does."""
+    monkeypatch.delenv("TIEROFF_CONFIG", raising=False)
+
+
+@pytest.fixture(scope="session")
+def project() -> Path:
+    """The root of the source tree."""
+    return Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` on a machine without CUDA, with the reason."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

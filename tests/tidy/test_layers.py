@@ -1,0 +1,126 @@
+"""The arrows between the layers: an import never points up or sideways."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EDGES = {"config", "errors", "units"}
+BELOW = {
+    "errors": set[str](),
+    "units": {"errors"},
+    "config": {"errors", "units"},
+    "core": {"errors", "units"},
+    "storage": {"core", *EDGES},
+    "tracing": {"core", *EDGES},
+    "planner": {"core", *EDGES},
+    "report": {"core", *EDGES},
+    "probe": {"core", "storage", *EDGES},
+    "runtime": {"core", "storage", *EDGES},
+    "api": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", *EDGES},
+}
+BELOW["__init__"] = {"api", *BELOW["api"]}
+BELOW["cli"] = {"__init__", "api", *BELOW["api"]}
+BELOW["__main__"] = {"cli"}
+
+WITHOUT_TORCH = {"errors", "units", "config", "core", "planner", "storage"}
+WITH_NATIVE = {"storage", "planner"}
+
+
+def layer_of(path: Path, package: Path) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Yields the line and the full dotted name of every module that a file imports, at any depth.
+
+    `from a import b` yields both `a` and `a.b`, since b may be a module.
+    """
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def imported_layers(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Yields the line and the layer of every import from the package itself."""
+    names = {layer_of(found, package) for found in package.iterdir() if not found.name.startswith("_native")}
+    for line, module in imported_modules(path, package):
+        parts = module.split(".")
+        if parts[0] == package.name:
+            layer = parts[1] if len(parts) > 1 and parts[1] in names else "__init__"
+            # `from tieroff import core` yields `tieroff` too, which says nothing
+            if layer != "__init__" or (len(parts) > 1 and parts[1] != "_native"):
+                yield line, layer
+
+
+def broken_arrows(package: Path) -> list[str]:
+    """Returns one line per import that the layers do not allow, each once."""
+    broken: list[str] = []
+    for path in sorted(package.rglob("*.py")):
+        layer = layer_of(path, package)
+        where = path.relative_to(package.parent)
+        if layer not in BELOW:
+            broken.append(f"{where}: {layer} is no known layer")
+            continue
+        for line, target in imported_layers(path, package):
+            if target not in BELOW[layer] | {layer}:
+                broken.append(f"{where}:{line}: {layer} imports {target}")
+        for line, module in imported_modules(path, package):
+            if layer in WITHOUT_TORCH and module.split(".")[0] == "torch":
+                broken.append(f"{where}:{line}: {layer} imports torch")
+            if layer not in WITH_NATIVE and module == f"{package.name}._native":
+                broken.append(f"{where}:{line}: {layer} imports the native module")
+    return list(dict.fromkeys(broken))
+
+
+def test_imports_point_down(project: Path) -> None:
+    assert broken_arrows(project / "tieroff") == []
+
+
+def test_every_layer_is_there(project: Path) -> None:
+    found = {layer_of(path, project / "tieroff") for path in (project / "tieroff").rglob("*.py")}
+    assert found <= set(BELOW)
+    assert {"core", "storage", "tracing", "planner", "runtime", "probe"} <= found
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "told"),
+    [
+        ("core/plan.py", "from tieroff.planner import auto", "core imports planner"),
+        ("core/plan.py", "import torch.nn", "core imports torch"),
+        ("planner/auto.py", "def f():\n    from torch import nn", "planner imports torch"),
+        ("planner/auto.py", "from ..runtime import executor", "planner imports runtime"),
+        ("runtime/executor.py", "import tieroff.planner.auto", "runtime imports planner"),
+        ("runtime/executor.py", "from tieroff import _native", "runtime imports the native module"),
+        ("runtime/executor.py", "from tieroff import wrap", "runtime imports __init__"),
+        ("tracing/files.py", "from tieroff.api import wrap", "tracing imports api"),
+        ("handy.py", "", "handy is no known layer"),
+    ],
+)
+def test_an_arrow_that_points_up_is_found(tmp_path: Path, file: str, line: str, told: str) -> None:
+    package = tmp_path / "tieroff"
+    for name in ("core/plan.py", "planner/auto.py", "runtime/executor.py", "tracing/files.py", "api.py", file):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("")
+    (package / file).write_text(line)
+    assert [found.split(": ", 1)[1] for found in broken_arrows(package)] == [told]
+
+
+def test_arrows_that_point_down_are_left_alone(tmp_path: Path) -> None:
+    package = tmp_path / "tieroff"
+    for name in ("core", "storage", "runtime"):
+        (package / name).mkdir(parents=True)
+    (package / "core/plan.py").write_text("from tieroff.core.plan import Plan\nfrom tieroff import errors")
+    (package / "errors.py").write_text("")
+    (package / "storage/store.py").write_text("from tieroff import _native\nfrom tieroff.core import plan")
+    (package / "runtime/executor.py").write_text("import torch\nfrom tieroff.storage.store import Store")
+    assert broken_arrows(package) == []

@@ -1,0 +1,242 @@
+"""The command line: what it prints, its exit status, and that it stays light."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tieroff
+from tieroff.cli import app
+from tieroff.core.machine import load_machine
+
+GIB = 2**30
+ROW_KEYS = [
+    "policy", "status", "step_s", "ideal_s", "bound_s", "stall_s", "peak_device_bytes", "peak_host_bytes",
+    "peak_nvme_bytes", "d2h_bytes", "h2d_bytes", "nvme_write_bytes", "nvme_read_bytes", "recompute_s", "plan_s",
+]  # fmt: skip
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def run_json(*arguments: str | Path) -> tuple[int, Any]:
+    status, text = run(*arguments, "--json")
+    return status, json.loads(text)
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_version_is_the_package_version() -> None:
+    assert run("--version") == (0, f"{tieroff.__version__}\n")
+
+
+def test_version_loads_neither_torch_nor_the_native_module() -> None:
+    code = """
+import sys
+from tieroff.cli import app
+app(["--version"], standalone_mode=False)
+print([name for name in ("torch", "numpy", "tieroff._native") if name in sys.modules])
+"""
+    assert python(code).splitlines() == [tieroff.__version__, "[]"]
+
+
+def test_python_m_tieroff_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "tieroff", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"{tieroff.__version__}\n"
+
+
+def test_unknown_option_is_a_usage_error() -> None:
+    assert run("probe", "--nonsense")[0] == 2
+    assert run("probe")[0] == 2
+
+
+def test_every_command_has_help_and_json() -> None:
+    commands = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert {"probe", "doctor", "plan", "compare"} <= set(commands)
+    for command in commands:
+        status, text = run(command, "--help")
+        assert status == 0
+        assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_probe_json_has_its_fixed_form_and_writes_no_file(tmp_path: Path) -> None:
+    status, document = run_json("probe", "--dir", tmp_path, "--seconds", "0.5")
+    assert status == 0
+    assert document["machine"] is None
+    assert {row["dir"] for row in document["dirs"]} == {str(tmp_path)}
+    for row in document["dirs"]:
+        assert isinstance(row["engine"], str)
+        assert isinstance(row["is_direct"], bool)
+        assert row["gds"] is False
+        for key in ("write_bytes_per_s", "read_bytes_per_s", "both_write_bytes_per_s", "both_read_bytes_per_s"):
+            assert row[key] > 0
+    assert document["links"]["d2h_bytes_per_s"] > 0
+    assert document["links"]["h2d_bytes_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_probe_out_writes_a_machine_file(tmp_path: Path) -> None:
+    out = tmp_path / "machine.toml"
+    status, text = run("probe", "--dir", tmp_path, "--seconds", "0.5", "--out", out)
+    assert status == 0
+    assert str(out) in text.replace("\n", "")
+    machine = load_machine(out)
+    assert machine.nvme_write_bytes_per_s > 0
+    assert machine.dirs
+
+
+def test_error_is_a_document_under_json_and_a_message_without(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    status, document = run_json("probe", "--dir", missing)
+    assert status == 1
+    assert document["error"]["type"] == "ConfigError"
+    assert "nowhere" in document["error"]["message"]
+    result = CliRunner().invoke(app, ["probe", "--dir", str(missing)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "ConfigError: expected a writable directory" in result.stderr
+
+
+def test_error_that_nobody_expected_is_a_document_under_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(dirs: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("tieroff.probe.doctor.diagnose", fail)
+    assert run_json("doctor") == (1, {"error": {"type": "ZeroDivisionError", "message": "by zero"}})
+    with pytest.raises(ZeroDivisionError):
+        run("doctor")
+
+
+def test_doctor_looks_at_the_folders_of_a_config(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f'[nvme]\ndirs = ["{tmp_path}"]\n')
+    status, document = run_json("doctor", "--config", config)
+    assert status == 0
+    assert [row["dir"] for row in document["dirs"]] == [str(tmp_path)]
+    assert document["dirs"][0]["path"] in ("direct", "buffered")
+    assert {"torch", "cuda", "native module", "memory"} <= {fact["name"] for fact in document["facts"]}
+    status, text = run("doctor", "--config", config)
+    assert status == 0
+    assert str(tmp_path) in text
+
+
+def test_doctor_refuses_a_config_with_an_unknown_key(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[budget]\ndevcie = 3\n")
+    status, document = run_json("doctor", "--config", config)
+    assert status == 1
+    assert "did you mean [budget].device?" in document["error"]["message"]
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> list[str | Path]:
+    """Options: a trace folder of 6 activations of a GiB, written forwards and read backwards, and a machine."""
+    count = 6
+    folder = tmp_path / "chain"
+    folder.mkdir()
+    with (folder / "tensors.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["tensor", "bytes", "kind"])
+        rows.writerows([[f"t{index}", GIB, "local"] for index in range(count)])
+    with (folder / "kernels.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["kernel", "name", "ms", "reads", "writes"])
+        for index in range(count):
+            rows.writerow([index, f"forward{index}", 200, f"t{index - 1}" if index else "", f"t{index}"])
+        for index in reversed(range(count)):
+            rows.writerow([2 * count - 1 - index, f"backward{index}", 200, f"t{index}", ""])
+    (tmp_path / "machine.toml").write_text(
+        'name = "test"\ndevice_bytes = "80GiB"\nhost_bytes = "64GiB"\n'
+        'd2h_bytes_per_s = "16GiB"\nh2d_bytes_per_s = "16GiB"\n'
+    )
+    return ["--trace", folder, "--machine", tmp_path / "machine.toml"]
+
+
+def test_plan_json_is_one_row_with_an_explanation(problem: list[str | Path]) -> None:
+    status, row = run_json("plan", *problem, "--device-budget", "4GiB")
+    assert status == 0
+    assert list(row) == [*ROW_KEYS, "explain"]
+    assert row["status"] == "ok"
+    assert row["peak_device_bytes"] <= 4 * GIB
+    assert row["d2h_bytes"] >= 2 * GIB
+    assert row["d2h_bytes"] == row["h2d_bytes"]
+    assert row["nvme_write_bytes"] == 0
+    assert row["ideal_s"] == pytest.approx(2.4)
+    assert row["step_s"] == pytest.approx(row["ideal_s"] + row["stall_s"] + row["recompute_s"])
+    assert row["ideal_s"] <= row["bound_s"] <= row["step_s"]
+    assert row["explain"]
+
+
+def test_plan_takes_a_share_of_the_peak_as_budget(problem: list[str | Path]) -> None:
+    _, row = run_json("plan", *problem, "--device-budget", "50%")
+    assert 0 < row["peak_device_bytes"] <= 3 * GIB
+    _, row = run_json("plan", *problem, "--device-budget", "100%")
+    assert row["peak_device_bytes"] == 6 * GIB
+    assert row["d2h_bytes"] == 0
+
+
+def test_plan_that_is_infeasible_prints_its_row_and_ends_with_3(problem: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    status, row = run_json("plan", *problem, "--device-budget", "1GiB", "--out", out)
+    assert status == 3
+    assert row["status"] == "infeasible"
+    assert row["step_s"] is None
+    assert "forward1" in row["explain"] or "2.00 GiB" in row["explain"]
+    assert not out.exists()
+    assert run("plan", *problem, "--device-budget", "1GiB")[0] == 3
+
+
+def test_plan_without_a_lower_tier_is_infeasible(problem: list[str | Path]) -> None:
+    assert run_json("plan", *problem, "--device-budget", "4GiB", "--host-budget", "0")[0] == 3
+
+
+def test_plan_out_writes_the_plan(problem: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    status, text = run("plan", *problem, "--device-budget", "4GiB", "--policy", "floor", "--out", out)
+    assert status == 0
+    assert "floor" in text
+    assert json.loads(out.read_text())["policy"] == "floor"
+
+
+def test_plan_errors_name_what_is_wrong(problem: list[str | Path], tmp_path: Path) -> None:
+    assert run_json("plan", *problem, "--device-budget", "4 parsecs")[1]["error"]["type"] == "ConfigError"
+    status, document = run_json("plan", *problem, "--device-budget", "4GiB", "--policy", "gredy")
+    assert status == 1
+    assert "greedy" in document["error"]["message"]
+    _, _, *machine = problem
+    status, document = run_json("plan", "--trace", tmp_path / "none.json", *machine, "--device-budget", "4GiB")
+    assert status == 1
+    assert document["error"]["type"] == "CaptureError"
+    assert run("plan", *problem)[0] == 2
+
+
+def test_compare_prints_a_row_per_policy(problem: list[str | Path]) -> None:
+    status, rows = run_json("compare", *problem, "--device-budget", "4GiB", "--policies", "floor, greedy")
+    assert status == 0
+    assert [row["policy"] for row in rows] == ["floor", "greedy"]
+    assert all(list(row) == ROW_KEYS for row in rows)
+    assert rows[1]["step_s"] <= rows[0]["step_s"]
+    status, text = run("compare", *problem, "--device-budget", "4GiB")
+    assert status == 0
+    assert all(policy in text for policy in ("auto", "floor", "greedy"))
+
+
+def test_compare_with_infeasible_rows_ends_with_0(problem: list[str | Path]) -> None:
+    status, rows = run_json("compare", *problem, "--device-budget", "1GiB", "--policies", "floor")
+    assert status == 0
+    assert [(row["status"], row["step_s"]) for row in rows] == [("infeasible", None)]

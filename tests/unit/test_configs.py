@@ -1,0 +1,70 @@
+"""The configs that are shipped: each loads, and is what its name says."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from runs import fit_budget
+from tieroff.config import Config, DeviceBudget
+
+RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml")
+
+
+@pytest.mark.parametrize("name", RUN_CONFIGS)
+def test_shipped_config_loads_and_survives_its_own_toml(project: Path, tmp_path: Path, name: str) -> None:
+    config = Config.load(project / "configs" / name)
+    (tmp_path / name).write_text(config.to_toml())
+    assert Config.load(tmp_path / name) == config
+
+
+def test_every_shipped_config_is_tested(project: Path) -> None:
+    found = {path.name for path in (project / "configs").glob("*.toml") if not path.name.startswith("machine")}
+    assert found == set(RUN_CONFIGS)
+
+
+def test_quarter_config_is_a_quarter_with_a_small_host_tier_and_nvme(project: Path) -> None:
+    config = Config.load(project / "configs/quarter.toml")
+    assert config.budget.device == DeviceBudget(share=0.25)
+    assert config.budget.host is not None
+    assert config.nvme.staging < config.budget.host <= 64 * 2**20
+    assert config.nvme.dirs
+
+
+def test_two_tier_config_has_no_nvme(project: Path) -> None:
+    config = Config.load(project / "configs/two_tier.toml")
+    assert config.nvme.dirs == ()
+    assert config.budget.host
+
+
+def test_nvme_only_config_has_no_host_tier(project: Path) -> None:
+    config = Config.load(project / "configs/nvme_only.toml")
+    assert config.budget.host == 0
+    assert config.budget.nvme
+    assert config.nvme.dirs
+
+
+@pytest.mark.parametrize("name", RUN_CONFIGS)
+@pytest.mark.parametrize("total_bytes", [10**7, 400 * 2**20])
+def test_demo_budget_on_the_cpu_is_device_host_and_staging_together(
+    project: Path, tmp_path: Path, name: str, total_bytes: int
+) -> None:
+    config, budget_bytes = fit_budget(Config.load(project / "configs" / name), total_bytes, "cpu", tmp_path)
+    assert config.budget.device is not None
+    assert config.budget.host is not None
+    staging = config.nvme.staging if config.nvme.dirs else 0
+    assert config.budget.device.resolve(0) + config.budget.host + staging == budget_bytes == total_bytes
+    assert config.budget.device.resolve(0) >= 0.75 * total_bytes
+    assert config.nvme.dirs in ((), (tmp_path,))
+    assert Config.load(tomllib.loads(config.to_toml())) == config
+
+
+def test_demo_budget_on_cuda_is_device_memory_alone(project: Path, tmp_path: Path) -> None:
+    given = Config.load(project / "configs/quarter.toml")
+    config, budget_bytes = fit_budget(given, 10**9, "cuda", tmp_path)
+    assert config.budget.device == DeviceBudget(size_bytes=10**9)
+    assert budget_bytes == 10**9
+    assert config.budget.host == given.budget.host
+    assert config.nvme.staging == given.nvme.staging

@@ -1,0 +1,334 @@
+"""What every store does on every engine."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tieroff.errors import StateError, StoreError
+from tieroff.storage import buffers
+from tieroff.storage.engines import Engine, available
+from tieroff.storage.engines.aio import AioEngine
+from tieroff.storage.file_store import FileStore
+from tieroff.storage.pool import HostStore
+from tieroff.storage.space import SpaceStore
+
+MIB = 2**20
+CAPACITY_BYTES = 16 * MIB
+SIZES = [1, 511, 4096, 4097, MIB - 1, MIB, 3 * MIB + 77]
+
+MakeStore = Callable[..., SpaceStore]
+
+
+def make_engine(name: str) -> Engine:
+    if name == "aiofiles":
+        return AioEngine()
+    from tieroff.storage.engines.native import NativeEngine
+
+    return NativeEngine()
+
+
+@pytest.fixture(params=[name for name in ("threads", "aiofiles") if name in available()])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["host", "file", "two files"])
+def make_store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[MakeStore]:
+    made: list[SpaceStore] = []
+
+    def make(capacity_bytes: int = CAPACITY_BYTES) -> SpaceStore:
+        if request.param == "host":
+            store: SpaceStore = HostStore(capacity_bytes, engine, slab_bytes=4 * MIB)
+        else:
+            dirs = [tmp_path / str(index) for index in range(1 if request.param == "file" else 2)]
+            for path in dirs:
+                path.mkdir(exist_ok=True)
+            store = FileStore(dirs, capacity_bytes, engine, checksum="always", grow_bytes=MIB)
+        made.append(store)
+        return store
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> SpaceStore:
+    return make_store()
+
+
+class Memory:
+    """Bytes at an address that is off the page by `shift`."""
+
+    def __init__(self, size_bytes: int, shift: int = 0) -> None:
+        self.buffer = buffers.allocate(size_bytes + shift)
+        self.address = self.buffer.address + shift
+        self.size_bytes = size_bytes
+
+    def set(self, data: bytes) -> Memory:
+        ctypes.memmove(self.address, data, self.size_bytes)
+        return self
+
+    def get(self) -> bytes:
+        return ctypes.string_at(self.address, self.size_bytes)
+
+
+def noise(size_bytes: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64])
+def test_block_returns_what_was_written(store: SpaceStore, shift: int) -> None:
+    for seed, size in enumerate(SIZES):
+        block = store.allocate(size)
+        source = Memory(size, shift).set(noise(size, seed))
+        target = Memory(size, shift)
+        write = store.write(block, source.address, source)
+        write.wait(30)
+        read = store.read(block, target.address, target)
+        read.wait(30)
+        assert target.get() == noise(size, seed)
+        assert read.size_bytes == write.size_bytes == size
+        assert 0 < write.start_ns <= write.stop_ns <= read.stop_ns
+        store.free(block)
+    assert store.used_bytes == 0
+
+
+def test_read_leaves_bytes_around_the_target(store: SpaceStore) -> None:
+    size = MIB + 13
+    block = store.allocate(size)
+    source = Memory(size).set(noise(size, 1))
+    store.write(block, source.address, source).wait(30)
+    around = Memory(size + 200).set(b"\x5a" * (size + 200))
+    store.read(block, around.address + 100, around).wait(30)
+    assert around.get() == b"\x5a" * 100 + noise(size, 1) + b"\x5a" * 100
+
+
+def test_many_in_flight_keep_apart(store: SpaceStore) -> None:
+    sizes = [random.Random(7).randrange(1, MIB) for _ in range(12)]
+    blocks = [store.allocate(size) for size in sizes]
+    sources = [Memory(size, index).set(noise(size, index)) for index, size in enumerate(sizes)]
+    for write in [store.write(block, source.address, source) for block, source in zip(blocks, sources, strict=True)]:
+        write.wait(30)
+    targets = [Memory(size, 3) for size in sizes]
+    for read in [store.read(block, target.address, target) for block, target in zip(blocks, targets, strict=True)]:
+        read.wait(30)
+    for index, target in enumerate(targets):
+        assert target.get() == noise(sizes[index], index)
+
+
+def test_full_store_says_so_and_still_works(make_store: MakeStore) -> None:
+    store = make_store(MIB)
+    blocks = [store.allocate(4096) for _ in range(store.capacity_bytes // store.alignment_bytes)]
+    assert store.used_bytes == store.peak_bytes == MIB
+    with pytest.raises(StoreError, match=f"expected room for .* in {store.tier}") as caught:
+        store.allocate(1)
+    assert caught.value.errno == errno.ENOSPC
+    store.free(blocks[5])
+    assert store.allocate(1).size_bytes == 1
+    assert store.used_bytes == MIB
+
+
+def test_freed_neighbours_merge(make_store: MakeStore) -> None:
+    store = make_store(MIB)
+    blocks = [store.allocate(4096) for _ in range(store.capacity_bytes // store.alignment_bytes)]
+    half = [block for block in blocks if block.area == 0 and block.offset < 256 * 1024]
+    for block in random.Random(3).sample(half, len(half)):
+        store.free(block)
+    assert store.allocate(256 * 1024).offset == 0
+
+
+def test_free_while_writing_waits_for_the_write(store: SpaceStore) -> None:
+    size = 8 * MIB
+    source = Memory(size).set(noise(size, 1))
+    block = store.allocate(size)
+    write = store.write(block, source.address, source)
+    store.free(block)
+    again = store.allocate(store.capacity_bytes // 2)  # does not lie on bytes that are still written
+    overlaps = again.area == block.area and again.offset < block.offset + size and block.offset < again.offset + size
+    assert write.done() or not overlaps
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_home_shows_a_written_value_after_publish(store: SpaceStore, shift: int) -> None:
+    size = 2 * MIB + 5
+    home = store.home(size)
+    view = memoryview(home).cast("B")
+    assert len(view) == home.size_bytes == size
+    for seed in range(3):
+        source = Memory(size, shift).set(noise(size, seed))
+        home.write(source.address, source).wait(30)
+        home.publish()
+        assert bytes(view) == noise(size, seed)
+
+
+def test_engine_verify_gives_the_checksum_of_what_lies_there(engine: Engine, tmp_path: Path) -> None:
+    size = 9 * MIB + 5
+    store = FileStore([tmp_path], CAPACITY_BYTES, engine, checksum="always")
+    source = Memory(size).set(noise(size, 1))
+    block = store.allocate(size)
+    write = store.write(block, source.address, source)
+    write.wait(30)
+    verify = engine.verify(store._files[0], block.offset, size)
+    assert verify.wait(30)
+    assert (verify.errno, verify.done_bytes) == (0, size)
+    assert verify.checksum == write.checksum is not None
+    store.close()
+
+
+def test_home_read_sees_what_was_written_through_memory(store: SpaceStore) -> None:
+    size = MIB + 9
+    home = store.home(size)
+    view = memoryview(home).cast("B")
+    target = Memory(size, 1)
+    for seed in range(4):
+        view[:] = noise(size, seed)
+        view[size - 1] = seed
+        home.read(target.address, target).wait(30)
+        assert target.get() == noise(size, seed)[:-1] + bytes([seed])
+
+
+def test_home_trim_keeps_the_value(store: SpaceStore) -> None:
+    home = store.home(MIB)
+    view = memoryview(home).cast("B")
+    view[:] = noise(MIB, 1)
+    home.trim()
+    assert bytes(view) == noise(MIB, 1)
+
+
+def test_home_publish_without_a_write_is_refused(store: SpaceStore) -> None:
+    home = store.home(4096)
+    with pytest.raises(StateError, match="expected a write"):
+        home.publish()
+
+
+def test_home_place_is_freed_with_the_last_reference(store: SpaceStore) -> None:
+    home = store.home(MIB)
+    source = Memory(MIB).set(noise(MIB, 1))
+    home.write(source.address, source).wait(30)
+    view = memoryview(home).cast("B")[4096:]
+    del home
+    gc.collect()
+    used_by_home = store.used_bytes
+    assert used_by_home >= MIB
+    view[:8] = b"still it"
+    del view
+    gc.collect()
+    assert store.used_bytes == 0
+
+
+def test_tensor_over_a_home_keeps_it(store: SpaceStore) -> None:
+    torch = pytest.importorskip("torch")
+    home = store.home(4096)
+    tensor = torch.frombuffer(home, dtype=torch.uint8)
+    assert tensor.data_ptr() == home.address
+    row = tensor.view(64, 64)[3]
+    del home, tensor
+    gc.collect()
+    row.fill_(9)
+    assert store.used_bytes == store.alignment_bytes
+    del row
+    gc.collect()
+    assert store.used_bytes == 0
+
+
+def test_keep_lives_until_the_end_is_noticed(store: SpaceStore) -> None:
+    block = store.allocate(MIB)
+    source = Memory(MIB).set(noise(MIB, 1))
+    address = source.address
+    gone = threading.Event()
+
+    class Keep:
+        def __init__(self, memory: Memory) -> None:
+            self.memory = memory
+
+        def __del__(self) -> None:
+            gone.set()
+
+    write = store.write(block, address, Keep(source))
+    del source
+    gc.collect()
+    assert write.done() or not gone.is_set()
+    write.wait(30)
+    gc.collect()
+    assert gone.is_set()
+
+
+def test_wrong_calls_are_refused(store: SpaceStore, make_store: MakeStore) -> None:
+    memory = Memory(4096)
+    block = store.allocate(4096)
+    with pytest.raises(StateError, match="never written"):
+        store.read(block, memory.address, memory)
+    with pytest.raises(StateError, match="foreign"):
+        make_store().write(block, memory.address, memory)
+    store.free(block)
+    with pytest.raises(StateError, match="freed before"):
+        store.free(block)
+    with pytest.raises(StateError, match="freed"):
+        store.write(block, memory.address, memory)
+    with pytest.raises(StateError, match="above 0"):
+        store.allocate(0)
+
+
+def test_close_is_idempotent_and_reports_leaks(store: SpaceStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.allocate(5000)
+    home = store.home(4096)
+    view = memoryview(home).cast("B")
+    view[:] = noise(4096, 1)
+    store.close()
+    store.close()
+    assert "1 blocks that were never freed" in caplog.text and "5000" in caplog.text
+    assert bytes(view) == noise(4096, 1)
+    with pytest.raises(StateError, match="closed"):
+        store.allocate(1)
+    with pytest.raises(StateError, match="closed"):
+        home.read(home.address, None)
+
+
+def test_close_ends_what_is_in_flight(store: SpaceStore) -> None:
+    sources = [Memory(MIB).set(noise(MIB, seed)) for seed in range(8)]
+    writes = [store.write(store.allocate(MIB), source.address, source) for source in sources]
+    writes[0].wait(30)
+    store.close()
+    assert all(write.done() for write in writes)
+    for write in writes:
+        if not write.has_succeeded():
+            with pytest.raises(StoreError) as caught:
+                write.wait()
+            assert caught.value.errno == errno.ECANCELED
+
+
+def test_open_and_close_leave_nothing(make_store: MakeStore, tmp_path: Path) -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def cycle() -> None:
+        store = make_store(MIB)
+        block = store.allocate(4096)
+        memory = Memory(4096)
+        store.write(block, memory.address, memory).wait(30)
+        store.free(block)
+        home = store.home(4096)
+        memoryview(home).cast("B")[0] = 1
+        if isinstance(store, FileStore):
+            store.return_pages(0.001)
+        store.close()
+
+    cycle()
+    before = count()
+    for _ in range(50):
+        cycle()
+    assert count()[0] == before[0]
+    assert count()[1] <= before[1] + 2  # aiofiles' pool may still start threads of its own, up to its number
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []

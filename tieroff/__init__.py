@@ -1,0 +1,43 @@
+"""tieroff trains a PyTorch model within a memory budget smaller than its step needs."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from tieroff.errors import (
+    CaptureError,
+    ConfigError,
+    InfeasiblePlanError,
+    InvalidPlanError,
+    StateError,
+    StoreError,
+    TieroffError,
+    TraceMismatchError,
+)
+
+if TYPE_CHECKING:
+    from tieroff.api import engine, scope, unwrap, wrap
+    from tieroff.config import Config
+
+__all__ = [
+    "CaptureError", "Config", "ConfigError", "InfeasiblePlanError", "InvalidPlanError", "StateError", "StoreError",
+    "TieroffError", "TraceMismatchError", "engine", "scope", "unwrap", "wrap",
+]  # fmt: skip
+
+try:
+    __version__ = version("tieroff")
+except PackageNotFoundError:  # run from a source tree that was not installed
+    __version__ = "0+unknown"
+
+_LAZY = {"wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "Config": "config"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch only when something that needs it is asked for: the command line starts fast."""
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'tieroff' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"tieroff.{module}"), name)

@@ -1,0 +1,254 @@
+"""The face of the library: composition of tracing, planning and running, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tieroff.config import Config
+from tieroff.core.check import check
+from tieroff.core.files import load_plan
+from tieroff.core.machine import Machine, load_machine
+from tieroff.core.plan import Capabilities, Plan
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.trace import Trace
+from tieroff.errors import ConfigError, StateError, TraceMismatchError
+from tieroff.planner.auto import make_plan
+from tieroff.planner.policies import find_policy
+from tieroff.planner.problem import live_bytes
+from tieroff.probe import limits
+from tieroff.probe.machine import measure_machine
+from tieroff.runtime.backend import Backend, CpuBackend
+from tieroff.runtime.engine import Engine, Settings
+from tieroff.runtime.hooks import ForwardSlot
+from tieroff.runtime.scope import scope_of
+from tieroff.storage.engines import Engine as IoEngine
+from tieroff.storage.engines import choose
+from tieroff.storage.file_store import FileStore
+from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.pool import HostStore
+from tieroff.storage.store import Store
+from tieroff.tracing.recorder import StepRecorder
+
+log = logging.getLogger("tieroff")
+
+_CLASSES = {
+    "activations": TensorClass.ACTIVATION,
+    "parameters": TensorClass.PARAMETER,
+    "gradients": TensorClass.GRADIENT,
+    "optimizer": TensorClass.OPTIMIZER,
+}
+# Freed blocks above this leave the process at once on the CPU backend; see docs/results for what it costs.
+_ALLOCATOR_THRESHOLD_BYTES = 1 << 20
+_PAGE_RETURN_S = 0.005
+_MEASURE_S = 1.5
+
+ConfigSource = Config | Mapping[str, Any] | str | Path | None
+
+
+def wrap(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: ConfigSource = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    backend: Backend | None = None,
+) -> torch.nn.Module:
+    """Makes a model train within a memory budget, under an unchanged loop.
+
+    Args:
+        model: the root module whose forward begins a step.
+        optimizer: whose `step` ends it; may be attached later with `engine(model).attach`.
+        config: a path, a mapping or a `Config`; None takes the file named by TIEROFF_CONFIG, else `tieroff.toml`, else
+            defaults.
+        plan: run this plan (or the one in this file) instead of making one; it must be for the very step that is traced.
+        backend: where computing happens; None follows `device` of the config. For tests.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ConfigError: the config cannot be used on this machine.
+        StateError: this is no module, it is wrapped already, or it or the optimizer cannot be wrapped.
+        StoreError: a folder is missing, read-only or too small.
+    """
+    if not sys.platform.startswith("linux"):
+        raise StateError(f"tieroff.wrap runs on Linux; this is {sys.platform}. plan and compare work everywhere")
+    if not isinstance(model, torch.nn.Module):
+        raise StateError(f"expected a torch.nn.Module to wrap, got {type(model).__name__}")
+    if _engine_of(model) is not None:
+        raise StateError("this model is wrapped already; tieroff.unwrap(model) first to wrap it with another config")
+    loaded = Config.load(config)
+    find_policy(loaded.plan.policy)
+    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    engine = _Builder(loaded, backend, given).build(model)
+    if optimizer is not None:
+        try:
+            engine.attach(optimizer)
+        except BaseException:
+            engine.close()
+            raise
+    return model
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Gives back a plain module and optimizer, values intact; files and threads of the engine end.
+
+    Raises:
+        StateError: the model is not wrapped.
+    """
+    engine(model).close()
+    return model
+
+
+def engine(model: torch.nn.Module) -> Engine:
+    """Returns the engine of a wrapped model.
+
+    Raises:
+        StateError: the model is not wrapped.
+    """
+    found = _engine_of(model)
+    if found is None:
+        raise StateError(f"this {type(model).__name__} is not wrapped (or is a copy of one that is); call tieroff.wrap first")
+    return found
+
+
+def scope(model: torch.nn.Module) -> Any:
+    """Returns a context manager under which tensors saved outside the model (by a loss, say) are moved too."""
+    return scope_of(engine(model))
+
+
+def _engine_of(model: torch.nn.Module) -> Engine | None:
+    slot = model.__dict__.get("forward") if isinstance(model, torch.nn.Module) else None
+    while isinstance(slot, ForwardSlot):
+        owner = getattr(slot, "engine", None)
+        if isinstance(owner, Engine):
+            return owner
+        slot = slot.inner
+    return None
+
+
+class _Builder:
+    """Puts an engine together from a config."""
+
+    def __init__(self, config: Config, backend: Backend | None, plan: Plan | None) -> None:
+        self.config = config
+        self.given_plan = plan
+        self.backend = backend if backend is not None else _backend_for(config)
+        self.is_cpu = self.backend.device.type == "cpu"
+        self.host_bytes, self.nvme_bytes = self._lower_budgets()
+        self.dirs = tuple(config.nvme.dirs) if self.nvme_bytes else ()
+        self.io: IoEngine | None = None
+
+    def _lower_budgets(self) -> tuple[int, int]:
+        budget, dirs = self.config.budget, self.config.nvme.dirs
+        host = budget.host
+        if host is None:
+            host = 0 if self.is_cpu else limits.default_host_bytes()
+        nvme = budget.nvme
+        if nvme is None:
+            nvme = limits.default_nvme_bytes(dirs) if dirs else 0
+        if nvme and not dirs:
+            raise ConfigError("[budget].nvme is set but [nvme].dirs is empty: name a folder on the drive")
+        return host, nvme
+
+    def build(self, model: torch.nn.Module) -> Engine:
+        stores: dict[Tier, Store] = {}
+        try:
+            if self.host_bytes or self.dirs:
+                self.io = choose(self.config.nvme.engine)
+            if self.host_bytes:
+                assert self.io is not None
+                register, unregister = getattr(self.backend, "register", None), getattr(self.backend, "unregister", None)
+                stores[Tier.HOST] = HostStore(self.host_bytes, self.io, register, unregister)
+            if self.dirs:
+                assert self.io is not None
+                files = FileStore(self.dirs, self.nvme_bytes, self.io, checksum=self.config.nvme.checksum)
+                files.return_pages(_PAGE_RETURN_S)
+                stores[Tier.NVME] = files
+            if hasattr(self.backend, "use_staging"):
+                self.backend.use_staging(self.config.nvme.staging if self.dirs else 0)
+            return Engine(
+                model, self.backend, stores, self._settings(stores), self._plan,
+                lambda: StepRecorder(self.backend.device), functools.partial(self._close, stores),
+            )  # fmt: skip
+        except BaseException:
+            self._close(stores)
+            raise
+
+    def _settings(self, stores: dict[Tier, Store]) -> Settings:
+        planning = self.config.plan
+        moves = bool(stores)
+        return Settings(
+            covers=frozenset(_CLASSES[name] for name in planning.cover) if moves else frozenset(),
+            min_bytes=planning.min_bytes,
+            spill=tuple(tier for tier in (Tier.HOST, Tier.NVME) if tier in stores),
+            allocator_threshold_bytes=_ALLOCATOR_THRESHOLD_BYTES if self.is_cpu and moves else None,
+            chosen={"io_engine": self.io.name if self.io is not None else "none"},
+            config_toml=self.config.to_toml(),
+        )
+
+    def _close(self, stores: dict[Tier, Store]) -> None:
+        for store in stores.values():
+            store.close()
+        if self.io is not None:
+            self.io.close()
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        path = self.config.plan.machine
+        if path is not None:
+            return load_machine(path)
+        return measure_machine(self.backend.device.type, self.dirs, engine=self.config.nvme.engine, seconds=_MEASURE_S)
+
+    def _plan(self, trace: Trace) -> Plan:
+        capabilities = Capabilities(
+            tiers=tuple(t for t, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size),
+            gradient_follows_parameter=True,
+            recompute=self.config.plan.recompute,
+            min_bytes=self.config.plan.min_bytes,
+        )
+        if self.given_plan is not None:
+            if self.given_plan.trace_digest != trace.digest:
+                raise TraceMismatchError(
+                    f"the given plan is for trace {self.given_plan.trace_digest}, this step's trace is {trace.digest}: "
+                    "it was made for another model, batch or library version; make a new plan"
+                )
+            check(self.given_plan, trace, capabilities)
+            return self.given_plan
+        budget = {
+            Tier.DEVICE: self._device_bytes(trace), Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes,
+        }  # fmt: skip
+        return make_plan(trace, self.machine, budget, self.config.plan.policy, self.config.plan.effort, capabilities)
+
+    def _device_bytes(self, trace: Trace) -> int:
+        wanted = self.config.budget.device
+        if wanted is None:
+            return _free_bytes(self.backend.device)
+        return wanted.resolve(int(live_bytes(trace).max()))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Returns what this process may still take of the device's memory, and what it has taken for the step already."""
+    if device.type == "cpu":
+        return host_limit_bytes()
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+
+
+def _backend_for(config: Config) -> Backend:
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return CpuBackend()
+    if not torch.cuda.is_available():
+        raise ConfigError('device = "cuda", but torch sees no CUDA device; use "cpu" or "auto"')
+    from tieroff.runtime.cuda import CudaBackend
+
+    return CudaBackend()

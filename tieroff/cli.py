@@ -1,0 +1,339 @@
+"""The `tieroff` command.
+
+What a command needs is imported inside it, so that `tieroff --version` loads neither torch nor the native module.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tieroff.errors import TieroffError
+from tieroff.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from tieroff.core.machine import Machine
+    from tieroff.core.tensor import Tier
+    from tieroff.core.trace import Trace
+    from tieroff.planner.rows import Result
+    from tieroff.probe.doctor import Diagnosis
+
+EXIT_ERROR = 1
+EXIT_INFEASIBLE = 3
+
+PIPED_WIDTH = 240
+"""Columns of a table that goes to a file or another program, where rich would take 80."""
+
+
+class Effort(StrEnum):
+    """How long the planner may search."""
+
+    fast = "fast"
+    high = "high"
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+TraceOption = Annotated[
+    Path, typer.Option("--trace", help="A saved trace, or a folder of kernels.csv and tensors.csv.")
+]
+MachineOption = Annotated[Path, typer.Option("--machine", help="A file written by `tieroff probe --out`.")]
+DeviceBudgetOption = Annotated[str, typer.Option("--device-budget", help='Bytes, or a share of the peak ("25%").')]
+HostBudgetOption = Annotated[str | None, typer.Option("--host-budget", help="Bytes; the machine's when left out.")]
+NvmeBudgetOption = Annotated[str | None, typer.Option("--nvme-budget", help="Bytes; the machine's when left out.")]
+EffortOption = Annotated[Effort, typer.Option("--effort", help="fast: seconds; high: minutes.")]
+
+app = typer.Typer(
+    help="Trains PyTorch models within a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Runs the command line. Exit status: 0 done, 1 an error, 2 usage, 3 `plan` found nothing feasible."""
+    app()
+
+
+def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Makes a command's error a message (or with --json a document) and exit status 1."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (TieroffError, OSError) as error:
+            _print_error(error, as_json=options["as_json"])
+            raise typer.Exit(EXIT_ERROR) from None
+        except (typer.Exit, typer.BadParameter):
+            raise
+        except Exception as error:
+            if not options["as_json"]:
+                raise
+            _print_error(error, as_json=True)
+            raise typer.Exit(EXIT_ERROR) from None
+
+    return run
+
+
+def _print_error(error: Exception, *, as_json: bool) -> None:
+    if as_json:
+        _print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+    else:
+        print(f"tieroff: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, indent=2, default=str))
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from tieroff import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@_reports_errors
+def probe(
+    dirs: Annotated[list[Path], typer.Option("--dir", help="A folder on a drive to measure; may be repeated.")],
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Time to spend, roughly.")] = 3.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Write a machine.toml.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measures folders and the link between device and host memory."""
+    from tieroff.core.machine import save_machine
+    from tieroff.probe.links import measure_links
+    from tieroff.probe.machine import compose_machine
+    from tieroff.probe.nvme import measure_dirs
+    from tieroff.storage.engines import available
+
+    device = _device()
+    engines = available()
+    share = seconds / (2 + len(dirs) * len(engines))
+    links = measure_links(device, share)
+    together = measure_dirs(dirs, "auto", share)
+    rates = [(folder, measure_dirs([folder], name, share)) for folder in dirs for name in engines]
+    tables = {f"{folder} {measured.engine}": measured for folder, measured in rates}
+    machine = compose_machine(device, links, dirs, together, tables)
+    if out is not None:
+        save_machine(machine, out)
+    rows = [{"dir": str(folder), "gds": measured.engine == "gds", **asdict(measured)} for folder, measured in rates]
+    if as_json:
+        _print_json({"dirs": rows, "links": asdict(links), "machine": str(out) if out else None})
+        return
+    _print_probe(machine, rows)
+    if out is not None:
+        print(f"written to {out}")
+
+
+@app.command()
+@_reports_errors
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", help="Look at this config's folders.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Says what this machine can do for a run, and why not."""
+    from tieroff.config import Config
+    from tieroff.probe.doctor import diagnose
+
+    chosen = Config.load(config)
+    found = diagnose(chosen.nvme.dirs or (Path(),))
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        _print_diagnosis(found)
+
+
+@app.command()
+@_reports_errors
+def plan(
+    trace: TraceOption,
+    machine: MachineOption,
+    device_budget: DeviceBudgetOption,
+    host_budget: HostBudgetOption = None,
+    nvme_budget: NvmeBudgetOption = None,
+    policy: Annotated[str, typer.Option("--policy", help='"auto" or the name of a policy.')] = "auto",
+    effort: EffortOption = Effort.fast,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plans a traced step for a machine and a budget."""
+    from tieroff.core.files import save_plan
+    from tieroff.planner.rows import plan_row
+
+    found = plan_row(*_problem(trace, machine, device_budget, host_budget, nvme_budget), policy, effort.value)
+    if out is not None and found.plan is not None:
+        save_plan(found.plan, out)
+    row, text = found.row.as_dict(), _explain(found)
+    if as_json:
+        _print_json({**row, "explain": text})
+    else:
+        _print_rows([row])
+        print(text)
+    if found.plan is None:
+        raise typer.Exit(EXIT_INFEASIBLE)
+
+
+@app.command()
+@_reports_errors
+def compare(
+    trace: TraceOption,
+    machine: MachineOption,
+    device_budget: DeviceBudgetOption,
+    host_budget: HostBudgetOption = None,
+    policies: Annotated[str | None, typer.Option("--policies", help="Names, with commas; all when left out.")] = None,
+    effort: EffortOption = Effort.fast,
+    as_json: AsJson = False,
+) -> None:
+    """Plans one traced step with several policies, one row each."""
+    from tieroff.planner.policies import POLICIES
+    from tieroff.planner.rows import compare_rows
+
+    names = [name.strip() for name in policies.split(",")] if policies else sorted(POLICIES, key=lambda n: n == "auto")
+    found = compare_rows(*_problem(trace, machine, device_budget, host_budget, None), names, effort.value)
+    rows = [result.row.as_dict() for result in found]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print_rows(rows)
+
+
+def _problem(
+    trace: Path, machine: Path, device_budget: str, host_budget: str | None, nvme_budget: str | None
+) -> tuple[Trace, Machine, dict[Tier, int]]:
+    """Returns a trace, a machine and the budget per tier; a tier that none is given for has the machine's bytes."""
+    from tieroff.config import DeviceBudget
+    from tieroff.core.machine import load_machine
+    from tieroff.core.tensor import Tier
+    from tieroff.planner.problem import live_bytes
+    from tieroff.tracing.files import load_trace
+
+    given = DeviceBudget.parse(device_budget)
+    lower = {Tier.HOST: host_budget, Tier.NVME: nvme_budget}
+    budget = {tier: parse_bytes(text) for tier, text in lower.items() if text is not None}
+    loaded = load_trace(trace)
+    budget[Tier.DEVICE] = given.resolve(int(live_bytes(loaded).max()))
+    return loaded, load_machine(machine), budget
+
+
+def _explain(result: Result) -> str:
+    """Returns text that says what a plan moves and why it does not move the rest, or why there is none."""
+    plan, row = result.plan, result.row
+    if plan is None:
+        return f"{row.policy} found no plan: {result.reason}"
+    step, ideal, bound = (format_seconds(value or 0.0) for value in (row.step_s, row.ideal_s, row.bound_s))
+    lines = [f"{row.policy}: a step of {step}; {ideal} without any wait, and no plan is faster than {bound}."]
+    if plan.moves_nothing:
+        lines.append("Everything fits: nothing moves.")
+    for tier in ("host", "nvme"):
+        moved = {transfer.tensor for transfer in plan.transfers if transfer.target == tier}
+        if moved:
+            peak = format_bytes(getattr(row, f"peak_{tier}_bytes") or 0)
+            lines.append(f"{len(moved)} tensors go to {tier}, which holds at most {peak}.")
+    if plan.recompute:
+        lines.append(f"Recomputed: {', '.join(plan.recompute)}.")
+    lines += [f"{count} tensors stay on the device: {rule}." for rule, count in sorted(plan.skipped.items())]
+    return "\n".join(lines)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(markup=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    console.print(table)
+
+
+def _print_probe(machine: Machine, rows: Sequence[dict[str, Any]]) -> None:
+    speeds = ("write_bytes_per_s", "read_bytes_per_s", "both_write_bytes_per_s", "both_read_bytes_per_s")
+    _print_table(
+        "folders",
+        ("folder", "engine", "path", "write", "read", "write, both ways", "read, both ways"),
+        [
+            (
+                row["dir"],
+                row["engine"],
+                "direct" if row["is_direct"] else "buffered",
+                *(_rate(row[key]) for key in speeds),
+            )
+            for row in rows
+        ],
+    )
+    _print_table(
+        "link between device and host memory",
+        ("machine", "device to host", "host to device", "both ways at once"),
+        [
+            (
+                machine.name,
+                _rate(machine.d2h_bytes_per_s),
+                _rate(machine.h2d_bytes_per_s),
+                f"{machine.duplex_share:.0%} of the sum",
+            )
+        ],
+    )
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    lines = [(fact.name, "yes" if fact.is_ok else "no", fact.detail) for fact in found.facts]
+    _print_table("machine", ("what", "there", "detail"), lines)
+    _print_table(
+        "folders",
+        ("folder", "path", "file system", "free", "why not direct"),
+        [(row.dir, row.path, row.file_system, format_bytes(row.free_bytes), row.reason) for row in found.dirs],
+    )
+
+
+def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints rows of `plan` and `compare` with sizes and times for people."""
+
+    def shown(key: str, value: object) -> str:
+        if value is None:
+            return "-"
+        if key.endswith("_bytes"):
+            return format_bytes(float(str(value)))
+        return format_seconds(float(str(value))) if key.endswith("_s") else str(value)
+
+    columns = list(rows[0]) if rows else ["policy"]
+    heads = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
+    _print_table("", heads, [[shown(column, row.get(column)) for column in columns] for row in rows])
+
+
+def _rate(bytes_per_s: int) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+if __name__ == "__main__":
+    main()

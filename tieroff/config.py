@@ -1,0 +1,270 @@
+"""The config a person writes: TOML, a mapping or a `Config`, checked before anything else happens."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from tieroff.errors import ConfigError
+from tieroff.units import parse_bytes
+
+CONFIG_VARIABLE = "TIEROFF_CONFIG"
+CONFIG_FILE = "tieroff.toml"
+
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """A limit on the device tier: either bytes, or a share of a trace's peak.
+
+    Attributes:
+        size_bytes: the limit, or None when it is a share.
+        share: the limit over the trace's peak of live bytes with nothing moved (0.25 is a quarter), or None.
+    """
+
+    size_bytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.size_bytes is None) == (self.share is None):
+            raise ConfigError(f"expected either bytes or a share, got {self.size_bytes!r} and {self.share!r}")
+
+    @classmethod
+    def parse(cls, value: int | str | DeviceBudget) -> DeviceBudget:
+        """Returns the budget that an integer or text such as "6GiB" or "25%" stands for.
+
+        Raises:
+            ConfigError: the value has another form, or the share is zero.
+        """
+        if isinstance(value, DeviceBudget):
+            return value
+        match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            return cls(size_bytes=parse_bytes(value))
+        if float(match[1]) == 0:
+            raise ConfigError(f"expected a share above 0%, got {value!r}")
+        return cls(share=float(match[1]) / 100)
+
+    def resolve(self, peak_bytes: int) -> int:
+        """Returns the limit in bytes for a step whose live bytes peak at `peak_bytes` with nothing moved."""
+        return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * peak_bytes)
+
+    def written(self) -> int | str:
+        """Returns the value that `parse` reads as this budget: integer bytes or text such as "25%"."""
+        return self.size_bytes if self.size_bytes is not None else f"{(self.share or 0.0) * 100:.12g}%"
+
+
+def _to_size(value: object) -> int:
+    try:
+        return parse_bytes(value)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _to_device_budget(value: object) -> DeviceBudget:
+    try:
+        return DeviceBudget.parse(value)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _to_path(value: object) -> Path:
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError("expected a path")
+    return Path(value)
+
+
+def _to_dirs(value: object) -> tuple[Path, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("expected a list of paths")
+    dirs = tuple(_to_path(item) for item in value)
+    if len(set(dirs)) < len(dirs):
+        raise ValueError("expected each folder once")
+    return dirs
+
+
+def _to_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Size = Annotated[int, BeforeValidator(_to_size)]
+Share = Annotated[DeviceBudget, BeforeValidator(_to_device_budget), PlainSerializer(DeviceBudget.written)]
+FilePath = Annotated[Path, BeforeValidator(_to_path)]
+
+Device = Literal["auto", "cuda", "cpu"]
+EngineName = Literal["auto", "gds", "uring", "threads", "aiofiles"]
+Checksum = Literal["off", "warmup", "always"]
+Effort = Literal["fast", "high"]
+Cover = Literal["activations", "parameters", "gradients", "optimizer"]
+
+_ANY_SIZE = 'bytes like "6GiB" or 4096'
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Budget(_Table):
+    """Limits per tier. A value left out (None) stands for what the machine has.
+
+    * `device`: the device's free memory.
+    * `host`: on CUDA a share of the memory that this process may still use; on the CPU backend 0, since there the
+      device tier is ordinary memory already.
+    * `nvme`: 0 without `[nvme] dirs`, else what those folders have free less a margin (see `tieroff.probe.limits`).
+    """
+
+    device: Share | None = Field(default=None, description='bytes like "6GiB" or a share like "25%"')
+    host: Size | None = Field(default=None, description=_ANY_SIZE)
+    nvme: Size | None = Field(default=None, description=_ANY_SIZE)
+
+
+class Nvme(_Table):
+    """Where and how the NVMe tier is kept. Without `dirs` there is none, and the other keys have no effect."""
+
+    dirs: Annotated[tuple[Path, ...], BeforeValidator(_to_dirs)] = Field(
+        default=(), description="a list of folders, each named once"
+    )
+    engine: EngineName = Field(default="auto", description=f"one of {', '.join(get_args(EngineName))}")
+    staging: Size = Field(default=64 * 2**20, description=_ANY_SIZE)
+    checksum: Checksum = Field(default="warmup", description=f"one of {', '.join(get_args(Checksum))}")
+
+
+class Planning(_Table):
+    """How the plan is made and what it may decide."""
+
+    policy: str = Field(default="auto", min_length=1, description='"auto" or the name of a policy')
+    effort: Effort = Field(default="fast", description=f"one of {', '.join(get_args(Effort))}")
+    cover: Annotated[tuple[Cover, ...], BeforeValidator(_to_tuple)] = Field(
+        default=get_args(Cover), description=f"a list out of {', '.join(get_args(Cover))}"
+    )
+    recompute: bool = Field(default=True, description="true or false")
+    exact: bool = Field(default=True, description="true or false")
+    min_bytes: Size = Field(default=64 * 2**10, description=_ANY_SIZE)
+    machine: FilePath | None = Field(default=None, description="the path of a file written by `tieroff probe`")
+
+
+class Config(_Table):
+    """Everything that a run can be told. Immutable; `model_copy(update=...)` makes a changed one."""
+
+    device: Device = Field(default="auto", description=f"one of {', '.join(get_args(Device))}")
+    budget: Budget = Field(default=Budget(), description="a table")
+    nvme: Nvme = Field(default=Nvme(), description="a table")
+    plan: Planning = Field(default=Planning(), description="a table")
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None) -> Config:
+        """Returns the config that a source holds.
+
+        Args:
+            source: a `Config`, a mapping with the keys of the TOML file, the path of such a file, or None: then the
+                file named by the environment variable TIEROFF_CONFIG, else `tieroff.toml` in the working directory,
+                else the defaults.
+
+        Raises:
+            ConfigError: the file is missing or no TOML, a key is unknown, or a value has the wrong type.
+        """
+        if isinstance(source, Config):
+            return source
+        if isinstance(source, Mapping):
+            return cls._from_mapping(source, origin="config")
+        if source is not None and not isinstance(source, (str, Path)):
+            raise ConfigError(f"config: expected a path, a mapping or a Config, got {type(source).__name__}")
+        if source is not None:
+            return cls._from_file(Path(source), origin=str(source))
+        if named := os.environ.get(CONFIG_VARIABLE):
+            return cls._from_file(Path(named), origin=f"{named} (from {CONFIG_VARIABLE})")
+        if Path(CONFIG_FILE).is_file():
+            return cls._from_file(Path(CONFIG_FILE), origin=CONFIG_FILE)
+        return cls()
+
+    def to_toml(self) -> str:
+        """Returns TOML text that loads as an equal config. Values that are None are left out."""
+        content = self.model_dump(mode="json", exclude_none=True)
+        tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+        lines = [f"{key} = {_toml_value(value)}" for key, value in content.items() if key not in tables]
+        for name, table in tables.items():
+            if table:
+                lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def _from_file(cls, path: Path, origin: str) -> Config:
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"{origin}: expected a readable config file, got: {reason}") from error
+        except ValueError as error:  # TOMLDecodeError, with line and column, or UnicodeDecodeError
+            raise ConfigError(f"{origin}: expected TOML, got: {error}") from error
+        return cls._from_mapping(content, origin)
+
+    @classmethod
+    def _from_mapping(cls, content: Mapping[str, Any], origin: str) -> Config:
+        try:
+            return cls.model_validate(dict(content))
+        except ValidationError as error:
+            raise ConfigError("\n".join(_describe(error, origin))) from None
+
+
+def _describe(error: ValidationError, origin: str) -> Iterator[str]:
+    """Yields one line per wrong key or value: where it is, what was expected and what was found."""
+    for problem in error.errors():
+        *tables, key = [str(part) for part in problem["loc"] if isinstance(part, str)] or ["config"]
+        table = _table_at(tables)
+        where = f"{origin}: {_dotted(tables, key)}"
+        if problem["type"] == "extra_forbidden":
+            yield f"{where} is no known key{_nearest(key, tables)}"
+        elif table is None or key not in table.model_fields:
+            yield f"{where}: {problem['msg']}"
+        else:
+            yield f"{where}: expected {table.model_fields[key].description}, got {problem['input']!r}"
+
+
+def _table_at(tables: list[str]) -> type[_Table] | None:
+    """Returns the model of a table, by the path of keys that leads to it."""
+    model: type[_Table] = Config
+    for name in tables:
+        found = model.model_fields[name].annotation if name in model.model_fields else None
+        if not (isinstance(found, type) and issubclass(found, _Table)):
+            return None
+        model = found
+    return model
+
+
+def _dotted(tables: list[str], key: str) -> str:
+    return f"[{'.'.join(tables)}].{key}" if tables else key
+
+
+def _nearest(key: str, tables: list[str]) -> str:
+    """Returns text that names the known key nearest to a wrong one, in its own table first."""
+    known = {_dotted([], name): name for name in Config.model_fields}
+    for name, info in Config.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, _Table):
+            known |= {_dotted([name], inner): inner for inner in info.annotation.model_fields}
+    elsewhere = [place for place, name in known.items() if name == key]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    here = [place for place in known if place == _dotted(tables, known[place])]
+    for places in (here, list(known)):
+        names = {known[place]: place for place in reversed(places)}
+        if match := difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6):
+            return f"; did you mean {names[match[0]]}?"
+    return f"; known here: {', '.join(known[place] for place in here)}"
+
+
+def _toml_value(value: object) -> str:
+    """Returns a string, integer, boolean or list of strings as TOML."""
+    if isinstance(value, list):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

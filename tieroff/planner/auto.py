@@ -1,0 +1,97 @@
+"""`make_plan`: from a trace, a machine and a budget to a checked plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tieroff.core.check import check
+from tieroff.core.machine import Machine
+from tieroff.core.plan import Capabilities, Plan
+from tieroff.core.tensor import Tier
+from tieroff.core.timeline import Timeline
+from tieroff.core.trace import Trace
+from tieroff.errors import ConfigError, InfeasiblePlanError
+from tieroff.planner.policies import find_policy
+from tieroff.planner.policies.floor import floor_selection
+from tieroff.planner.problem import Problem, make_problem
+from tieroff.planner.simulate import simulate
+from tieroff.units import format_bytes
+
+_EFFORTS = ("fast", "high")
+_NAMED_TENSORS = 5
+
+
+def make_plan(
+    trace: Trace,
+    machine: Machine,
+    budget: dict[Tier, int],
+    policy: str = "auto",
+    effort: str = "fast",
+    capabilities: Capabilities | None = None,
+) -> Plan:
+    """Returns a plan of one policy, checked, with its predicted step time and peaks.
+
+    Args:
+        trace: the step to plan.
+        machine: its links, and the bytes of tiers that `budget` does not name.
+        budget: bytes per tier. 0 for a lower tier means: do not use it.
+        policy: a name in `tieroff.planner.policies.POLICIES`.
+        effort: "fast" or "high".
+        capabilities: what the executor can do; all defaults if None.
+
+    Raises:
+        ConfigError: an unknown policy or effort, or a budget for a tier that the machine has no links to.
+        InfeasiblePlanError: an op needs more than the device's budget with everything away that can be.
+    """
+    return plan_with_timeline(trace, machine, budget, policy, effort, capabilities)[0]
+
+
+def plan_with_timeline(
+    trace: Trace,
+    machine: Machine,
+    budget: dict[Tier, int],
+    policy: str = "auto",
+    effort: str = "fast",
+    capabilities: Capabilities | None = None,
+) -> tuple[Plan, Timeline]:
+    """Returns what `make_plan` does, and the predicted timeline."""
+    if effort not in _EFFORTS:
+        raise ConfigError(f'expected effort "fast" or "high", got {effort!r}')
+    capabilities = capabilities or Capabilities()
+    make = find_policy(policy)
+    problem = make_problem(trace, machine, budget, capabilities)
+    plan = make(problem)
+    if plan.peak_bytes[Tier.DEVICE] > problem.device_bytes:
+        raise infeasible(problem)
+    timeline = simulate(plan, trace, machine)
+    plan = replace(plan, policy=policy, step_ns=timeline.step_ns)
+    check(plan, trace, capabilities)
+    return plan, timeline
+
+
+def infeasible(problem: Problem) -> InfeasiblePlanError:
+    """Returns the error that says which op binds, what is on the device there, and which budget would do."""
+    selection = floor_selection(problem)
+    index = int(np.argmax(selection.usage))
+    slots = [slot for slot in selection.slots if any(a <= index < b for a, b in slot.pieces(problem.op_count))]
+    away = {slot.tensor for slot in slots}
+    op = problem.trace.ops[index]
+    needed = int(selection.usage[index])
+    there = [
+        life.tensor for life in problem.trace.lifetimes if life.birth <= index < life.death and life.tensor not in away
+    ]
+    there.sort(key=lambda tensor: -problem.size_bytes(tensor))
+    tensors = problem.trace.tensors
+    named = ", ".join(f"{tensors[t].name} ({format_bytes(tensors[t].size_bytes)})" for t in there[:_NAMED_TENSORS])
+    lower = ", ".join(f"{tier.value} {format_bytes(problem.budget[tier])}" for tier in problem.tiers) or "none"
+    where = f"op {index} ({op.name})"
+    return InfeasiblePlanError(
+        f"expected every op to fit in {format_bytes(problem.device_bytes)} of device memory, but {where} needs "
+        f"{format_bytes(needed)} with everything away that can be (tiers below: {lower}); the largest there: {named}; "
+        f"transient: {format_bytes(op.transient_bytes)}. A device budget of {needed} bytes would do",
+        op=where,
+        needed_bytes=needed,
+        available_bytes=problem.device_bytes,
+    )

@@ -1,0 +1,183 @@
+"""Which units leave the device: greedy choice by a score over the pressure line, then pruning.
+
+The pressure at an op is what lies on the device there above the line (a share of the budget). A unit relieves an op by
+its bytes at most, and by the pressure at most. Its relief is the sum of that over its idle ops, times their duration.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from tieroff.core.tensor import Tier
+from tieroff.planner.build import last_dirty_writes
+from tieroff.planner.problem import Bytes, LowerRoom, Problem, Slot, Unit
+
+Weights = npt.NDArray[np.float64]
+
+
+class Score(StrEnum):
+    """What makes a unit worth moving.
+
+    SLACK: idle time over transfer time, where it relieves anything. TIME: idle time. RELIEF: bytes times time over the
+    line. BYTES: bytes at the op of highest pressure. RATIO: relief over the time that its transfers take.
+    """
+
+    SLACK = "slack"
+    TIME = "time"
+    RELIEF = "relief"
+    BYTES = "bytes"
+    RATIO = "ratio"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen slots and the tier of each tensor; `usage` is the device's bytes at each op with them away."""
+
+    slots: tuple[Slot, ...]
+    tier_of: dict[int, Tier]
+    usage: Bytes
+
+
+def idle_ns(problem: Problem, slot: Slot) -> int:
+    """Returns the compute time that passes in a slot."""
+    starts = problem.starts_ns
+    return sum(int(starts[b] - starts[a]) for a, b in slot.pieces(problem.op_count))
+
+
+def transfer_ns(problem: Problem, unit: Unit, tier: Tier) -> int:
+    """Returns the time that a unit's transfers take, out and in."""
+    out, back = problem.links(tier)
+    total = 0
+    for tensor in unit.tensors:
+        slots = [slot for slot in unit.slots if slot.tensor == tensor]
+        size = problem.size_bytes(tensor)
+        copies = sum(write is not None for write in last_dirty_writes(problem, slots))
+        total += copies * out.transfer_ns(size) + sum(not slot.is_last for slot in slots) * back.transfer_ns(size)
+    return total
+
+
+def _relief(problem: Problem, unit: Unit, over: Bytes, weights: Weights) -> float:
+    total = 0.0
+    for slot in unit.slots:
+        size = problem.size_bytes(slot.tensor)
+        for start, stop in slot.pieces(problem.op_count):
+            total += float(np.minimum(over[start:stop], size) @ weights[start:stop])
+    return total
+
+
+def _weights(problem: Problem) -> Weights:
+    """Returns the duration of each op, and a bit so that ops without one count; bytes times ns overflow integers."""
+    return np.diff(problem.starts_ns).astype(np.float64) + 1.0
+
+
+def pressure_order(problem: Problem) -> list[Unit]:
+    """Returns all units, those that relieve the device's budget most per byte below first."""
+    over = np.maximum(problem.live - problem.device_bytes, 0)
+    weights = _weights(problem)
+    keys = []
+    for position, unit in enumerate(problem.units):
+        size = sum(problem.size_bytes(tensor) for tensor in unit.tensors)
+        keys.append((-_relief(problem, unit, over, weights) / size, position))
+    return [problem.units[position] for _, position in sorted(keys)]
+
+
+class Selector:
+    """Chooses units by one score after another on one problem, sharing what does not change."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._weights = _weights(problem)
+        tier = problem.tiers[0]
+        self._transfer_ns = [max(1, transfer_ns(problem, unit, tier)) for unit in problem.units]
+        self._idle_ns = [max(idle_ns(problem, slot) for slot in unit.slots) for unit in problem.units]
+        self._penalty = [1.0] * len(problem.units)
+
+    def _value(self, score: Score, position: int, over: Bytes) -> float:
+        unit = self._problem.units[position]
+        relief = _relief(self._problem, unit, over, self._weights)
+        if relief <= 0.0:
+            return 0.0
+        if score is Score.RELIEF:
+            return relief / self._penalty[position]
+        if score is Score.RATIO:
+            return relief / self._transfer_ns[position] / self._penalty[position]
+        if score is Score.SLACK:
+            return self._idle_ns[position] / self._transfer_ns[position] / self._penalty[position]
+        if score is Score.TIME:
+            return self._idle_ns[position] / self._penalty[position]
+        peak = int(np.argmax(over))
+        pieces = [(slot, piece) for slot in unit.slots for piece in slot.pieces(self._problem.op_count)]
+        at_peak = sum(self._problem.size_bytes(s.tensor) for s, (a, b) in pieces if a <= peak < b)
+        return at_peak + relief / (1.0 + float(over.max()) * float(self._weights.sum()))
+
+    def choose(
+        self, score: Score, line_bytes: int, order: tuple[Tier, ...]
+    ) -> tuple[list[Unit], Bytes, dict[int, Tier]] | None:
+        """Returns units whose absence brings every op under the line, or None if the score finds none.
+
+        With them come the usage that is left and the tier of each tensor.
+
+        Tensors take the first tier of `order` that has room. Values only fall as the pressure falls (for BYTES nearly
+        so), so a heap with values of an earlier round gives the best unit after few evaluations.
+        """
+        problem = self._problem
+        room = LowerRoom(problem)
+        usage = problem.live.copy()
+        over = np.maximum(usage - line_bytes, 0)
+        heap = [(-self._value(score, p, over), p) for p in range(len(problem.units))]
+        heap = [entry for entry in heap if entry[0] < 0]
+        heapq.heapify(heap)
+        chosen: list[Unit] = []
+        while heap and over.any():
+            _, position = heapq.heappop(heap)
+            value = self._value(score, position, over)
+            if value <= 0:
+                continue
+            if heap and -value > heap[0][0]:
+                heapq.heappush(heap, (-value, position))
+                continue
+            unit = problem.units[position]
+            if not room.place(unit.tensors, order):
+                continue
+            chosen.append(unit)
+            for slot in unit.slots:
+                for start, stop in slot.pieces(problem.op_count):
+                    usage[start:stop] -= problem.size_bytes(slot.tensor)
+                    over[start:stop] = np.maximum(usage[start:stop] - line_bytes, 0)
+        return None if over.any() else (chosen, usage, room.tier_of)
+
+    def select(self, score: Score, line_bytes: int, order: tuple[Tier, ...]) -> Selection | None:
+        """Returns the slots that `choose` finds, less those that turn out not to be needed, or None."""
+        choice = self.choose(score, line_bytes, order)
+        if choice is None:
+            return None
+        chosen, usage, tier_of = choice
+        return Selection(tuple(self._prune(chosen, usage, line_bytes)), tier_of, usage)
+
+    def _prune(self, chosen: list[Unit], usage: Bytes, line_bytes: int) -> list[Slot]:
+        """Takes back, last choice first, whole units and then inner gaps that the line does not need away."""
+        kept: list[Slot] = []
+        for unit in reversed(chosen):
+            if self._takes_back(unit.slots, usage, line_bytes):
+                continue
+            for slot in unit.slots:
+                is_optional = unit.is_split and not slot.is_boundary and slot.tensor not in self._problem.tied
+                if not (is_optional and self._takes_back((slot,), usage, line_bytes)):
+                    kept.append(slot)
+        return kept
+
+    def _takes_back(self, slots: tuple[Slot, ...], usage: Bytes, line_bytes: int) -> bool:
+        op_count = self._problem.op_count
+        pieces = [(self._problem.size_bytes(s.tensor), piece) for s in slots for piece in s.pieces(op_count)]
+        for size, (start, stop) in pieces:
+            usage[start:stop] += size
+        if all(usage[start:stop].max() <= line_bytes for _, (start, stop) in pieces):
+            return True
+        for size, (start, stop) in pieces:
+            usage[start:stop] -= size
+        return False

@@ -1,0 +1,236 @@
+"""What a policy works on: the movable gaps of a trace, the bytes at each op and the room in each tier.
+
+[Note: slots]
+A Slot is a gap as the executor can use it. Where nothing may cross the end of the step, a persistent tensor that is
+moved at all is away when the step ends and comes back in the next one: its wrapping gap becomes the boundary slot,
+whose release lies at or before tick n and whose load lies at or after tick n (that is, tick 0 of the next step). It
+exists even with no idle op in it, for a tensor that is required by the last op and by the first.
+
+[Note: units]
+A Unit is what can be decided on its own: one gap of an activation; all the gaps of a persistent tensor where nothing
+may cross the step's end; a parameter with the gradients that follow it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tieroff.core.lifetime import Lifetime
+from tieroff.core.machine import Link, Machine
+from tieroff.core.plan import Capabilities
+from tieroff.core.tensor import Tensor, TensorClass, Tier
+from tieroff.core.trace import Trace
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Idle ops [start, stop) of a tensor; see [Note: slots]. `start <= n`, `stop <= 2 n`.
+
+    With `is_last` the tensor's life ends at `stop`, and nothing comes back.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    is_boundary: bool
+    is_last: bool = False
+
+    def pieces(self, op_count: int) -> tuple[tuple[int, int], ...]:
+        """Returns the idle ops as intervals on the line [0, n); none is empty."""
+        if not self.is_boundary:
+            return ((self.start, self.stop),)
+        parts = ((0, self.stop - op_count), (self.start, op_count))
+        return tuple((a, b) for a, b in parts if a < b)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Slots that move together; see [Note: units]. `is_split` says that inner gaps may still be kept one by one."""
+
+    slots: tuple[Slot, ...]
+    is_split: bool = False
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The tensors of its slots, each once, in order."""
+        return tuple(dict.fromkeys(slot.tensor for slot in self.slots))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One planning problem, derived once and shared by all policies.
+
+    Attributes:
+        budget: bytes per tier; a tier that cannot be used has 0.
+        tiers: lower tiers that can be used, fastest first.
+        starts_ns: start of each op with no stall, and the end of the step: n + 1 values.
+        live: bytes on the device at each op with nothing moved.
+        base: bytes on the device at each op with everything moved that can be.
+        units: in order of their first slot.
+        skipped: rule -> number of tensors that it keeps on the device.
+    """
+
+    trace: Trace
+    machine: Machine
+    capabilities: Capabilities
+    budget: dict[Tier, int]
+    tiers: tuple[Tier, ...]
+    starts_ns: Bytes
+    live: Bytes
+    base: Bytes
+    units: tuple[Unit, ...]
+    skipped: dict[str, int]
+
+    @property
+    def op_count(self) -> int:
+        """Number of ops."""
+        return len(self.trace.ops)
+
+    @cached_property
+    def tied(self) -> frozenset[int]:
+        """Tensors that move together with another one: parameters and the gradients that follow them."""
+        return frozenset(t for unit in self.units if len(unit.tensors) > 1 for t in unit.tensors)
+
+    @property
+    def device_bytes(self) -> int:
+        """The device's budget."""
+        return self.budget[Tier.DEVICE]
+
+    def size_bytes(self, tensor: int) -> int:
+        """Returns the bytes of a tensor."""
+        return self.trace.tensors[tensor].size_bytes
+
+    def links(self, tier: Tier) -> tuple[Link, Link]:
+        """Returns the links from the device to a lower tier and back."""
+        return self.machine.link(Tier.DEVICE, tier), self.machine.link(tier, Tier.DEVICE)
+
+    def lower_interval(self, tensor: int) -> tuple[int, int]:
+        """Returns the longest op interval for which a moved tensor can take room in its lower tier."""
+        life = self.trace.lifetimes[tensor]
+        if self.trace.tensors[tensor].is_persistent:
+            return 0, self.op_count
+        gap = life.gaps[0]
+        return max(gap.last_write + 1, 0), life.death
+
+
+def live_bytes(trace: Trace) -> Bytes:
+    """Returns the bytes on the device at each op with nothing moved."""
+    op_count = len(trace.ops)
+    change = np.zeros(op_count + 1, np.int64)
+    for tensor, life in zip(trace.tensors, trace.lifetimes, strict=True):
+        change[life.birth] += tensor.size_bytes
+        change[life.death] -= tensor.size_bytes
+    transient = np.array([op.transient_bytes for op in trace.ops], np.int64)
+    return np.cumsum(change[:-1], dtype=np.int64) + transient
+
+
+def _slots(life: Lifetime, is_persistent: bool, op_count: int, wraps: bool) -> tuple[Slot, ...]:
+    slots = [Slot(g.tensor, g.start, g.stop, g.wraps, g.is_last) for g in life.gaps]
+    if is_persistent and not wraps and slots and not slots[-1].is_boundary:
+        slots.append(Slot(life.tensor, op_count, op_count, True))
+    return tuple(slots)
+
+
+def _kept_by(tensor: Tensor, slots: tuple[Slot, ...], min_bytes: int) -> str:
+    """Returns the rule that keeps a tensor on the device, or "" for none."""
+    if tensor.kind is TensorClass.INPUT:
+        return "input"
+    if not tensor.is_movable:
+        return "not movable"
+    if tensor.size_bytes < min_bytes:
+        return "small"
+    return "" if slots else "never idle"
+
+
+def _units(trace: Trace, capabilities: Capabilities) -> tuple[tuple[Unit, ...], dict[str, int]]:
+    op_count = len(trace.ops)
+    skipped: Counter[str] = Counter()
+    slots_of: dict[int, tuple[Slot, ...]] = {}
+    for index, (tensor, life) in enumerate(zip(trace.tensors, trace.lifetimes, strict=True)):
+        slots = _slots(life, tensor.is_persistent, op_count, capabilities.wraps)
+        rule = _kept_by(tensor, slots, capabilities.min_bytes)
+        if rule:
+            skipped[rule] += 1
+        else:
+            slots_of[index] = slots
+    followers: dict[int, list[int]] = {}
+    if capabilities.gradient_follows_parameter:
+        for index, tensor in enumerate(trace.tensors):
+            if tensor.kind is TensorClass.GRADIENT and tensor.owner >= 0 and index in slots_of:
+                if tensor.owner in slots_of:
+                    followers.setdefault(tensor.owner, []).append(index)
+                else:
+                    skipped["follows its parameter"] += 1
+                    del slots_of[index]
+    led = {index for indices in followers.values() for index in indices}
+    units: list[Unit] = []
+    for index, slots in slots_of.items():
+        if index in led:
+            continue
+        if index in followers:
+            more = tuple(slot for follower in followers[index] for slot in slots_of[follower])
+            units.append(Unit(slots + more, is_split=True))
+        elif trace.tensors[index].is_persistent and not capabilities.wraps:
+            units.append(Unit(slots, is_split=True))
+        else:
+            units += [Unit((slot,)) for slot in slots]
+    return tuple(units), dict(skipped)
+
+
+def make_problem(trace: Trace, machine: Machine, budget: dict[Tier, int], capabilities: Capabilities) -> Problem:
+    """Returns the planning problem; a tier that `budget` does not name has what the machine has.
+
+    A lower tier that the executor does not have, or that the machine has no links to, gets a budget of 0.
+    """
+    full = {tier: budget.get(tier, machine.capacity_bytes(tier)) for tier in Tier}
+    for tier in (Tier.HOST, Tier.NVME):
+        if tier not in capabilities.tiers or (tier not in budget and not machine.has_tier(tier)):
+            full[tier] = 0
+    tiers = tuple(tier for tier in (Tier.HOST, Tier.NVME) if full[tier] > 0)
+    units, skipped = _units(trace, capabilities) if tiers else ((), {"no lower tier": len(trace.tensors)})
+    for tier in tiers if units else ():
+        machine.link(Tier.DEVICE, tier), machine.link(tier, Tier.DEVICE)
+    live = live_bytes(trace)
+    base = live.copy()
+    op_count = len(trace.ops)
+    for unit in units:
+        for slot in unit.slots:
+            for start, stop in slot.pieces(op_count):
+                base[start:stop] -= trace.tensors[slot.tensor].size_bytes
+    starts = np.zeros(op_count + 1, np.int64)
+    np.cumsum([op.duration_ns for op in trace.ops], out=starts[1:])
+    return Problem(trace, machine, capabilities, full, tiers, starts, live, base, units, skipped)
+
+
+class LowerRoom:
+    """Room left in the lower tiers at each op, while a policy decides who goes where."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._free = {tier: np.full(problem.op_count, problem.budget[tier], np.int64) for tier in problem.tiers}
+        self.tier_of: dict[int, Tier] = {}
+
+    def place(self, tensors: tuple[int, ...], order: tuple[Tier, ...]) -> bool:
+        """Gives all the tensors one place in the first tier of `order` with room for them together.
+
+        Tensors that have a place keep it. Returns False, with nothing changed, when no tier has room.
+        """
+        tensors = tuple(tensor for tensor in tensors if tensor not in self.tier_of)
+        for tier in order if tensors else ():
+            free = self._free[tier]
+            spans = [(*self._problem.lower_interval(tensor), self._problem.size_bytes(tensor)) for tensor in tensors]
+            for start, stop, size in spans:
+                free[start:stop] -= size
+            if all(free[start:stop].min() >= 0 for start, stop, _ in spans):
+                self.tier_of.update(dict.fromkeys(tensors, tier))
+                return True
+            for start, stop, size in spans:
+                free[start:stop] += size
+        return not tensors

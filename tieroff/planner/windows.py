@@ -1,0 +1,235 @@
+"""From chosen slots to windows: when each tensor is released and when its load is issued.
+
+[Note: sweep]
+The ops are walked in order with a clock that runs as the links are expected to run (one transfer at a time, in order
+of issue). Committed bytes per op are known for the whole step at every moment: what is required, what was not chosen,
+and the windows fixed so far. Nothing is committed that takes an op over the budget, so every window fits.
+* A copy out is queued right after the last write. When the gap begins, the tensor stays until its copy is expected to
+  be done; if a later op needs the room before, up to that op, which then waits. Releases are revised at every tick:
+  earlier when the copy is done, later when it is late and there is still room.
+* Loads are taken in order of deadline. A load is issued as soon as it is in reach (the latest start that lets all
+  loads of its link be in time, less a lead) and its bytes fit at every op up to its use; at its use at the latest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tieroff.core.tensor import Tier
+from tieroff.planner.build import Move, last_dirty_writes
+from tieroff.planner.policies.select import Selection
+from tieroff.planner.problem import Bytes, Problem, Slot
+
+_NEVER = -1
+
+
+@dataclass(slots=True)
+class _Gap:
+    """One chosen slot on its way to a move. Positions are on the line [0, n]."""
+
+    slot: Slot
+    size_bytes: int
+    release_limit: int
+    deadline: int
+    copy_tick: int  # when its copy out is queued; -1 if the copy below is valid
+    out_ns: int
+    back_ns: int
+    tier: Tier
+    copied_ns: int = _NEVER
+    loaded_ns: int = _NEVER
+    release_at: int = _NEVER
+    load_at: int = _NEVER
+    reach_ns: int = 0
+
+
+class _Sweep:
+    def __init__(self, problem: Problem, selection: Selection, lead_ns: int) -> None:
+        self._problem = problem
+        self._n = problem.op_count
+        self._starts = problem.starts_ns
+        self.usage = selection.usage.copy()
+        self._budget = problem.device_bytes
+        self._now_ns = 0
+        self._link_free: dict[tuple[Tier, bool], int] = {}
+        self._gaps = self._make_gaps(selection)
+        self._copies: list[list[_Gap]] = [[] for _ in range(self._n + 1)]
+        self._begins: list[list[_Gap]] = [[] for _ in range(self._n + 1)]
+        self._due: list[list[_Gap]] = [[] for _ in range(self._n + 1)]
+        for gap in self._gaps:
+            if gap.copy_tick >= 0:
+                self._copies[gap.copy_tick].append(gap)
+            self._begins[gap.slot.start].append(gap)
+            if not gap.slot.is_last:
+                self._due[gap.deadline].append(gap)
+        self._leaving: list[_Gap] = []
+        self._loads = self._order_loads(lead_ns)
+
+    def _make_gaps(self, selection: Selection) -> list[_Gap]:
+        problem = self._problem
+        by_tensor: dict[int, list[Slot]] = {}
+        for slot in sorted(selection.slots, key=lambda s: (s.tensor, s.start)):
+            by_tensor.setdefault(slot.tensor, []).append(slot)
+        gaps: list[_Gap] = []
+        for tensor, slots in by_tensor.items():
+            tier = selection.tier_of[tensor]
+            size = problem.size_bytes(tensor)
+            out, back = problem.links(tier)
+            times = out.transfer_ns(size), back.transfer_ns(size)
+            for slot, write in zip(slots, last_dirty_writes(problem, slots), strict=True):
+                copy_tick = _NEVER if write is None else min(max(write + 1, 0), slot.start)
+                limit, deadline = (self._n, slot.stop - self._n) if slot.is_boundary else (slot.stop - 1, slot.stop)
+                gaps.append(_Gap(slot, size, limit, deadline, copy_tick, *times, tier))
+        return gaps
+
+    def _order_loads(self, lead_ns: int) -> dict[Tier, list[_Gap]]:
+        """Returns the loads of each tier, last deadline first, with the time from which each is in reach."""
+        loads: dict[Tier, list[_Gap]] = {}
+        for gap in sorted(self._gaps, key=lambda g: (-g.deadline, -g.slot.tensor)):
+            if not gap.slot.is_last:
+                loads.setdefault(gap.tier, []).append(gap)
+        for queue in loads.values():
+            latest = int(self._starts[-1])
+            for gap in queue:
+                latest = min(latest, int(self._starts[gap.deadline])) - gap.back_ns
+                gap.reach_ns = latest - lead_ns
+        return loads
+
+    def run(self) -> list[Move]:
+        """Walks the step and returns the moves."""
+        for tick in range(self._n + 1):
+            self._revise(tick)
+            for gap in self._copies[tick]:
+                gap.copied_ns = self._serve(gap.tier, leaves=True, duration_ns=gap.out_ns)
+            for gap in self._begins[tick]:
+                self._begin(gap, tick)
+            self._issue_loads(tick)
+            for gap in self._due[tick]:
+                if gap.load_at == _NEVER:
+                    self._issue(gap, tick)
+                self._now_ns = max(self._now_ns, gap.loaded_ns)
+            if tick < self._n:
+                self._now_ns += int(self._starts[tick + 1] - self._starts[tick])
+        return [self._move(gap) for gap in self._gaps]
+
+    def _move(self, gap: _Gap) -> Move:
+        if gap.slot.is_last:
+            return Move(gap.slot, gap.release_at, gap.slot.stop)
+        shift = self._n if gap.slot.is_boundary else 0
+        return Move(gap.slot, gap.release_at, gap.load_at + shift)
+
+    def _serve(self, tier: Tier, *, leaves: bool, duration_ns: int) -> int:
+        done = max(self._now_ns, self._link_free.get((tier, leaves), 0)) + duration_ns
+        self._link_free[tier, leaves] = done
+        return done
+
+    def _extend(self, gap: _Gap, tick: int) -> int:
+        """Returns the tick up to which a leaving tensor stays from `tick` on, and commits its bytes."""
+        target_ns = gap.copied_ns - self._now_ns + int(self._starts[min(tick, self._n)])
+        stop = min(int(np.searchsorted(self._starts, target_ns)), gap.release_limit)
+        if stop <= tick:
+            return tick
+        over = self.usage[tick:stop] > self._budget - gap.size_bytes
+        if over.any():
+            stop = tick + int(np.argmax(over))
+        self.usage[tick:stop] += gap.size_bytes
+        return stop
+
+    def _begin(self, gap: _Gap, tick: int) -> None:
+        gap.release_at = tick
+        if gap.copy_tick >= 0:
+            gap.release_at = self._extend(gap, tick)
+            if gap.release_at > tick:
+                self._leaving.append(gap)
+            else:
+                self._now_ns = max(self._now_ns, gap.copied_ns)
+
+    def _revise(self, tick: int) -> None:
+        """Releases what is copied, and waits for what must go."""
+        staying: list[_Gap] = []
+        for gap in self._leaving:
+            if gap.copied_ns <= self._now_ns and gap.release_at > tick:
+                self.usage[tick : gap.release_at] -= gap.size_bytes
+                gap.release_at = tick
+            elif gap.release_at == tick and gap.copied_ns > self._now_ns:
+                gap.release_at = self._extend(gap, tick)
+                self._now_ns = max(self._now_ns, gap.copied_ns) if gap.release_at == tick else self._now_ns
+            if gap.release_at > tick:
+                staying.append(gap)
+        self._leaving = staying
+
+    def _issue_loads(self, tick: int) -> None:
+        """Issues loads in order of deadline while the next one is in reach and fits."""
+        blocked: set[Tier] = set()
+        while True:
+            heads = [q[-1] for tier, q in self._loads.items() if q and tier not in blocked]
+            if not heads:
+                return
+            gap = min(heads, key=lambda g: (g.deadline, g.slot.tensor))
+            if gap.load_at != _NEVER:
+                self._loads[gap.tier].pop()
+                continue
+            is_away = gap.slot.is_boundary or _NEVER < gap.release_at <= tick
+            is_far = tick < gap.deadline and self._starts[tick + 1] <= gap.reach_ns  # the next tick is early enough
+            if not is_away or is_far:
+                blocked.add(gap.tier)
+                continue
+            highest = int(self.usage[tick : gap.deadline].max(initial=0))
+            if tick < gap.deadline and highest + gap.size_bytes > self._budget:
+                return
+            self._loads[gap.tier].pop()
+            self._issue(gap, tick)
+
+    def _issue(self, gap: _Gap, tick: int) -> None:
+        gap.load_at = tick
+        self.usage[tick : gap.deadline] += gap.size_bytes
+        gap.loaded_ns = self._serve(gap.tier, leaves=False, duration_ns=gap.back_ns)
+
+
+def make_moves(problem: Problem, selection: Selection, lead_ns: int) -> list[Move]:
+    """Returns one move per chosen slot; see [Note: sweep]. No op goes over the device's budget.
+
+    Args:
+        problem: the problem.
+        selection: slots that bring every op under the budget.
+        lead_ns: how much earlier than the latest start a load may be issued.
+    """
+    sweep = _Sweep(problem, selection, lead_ns)
+    return _settle(problem, sweep.run(), sweep.usage)
+
+
+def _settle(problem: Problem, moves: list[Move], usage: Bytes) -> list[Move]:
+    """Drops moves of tensors that turn out to fit while they are away, the largest first, and mends empty ones.
+
+    A tensor's boundary move is dropped only with no other move of it left. Where a tied tensor's only move is empty
+    it is given its whole slot: it has to leave.
+    """
+    by_tensor: dict[int, list[Move]] = {}
+    for move in moves:
+        by_tensor.setdefault(move.slot.tensor, []).append(move)
+    result: list[Move] = []
+    for tensor in sorted(by_tensor, key=lambda t: (-problem.size_bytes(t), t)):
+        left = by_tensor[tensor]
+        if tensor in problem.tied:
+            is_empty = len(left) == 1 and left[0].release_at == left[0].load_at
+            result += [Move(m.slot, m.slot.start, m.slot.stop) if is_empty else m for m in left]
+            continue
+        for move in sorted(left, key=lambda m: m.slot.is_boundary):
+            is_needed = move.slot.is_boundary and not problem.capabilities.wraps and len(left) > 1
+            if not is_needed and _fits(problem, move, usage):
+                left.remove(move)
+        result += left
+    return result
+
+
+def _fits(problem: Problem, move: Move, usage: Bytes) -> bool:
+    """Returns whether the device has room for a tensor while it is away; takes the room if so."""
+    away = Slot(move.slot.tensor, move.release_at, move.load_at, move.slot.is_boundary)
+    pieces = away.pieces(problem.op_count)
+    size = problem.size_bytes(move.slot.tensor)
+    if any(int(usage[start:stop].max()) + size > problem.device_bytes for start, stop in pieces if start < stop):
+        return False
+    for start, stop in pieces:
+        usage[start:stop] += size
+    return True

@@ -1,0 +1,43 @@
+"""What a tier holds when no budget is given."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tieroff.storage.limits import host_limit_bytes
+
+HOST_SHARE = 0.5
+"""Share of the memory that is left which pinned memory takes: the rest is for the data loader, the page cache and the
+program itself."""
+
+FOLDER_MARGIN_SHARE = 0.05
+FOLDER_MARGIN_BYTES = 2**30
+"""What is left free in a folder: the larger of a share of its free bytes and a GiB."""
+
+
+def default_host_bytes() -> int:
+    """Returns `HOST_SHARE` of the memory that this process may still take before the machine or a cgroup stops it."""
+    return int(host_limit_bytes() * HOST_SHARE)
+
+
+def default_nvme_bytes(dirs: Sequence[Path]) -> int:
+    """Returns what folders have free less the margin; 0 without any.
+
+    Bytes are spread evenly, so the fullest folder decides for all. Folders on one file system share its free bytes.
+
+    Raises:
+        OSError: a folder is missing or cannot be read.
+    """
+    sharing = Counter(os.stat(folder).st_dev for folder in dirs)
+    per_folder = (available_folder_bytes(folder) // sharing[os.stat(folder).st_dev] for folder in dirs)
+    return len(dirs) * min(per_folder, default=0)
+
+
+def available_folder_bytes(folder: Path) -> int:
+    """Returns the free bytes of a folder's file system that this user may take, less the margin."""
+    space = os.statvfs(folder)
+    free_bytes = space.f_bavail * space.f_frsize
+    return max(0, free_bytes - max(FOLDER_MARGIN_BYTES, int(free_bytes * FOLDER_MARGIN_SHARE)))

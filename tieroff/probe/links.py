@@ -1,0 +1,119 @@
+"""Bandwidth of copies between the device and host memory, each way alone and both at once."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+COPY_BYTES = 32 * 2**20
+LATENCY_COPIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """What the host link moves.
+
+    Attributes:
+        d2h_bytes_per_s, h2d_bytes_per_s: bandwidth each way alone.
+        d2h_latency_s, h2d_latency_s: seconds that a copy of one byte takes.
+        duplex_share: what both ways at once move, over the sum of each alone, at most 1.
+    """
+
+    d2h_bytes_per_s: int
+    h2d_bytes_per_s: int
+    d2h_latency_s: float = 0.0
+    h2d_latency_s: float = 0.0
+    duplex_share: float = 1.0
+
+
+def measure_links(device: str, seconds: float) -> LinkRates:
+    """Returns the rates of the link between the device and host memory.
+
+    Args:
+        device: "cuda" or "cpu"; on the latter both ends are ordinary memory.
+        seconds: time to spend, roughly.
+    """
+    return _measure_cuda(seconds) if device == "cuda" else _measure_memory(seconds)
+
+
+def _measure_memory(seconds: float) -> LinkRates:
+    """A copy between two buffers on one thread, and on two threads at once, as the CPU backend's workers do."""
+    lanes = [(np.ones(COPY_BYTES, dtype=np.uint8), np.zeros(COPY_BYTES, dtype=np.uint8)) for _ in range(2)]
+
+    def copies(lane: int) -> Callable[[], None]:
+        source, target = lanes[lane]
+        return lambda: np.copyto(target, source)
+
+    alone = _rate(copies(0), seconds / 2)
+    rates = [0.0, 0.0]
+
+    def run(lane: int) -> None:
+        rates[lane] = _rate(copies(lane), seconds / 2)
+
+    threads = [threading.Thread(target=run, args=(lane,), name=f"tieroff-probe-{lane}") for lane in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    latency_s = statistics.median(_seconds(lambda: np.copyto(lanes[0][1][:1], lanes[0][0][:1])) for _ in range(9))
+    return LinkRates(int(alone), int(alone), latency_s, latency_s, _share(sum(rates), 2 * alone))
+
+
+def _measure_cuda(seconds: float) -> LinkRates:
+    """Copies between pinned memory and the device on two streams, timed from the host around a synchronisation."""
+    import torch
+
+    pinned = [torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    resident = [torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()  # the buffers above were filled on the current stream
+
+    def issue(direction: int, size_bytes: int) -> None:
+        with torch.cuda.stream(streams[direction]):
+            source, target = (resident, pinned) if direction == 0 else (pinned, resident)
+            target[direction][:size_bytes].copy_(source[direction][:size_bytes], non_blocking=True)
+
+    def alone(direction: int, size_bytes: int = COPY_BYTES) -> None:
+        issue(direction, size_bytes)
+        streams[direction].synchronize()
+
+    def both() -> None:
+        issue(0, COPY_BYTES)
+        issue(1, COPY_BYTES)
+        for stream in streams:
+            stream.synchronize()
+
+    def rate(direction: int) -> float:
+        return _rate(lambda: alone(direction), seconds / 3)
+
+    def latency_s(direction: int) -> float:
+        return statistics.median(_seconds(lambda: alone(direction, 1)) for _ in range(LATENCY_COPIES))
+
+    d2h, h2d = rate(0), rate(1)
+    together = 2 * _rate(both, seconds / 3)
+    return LinkRates(int(d2h), int(h2d), latency_s(0), latency_s(1), _share(together, d2h + h2d))
+
+
+def _share(together: float, sum_alone: float) -> float:
+    return min(1.0, together / sum_alone)
+
+
+def _rate(copy: Callable[[], None], seconds: float) -> float:
+    """Returns bytes per second of the median of copies of `COPY_BYTES`; the first one, which warms up, is left out."""
+    copy()
+    stop = time.perf_counter() + seconds
+    times = [_seconds(copy)]
+    while time.perf_counter() < stop:
+        times.append(_seconds(copy))
+    return COPY_BYTES / statistics.median(times)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

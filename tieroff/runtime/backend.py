@@ -1,0 +1,174 @@
+"""Backends: how bytes get between the device and a place below it.
+
+`CpuBackend` serves machines without a GPU: its device tier is ordinary memory, copies run on the I/O engine's threads.
+`DelayedBackend` is the same with every copy late: the check of ordering where there is no GPU. `CudaBackend` is in
+`runtime/cuda.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tieroff.errors import StoreError
+from tieroff.runtime.place import Place
+from tieroff.storage import buffers
+
+# A transfer that has not ended after this long is reported instead of waited for.
+TRANSFER_TIMEOUT_S = 120.0
+
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+
+
+class Arrival(Protocol):
+    """A copy under way between the device and a place."""
+
+    start_ns: int
+    stop_ns: int
+
+    def done(self) -> bool:
+        """True when `wait` would not block."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when work issued to the device from now on sees the copy complete.
+
+        Raises:
+            StoreError: the copy failed; source and target are as the store's contract says.
+        """
+
+
+class Backend(Protocol):
+    """What the executor needs of a device; `lifts_homes`: see [Note: lifted or minted] in parameters.py."""
+
+    name: str
+    device: torch.device
+    lifts_homes: bool
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        """Returns uninitialised device memory as a 1-d uint8 tensor; freed when its storage's last reference dies."""
+
+    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+        """Starts a copy of a 1-d uint8 device tensor to a place."""
+
+    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+        """Starts a copy of a place to a 1-d uint8 device tensor."""
+
+    def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
+        """Makes freed memory leave the process, where that is a matter of settings; None restores the default."""
+
+    def close(self) -> None:
+        """Waits for nothing; gives back what the backend itself holds."""
+
+
+class CpuBackend:
+    """The device tier is ordinary memory under the same budget."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+    lifts_homes = True
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        # Not torch's allocator: page-aligned memory is read into directly, and it leaves the process when freed.
+        return torch.frombuffer(buffers.allocate(size_bytes), dtype=torch.uint8, count=size_bytes)
+
+    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+        return place.write(source.data_ptr(), source)
+
+    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+        return place.read(target.data_ptr(), target)
+
+    def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
+        """Sets glibc's mmap threshold: blocks above it return to the system when freed (measured in docs/results)."""
+        libc = ctypes.CDLL(None)
+        if not hasattr(libc, "mallopt"):
+            return
+        threshold = mmap_threshold_bytes if mmap_threshold_bytes is not None else 32 << 20
+        libc.mallopt(_M_MMAP_THRESHOLD, threshold)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
+
+    def close(self) -> None:
+        """Holds nothing of its own."""
+
+
+class _LateCopy:
+    """A copy that starts only when it is waited for, or after a random number of looks."""
+
+    def __init__(self, start: Callable[[], Arrival], looks: int) -> None:
+        self._start: Callable[[], Arrival] | None = start
+        self._looks = looks
+        self._inner: Arrival | None = None
+
+    def _begin(self) -> Arrival:
+        if self._inner is None:
+            assert self._start is not None
+            self._inner, self._start = self._start(), None  # lets go of source and target, as a real copy does
+        return self._inner
+
+    @property
+    def start_ns(self) -> int:
+        return self._inner.start_ns if self._inner is not None else 0
+
+    @property
+    def stop_ns(self) -> int:
+        return self._inner.stop_ns if self._inner is not None else 0
+
+    def done(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0 and self._begin().done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._begin().wait(timeout_s)
+
+
+class DelayedBackend(CpuBackend):
+    """A CpuBackend whose copies start late, by a seed, and whose targets hold NaN until they arrive.
+
+    A reader that does not wait for its copy, or a source that is freed or overwritten before its copy was awaited,
+    gives wrong numbers here every time instead of once in a thousand runs.
+    """
+
+    name = "delayed"
+    lifts_homes = False  # as on CUDA, so that minted values are tested where there is none
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        return super().empty(size_bytes).fill_(0xFF)
+
+    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+        return _LateCopy(lambda: CpuBackend.copy_out(self, source, place), self._random.randrange(1, 6))
+
+    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+        target.fill_(0xFF)
+        return _LateCopy(lambda: CpuBackend.copy_in(self, place, target), self._random.randrange(1, 6))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole storage of a tensor as a 1-d uint8 tensor that shares it."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def view_of(
+    storage_bytes: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """Returns a tensor of the given geometry (offset in elements) over the storage of a 1-d uint8 tensor."""
+    out = torch.empty(0, dtype=dtype, device=storage_bytes.device)
+    return out.set_(storage_bytes.untyped_storage(), offset, size, stride)
+
+
+def await_arrival(arrival: Arrival, what: str) -> None:
+    """Waits for a copy, and names what was waited for when it fails."""
+    try:
+        arrival.wait(TRANSFER_TIMEOUT_S)
+    except StoreError as error:
+        error.args = (f"{what}: {error.args[0]}", *error.args[1:])
+        raise

@@ -1,0 +1,494 @@
+"""The executor: follows a step event by event, and does at each tick what the plan says, or what the moment demands.
+
+| mode     | when                                         | parameters, activations, optimizer                    |
+|----------|----------------------------------------------|-------------------------------------------------------|
+| IDLE     | outside training steps (inference, closed)   | fetched when read, dropped soon after                 |
+| DEMAND   | a step is recorded or measured, or has left  | everything leaves as soon as it can, and is fetched   |
+|          | the recorded sequence                        | when it is wanted                                     |
+| PLANNED  | events match the program's                   | as the plan says, tick by tick                        |
+| PASS     | the plan moves nothing                       | untouched                                             |
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from enum import Enum, auto
+
+import torch
+
+from tieroff.core.recording import Recorder, Subject
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.errors import StateError
+from tieroff.runtime.activations import ActivationItem, SavedTensors
+from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
+from tieroff.runtime.item import Counts, Item, Traffic
+from tieroff.runtime.parameters import Gate, current_graph_task
+from tieroff.runtime.program import Phase, Program
+from tieroff.runtime.state import Event, State
+
+log = logging.getLogger("tieroff")
+
+# How many fetched parameters are kept at hand while nothing is planned: enough for a weight and its bias.
+_HELD_ON_DEMAND = 2
+
+
+class Mode(Enum):
+    """See the table of the module."""
+
+    IDLE = auto()
+    DEMAND = auto()
+    PLANNED = auto()
+    PASS = auto()
+
+
+class Executor:
+    """Runs one step after another.
+
+    Attributes:
+        program: the kind of step that runs, or None between steps.
+        mode: see the table of the module.
+        peak_bytes: largest count of device bytes in this step: copies the engine holds plus the trace's transients.
+        starts_ns, stops_ns: per op of a planned or measured step, when compute began and ended.
+    """
+
+    def __init__(
+        self, traffic: Traffic, tier_for: Callable[[int], Tier], min_bytes: int, covers: frozenset[TensorClass]
+    ) -> None:
+        self.traffic = traffic
+        self.covers = covers
+        self.mode = Mode.IDLE
+        self.program: Program | None = None
+        self.recorder: Recorder | None = None
+        self.gate = Gate(traffic.backend.lifts_homes, self.fetch, self.fetch_home, self._grad_to_home)
+        self.saved_tensors = SavedTensors(self, self.gate.live, min_bytes)
+        self.saved_tensors.is_covered = TensorClass.ACTIVATION in covers
+        self.gradients: dict[int, HomeItem] = {}
+        self.by_index: list[Item | None] = []
+        self.cursor = 0
+        self.peak_bytes = 0
+        self.starts_ns: list[int] = []
+        self.stops_ns: list[int] = []
+        self.tier_for = tier_for
+        self.names_by_id: dict[int, str] = {}
+        self._keys: list[Hashable] = []
+        self._names: list[str] = []
+        self._held: deque[ParameterItem] = deque()
+        self._activation_count = 0
+        self._live_activations: dict[int, ActivationItem] = {}
+        self._recorded: list[Subject] = []
+        self.saw_backward = False
+        self.is_closed = False
+        self._unborn_bytes = 0
+        self._watched_task = -1
+        self._lock = threading.RLock()
+
+    # -- the clock -----------------------------------------------------------------------------------------------
+
+    def tick(self, key: Hashable, name: Callable[[], str], phase: str = "") -> None:
+        """One event of the step: closes the running op, does what is due, and opens the next op."""
+        mode = self.mode
+        if mode is Mode.IDLE or mode is Mode.PASS:
+            return
+        with self._lock:
+            self.pause()
+            self.saved_tensors.drain(self._end_activation)
+            program = self.program
+            assert program is not None
+            if mode is Mode.PLANNED:
+                cursor = self.cursor
+                if cursor < len(program.keys) and program.keys[cursor] == key:
+                    self._measure(cursor)
+                    self.cursor = cursor + 1
+                    self._act(program, cursor)
+                else:
+                    self._diverge(key, name)
+            elif program.phase is not Phase.PLANNED:
+                self._keys.append(key)
+                if self.recorder is not None:
+                    self._names.append(name())
+                    self.recorder.event(self._names[-1], phase)
+            self.starts_ns.append(time.monotonic_ns())
+
+    def pause(self) -> None:
+        """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""
+        if len(self.stops_ns) < len(self.starts_ns):
+            self.stops_ns.append(time.monotonic_ns())
+
+    def resume(self) -> None:
+        """Compute of the running op begins here."""
+        if self.starts_ns and len(self.stops_ns) < len(self.starts_ns):
+            self.starts_ns[-1] = time.monotonic_ns()
+
+    def _measure(self, cursor: int) -> None:
+        """Counts the device bytes of the op that just ended."""
+        program = self.program
+        assert program is not None and program.trace is not None
+        if cursor == 0:
+            return
+        self._unborn_bytes += program.births[cursor - 1]
+        transient = program.trace.ops[cursor - 1].transient_bytes
+        count = self.traffic.device_bytes + max(self._unborn_bytes, 0) + transient
+        self.peak_bytes = max(self.peak_bytes, count)
+
+    def _act(self, program: Program, cursor: int) -> None:
+        actions = program.actions[cursor]
+        for index in actions.releases:
+            item = self.by_index[index]
+            if item is not None and item.device is not None:
+                self.release(item)
+        for index in actions.outs:
+            item = self.by_index[index]
+            if item is not None and item.device is not None:
+                if isinstance(item, HomeItem):
+                    item.refresh(self.traffic)
+                if item.state in (State.DEVICE, State.STALE):
+                    self.traffic.send(item, Event.STORE)
+        for index in actions.ins:
+            item = self.by_index[index]
+            if item is not None and item.state is State.LOWER:
+                self.traffic.send(item, Event.FETCH)
+
+    def release(self, item: Item) -> None:
+        """Has an item leave the device; a home takes its latest value along."""
+        if isinstance(item, HomeItem):
+            item.leave(self.traffic)
+        else:
+            self.traffic.leave(item)
+
+    def _diverge(self, key: Hashable, name: Callable[[], str]) -> None:
+        program = self.program
+        assert program is not None
+        expected = program.names[self.cursor] if self.cursor < len(program.names) else "the end of the step"
+        self.mode = Mode.DEMAND
+        self.traffic.counts.fallbacks += 1
+        program.mismatches += 1
+        if program.mismatches == 1:
+            log.warning(
+                "this step left the traced sequence at tick %d: expected %s but got %s; "
+                "it goes on with transfers on demand (right, but slower)",
+                self.cursor, expected, name(),
+            )  # fmt: skip
+        for item in list(self._live_activations.values()):
+            if item.state is not State.LOWER:
+                self.traffic.leave(item)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def begin(self, program: Program, recorder: Recorder | None) -> None:
+        """A new step of this kind begins."""
+        self.program = program
+        self.recorder = recorder
+        self.cursor = self._activation_count = self.peak_bytes = self._unborn_bytes = 0
+        self._keys, self._names, self.starts_ns, self.stops_ns, self._recorded = [], [], [], [], []
+        self.saw_backward = False
+        self.traffic.counts = Counts()
+        self.traffic.spans = []
+        self.saved_tensors.forget()
+        self.gate.live.sweep()
+        if program.phase is not Phase.PLANNED:
+            self.mode = Mode.DEMAND
+        else:
+            self.mode = Mode.PASS if program.moves_nothing else Mode.PLANNED
+        if program.trace is not None:
+            self.by_index = [None] * len(program.trace.tensors)
+
+    def end(self) -> tuple[list[Hashable], list[str]]:
+        """The step's last op is over; returns the events that were recorded."""
+        self.pause()
+        program = self.program
+        if program is not None and self.mode is Mode.PLANNED:
+            self._measure(self.cursor)
+            if self.cursor == len(program.keys):
+                program.mismatches = 0
+            else:
+                self._diverge("end", lambda: "the end of the step")
+        if self.recorder is not None:
+            self.recorder.stop()
+        self.drop_held()
+        self.mode = Mode.IDLE
+        return self._keys, self._names
+
+    def abandon(self) -> None:
+        """The step broke off (an exception): what is left of it is cleared; whatever was moved stays valid."""
+        if self.recorder is not None:
+            self.recorder.stop()
+            self.recorder = None
+        self.drop_held()
+        self.mode = Mode.IDLE
+        self.program = None
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def fetch(self, item: ParameterItem) -> torch.Tensor:
+        """Returns the device value of a parameter that is read in forward, or in a recomputation."""
+        self.tick(("param", item.position), lambda: f"param:{item.name}", self.phase)
+        return self._value(item)
+
+    def fetch_home(self, item: ParameterItem) -> torch.Tensor:
+        """Has the home itself lie on the device, and returns it."""
+        self.tick(("param", item.position), lambda: f"param:{item.name}", self.phase)
+        with self._lock, torch.inference_mode(False):
+            item.refresh(self.traffic)
+            item.lift(self.traffic)
+            self.bind(item)
+            if self.mode is not Mode.PLANNED:
+                self._hold(item)
+            self.resume()
+            home = item.tensor
+            assert home is not None
+            return home
+
+    def fetch_saved(self, item: ParameterItem) -> torch.Tensor:
+        """Returns the device bytes of a parameter that backward needs."""
+        self.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
+        value = self._value(item)
+        self.gate.live.add(item, value)
+        assert item.device is not None
+        return item.device
+
+    def _value(self, item: ParameterItem) -> torch.Tensor:
+        with self._lock, torch.inference_mode(False):
+            item.refresh(self.traffic)
+            if item.is_lifted:
+                assert item.tensor is not None
+                self.resume()
+                return item.tensor.detach()
+            device = self.traffic.want(item)
+            if self.recorder is not None:
+                self.recorder.bind(device.untyped_storage(), item.key)
+            if self.mode is not Mode.PLANNED:
+                self._hold(item)
+            value = item.value
+            assert value is not None
+            self.resume()
+            return value
+
+    def _hold(self, item: ParameterItem) -> None:
+        """Keeps a fetched parameter at hand for a moment: whoever uses it holds its memory himself."""
+        if item in self._held:
+            return
+        self._held.append(item)
+        self._watch_backward()
+        while len(self._held) > _HELD_ON_DEMAND:
+            self._drop(self._held.popleft())
+
+    def drop_held(self) -> None:
+        """Lets go of the parameters that were fetched on demand."""
+        while self._held:
+            self._drop(self._held.popleft())
+
+    def _drop(self, item: ParameterItem) -> None:
+        if item.device is not None and not self.keeps(item):
+            item.leave(self.traffic)
+
+    def _watch_backward(self) -> None:
+        """Asks to be told when the running backward ends. A reentrant one inside ends first: that does no harm."""
+        task = current_graph_task()
+        if task != -1 and task != self._watched_task:
+            self._watched_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        """User code runs next, and may write gradients and parameters in ways that no version shows.
+
+        So whatever is moved lies below from here on: what it writes there counts.
+        """
+        with self._lock:
+            self.drop_held()
+            for known in self.gradients.values():
+                if known.device is not None and not self.keeps(known):
+                    known.leave(self.traffic)
+                    self.bind(known)
+            for item in self.gate.items.values():
+                if item.device is not None and item.is_lifted and not self.keeps(item):
+                    item.leave(self.traffic)
+
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """The phase of training that runs now."""
+        return "forward" if current_graph_task() == -1 else "backward"
+
+    def saved(self, storage_bytes: torch.Tensor) -> ActivationItem:
+        """Takes a storage that autograd saves for the first time under the engine's care."""
+        ordinal = self._activation_count
+        self._activation_count += 1
+        size_bytes = storage_bytes.numel()
+        self.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", self.phase)
+        item = ActivationItem(ordinal, size_bytes, self.tier_for(size_bytes))
+        if self.mode is Mode.PLANNED:
+            self.assign(item)
+            if item.index >= 0:
+                self._unborn_bytes -= size_bytes
+        self.traffic.hold(item, storage_bytes)
+        self._live_activations[id(item)] = item
+        if self.recorder is not None:
+            self.recorder.bind(storage_bytes.untyped_storage(), item.key)
+            self._recorded.append(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
+        return item
+
+    def packed(self, item: ActivationItem) -> None:
+        """The item was packed; on demand its bytes leave at once."""
+        if self.mode is Mode.DEMAND and item.state is not State.LOWER:
+            self.traffic.leave(item)
+            self.resume()
+
+    def unpacked(self, item: ActivationItem) -> torch.Tensor:
+        """Returns the item's device bytes for backward."""
+        self.saw_backward = True
+        self._watch_backward()
+        self.tick(("unpack", item.ordinal), lambda: f"unpack:{item.ordinal}", "backward")
+        with self._lock:
+            device = self.traffic.want(item)
+            if self.recorder is not None:
+                self.recorder.bind(device.untyped_storage(), item.key)
+            if self.mode in (Mode.DEMAND, Mode.IDLE) and not self.is_closed:
+                self.traffic.leave(item)
+            self.resume()
+            return device
+
+    def _end_activation(self, item: ActivationItem) -> None:
+        self._live_activations.pop(id(item), None)
+        if self.recorder is not None:
+            self.recorder.died(item.key)
+        if item.index >= 0 and item.index < len(self.by_index) and self.by_index[item.index] is item:
+            self.by_index[item.index] = None
+        self.traffic.end(item)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def gradient(self, item: ParameterItem) -> None:
+        """A gradient reached the home of a moved parameter."""
+        self.saw_backward = True
+        if self.mode is Mode.IDLE or self.mode is Mode.PASS:
+            return
+        home = item.tensor
+        grad = home.grad if home is not None else None
+        self._watch_backward()
+        self.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
+        with self._lock:
+            known = self.gradients.get(item.position)
+            if grad is None or TensorClass.GRADIENT not in self.covers:
+                return
+            if known is not None and known.tensor is grad:
+                known.refresh(self.traffic)
+            else:
+                known = self._new_gradient(item, grad)
+            if known is not None and self.mode is Mode.DEMAND:
+                known.leave(self.traffic)
+                self.bind(known)
+            self.resume()
+
+    def _new_gradient(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
+        old = self.gradients.pop(item.position, None)
+        if old is not None:
+            old.detach(self.traffic)
+        if why_unmovable(grad):
+            return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
+        name = f"gradient of {item.name}"
+        tier = self.tier_for(grad.numel() * grad.element_size())
+        known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier)
+        self.gradients[item.position] = known
+        self.assign(known)
+        known.adopt(self.traffic)
+        if known.index >= 0:
+            self._unborn_bytes -= known.size_bytes
+        self.bind(known)
+        if self.recorder is not None:
+            self._recorded.append(Subject(known.key, name, known.size_bytes, known.kind, owner=item.key))
+        return known
+
+    def about_to_accumulate(self, item: ParameterItem) -> None:
+        """Backward has a gradient for a moved home: an earlier one that left comes back to be added to."""
+        known = self.gradients.get(item.position)
+        if known is None or known.tensor is None or item.tensor is None or item.tensor.grad is not known.tensor:
+            return
+        self.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
+        with self._lock:
+            known.refresh(self.traffic)
+            known.lift(self.traffic)
+            self.bind(known)
+            self.resume()
+
+    def _grad_to_home(self, grad: torch.Tensor, item: ParameterItem) -> torch.Tensor:
+        home = item.tensor
+        if home is None:
+            raise StateError(f"the parameter {item.name} died while its gradient was computed")
+        return grad.to(home.device)
+
+    def sweep_gradients(self) -> None:
+        """Ends the care for gradients that were cleared or replaced."""
+        homes = {item.position: item.tensor for item in self.gate.items.values()}
+        for position, known in list(self.gradients.items()):
+            home = homes.get(position)
+            if known.tensor is None:
+                self.traffic.end(known)
+            elif home is None or home.grad is not known.tensor or not known.is_current():
+                known.detach(self.traffic)
+            else:
+                continue
+            del self.gradients[position]
+            if self.recorder is not None:
+                self.recorder.died(known.key)
+
+    def recorded_subjects(self) -> list[Subject]:
+        """Returns the activations and gradients of the step that was recorded.
+
+        A gradient that was not cleared before the next forward is persistent: it wraps round the step.
+        """
+        alive = {known.key for known in self.gradients.values()}
+        unique = {subject.key: subject for subject in self._recorded}
+        return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]
+
+    def bring_activations_home(self) -> None:
+        """Puts what living graphs saved back on the device, for good."""
+        self.is_closed = True
+        self.saved_tensors.drain(self._end_activation)
+        for item in list(self._live_activations.values()):
+            self.traffic.want(item)
+            self.traffic.settle(item)
+            if item.place is not None:
+                item.place.free()
+                item.place = None
+
+    # -- the plan's view of an item ----------------------------------------------------------------------------------
+
+    def assign(self, item: Item) -> None:
+        """Gives an item its tensor and tier in the plan that runs."""
+        program = self.program
+        item.index = -1
+        if program is None or program.phase is not Phase.PLANNED:
+            return
+        item.index = program.index.get(item.key, -1)
+        if item.index >= 0:
+            self.by_index[item.index] = item
+            item.tier = program.tiers.get(item.index, item.tier)
+
+    def keeps(self, item: Item) -> bool:
+        """True when the plan that runs leaves the item on the device for the whole step."""
+        program = self.program
+        return (
+            self.mode is Mode.PLANNED
+            and program is not None
+            and item.index >= 0
+            and item.index not in program.tiers
+        )  # fmt: skip
+
+    def bind(self, item: HomeItem) -> None:
+        """Tells the recorder where the item's bytes lie."""
+        if self.recorder is None:
+            return
+        if item.device is not None:
+            self.recorder.bind(item.device.untyped_storage(), item.key)
+        if item.lower is not None:
+            self.recorder.bind(item.lower.untyped_storage(), item.key, is_below=True)
+
+    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor that does not lie on the device, nor in memory the engine could have put it."""
+        return tensor.device != self.traffic.backend.device

@@ -1,0 +1,332 @@
+"""The user's own optimizer, stepped bucket by bucket: bring a bucket's tensors, run its `step` on them, send them back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from tieroff.core.tensor import TensorClass
+from tieroff.errors import StateError
+from tieroff.runtime.executor import Executor, Mode
+from tieroff.runtime.homes import HomeItem, why_unmovable
+from tieroff.runtime.state import Event, State
+
+log = logging.getLogger("tieroff")
+
+# Optimizers of torch whose update of one parameter does not depend on the others: splitting them was tried, bit for bit.
+_PER_PARAMETER = frozenset({
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adagrad", "Adadelta", "Adafactor",
+    "SparseAdam",
+})  # fmt: skip
+_LARGEST_BUCKET_BYTES = 32 << 20
+_BUCKETS_AT_LEAST = 8
+_TRIAL_STEPS = 12
+
+
+class BucketedStep:
+    """Replaces `optimizer.step` by one that updates bucket after bucket.
+
+    The optimizer stays the user's: same object, same state dict, hooks fire once per step, a closure runs once.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        executor: Executor,
+        begin: Callable[[], None],
+        ended: Callable[[], None],
+        min_bytes: int,
+    ) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise StateError(
+                "expected an optimizer that updates parameters one by one, got LBFGS, whose step evaluates the model "
+                "again and keeps one flat vector of all parameters; use another optimizer or do not wrap this model"
+            )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer.__dict__.get("_tieroff_step"), BucketedStep):
+            raise StateError("this optimizer already belongs to a wrapped model; unwrap that one first")
+        self.optimizer = optimizer
+        self.items: dict[tuple[int, str], HomeItem] = {}
+        self._executor = executor
+        self._begin, self._ended = begin, ended
+        self._min_bytes = min_bytes
+        self._buckets: list[list[torch.Tensor]] = []
+        self._bucketed_ids: tuple[int, ...] = ()
+        self.is_split = self._can_be_split()
+        self._install()
+
+    # -- taking the place of optimizer.step ------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        optimizer, this = self.optimizer, self
+        self._previous = optimizer.__dict__.get("step")
+
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            """Performs one optimization step, bucket by bucket (tieroff)."""
+            return this.step(*args, **kwargs)
+
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        # A bound method: schedulers made later read its __func__.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Gives the optimizer its own `step` and plain state tensors back."""
+        if self._previous is not None:
+            self.optimizer.step = self._previous  # type: ignore[method-assign]
+        else:
+            self.optimizer.__dict__.pop("step", None)
+        for item in self.items.values():
+            item.bring_home(self._executor.traffic)
+        self.items.clear()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One optimization step. Returns what the closure returned, or None."""
+        optimizer: Any = self.optimizer
+        optimizer._opt_called = True  # schedulers look whether a step was made before theirs
+        self._begin()
+        if self._executor.mode is Mode.PASS:
+            out = type(optimizer).step(optimizer, *args, **kwargs)
+            self._ended()
+            return out
+        pre = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+        for hook in list(pre):
+            changed = hook(optimizer, (optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed  # type: ignore[assignment]
+        loss, args, kwargs = self._run_closure(args, kwargs)
+        self._update(args, kwargs)
+        optimizer._optimizer_step_code()
+        post = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
+        for hook in list(post):
+            hook(optimizer, (optimizer, *args), kwargs)
+        self._ended()
+        return loss
+
+    def _run_closure(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        kwargs = dict(kwargs)
+        closure = args[0] if args else kwargs.pop("closure", None)
+        if closure is None:
+            return None, args[1:], kwargs
+        with torch.enable_grad():
+            return closure(), args[1:], kwargs
+
+    def _update(self, args: Any, kwargs: dict[str, Any]) -> None:
+        executor = self._executor
+        executor.drop_held()
+        executor.sweep_gradients()
+        for number, bucket in enumerate(self.buckets()):
+            executor.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
+            moved = self._lift(bucket)
+            executor.resume()
+            try:
+                self._run_on(bucket, args, kwargs)
+            finally:
+                executor.pause()
+                moved += self._adopt_state(bucket)
+                for item in moved:
+                    # Fused kernels write without a trace in any version; only gradients are usually left alone.
+                    if item.kind is not TensorClass.GRADIENT or self._may_write_gradients():
+                        item.touch(executor.traffic)
+                    else:
+                        item.refresh(executor.traffic)
+                if executor.mode is not Mode.PLANNED:
+                    for item in moved:
+                        item.leave(executor.traffic)
+                        executor.bind(item)
+        executor.tick(("end",), lambda: "end", "")
+        # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
+        self.lower_all()
+
+    def _may_write_gradients(self) -> bool:
+        optimizer = self.optimizer
+        return getattr(optimizer, "grad_scale", None) is not None or type(optimizer).__name__ not in _PER_PARAMETER
+
+    def lower_all(self) -> None:
+        """Has every moved home, gradient and state lie below, with its latest value."""
+        executor = self._executor
+        for item in chain(executor.gate.items.values(), executor.gradients.values(), self.items.values()):
+            if item.device is not None and not executor.keeps(item):
+                item.leave(executor.traffic)
+
+    def _run_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+        """Runs the optimizer's own step on a subset of its parameters; groups without any are left out meanwhile."""
+        optimizer = self.optimizer
+        wanted = {id(p) for p in bucket}
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = [p for p in params if id(p) in wanted]
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            raw_step(optimizer)(optimizer, *args, **kwargs)
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    # -- what a bucket's update needs ------------------------------------------------------------------------------
+
+    def buckets(self) -> list[list[torch.Tensor]]:
+        """Returns the parameters in update order, in lists of bounded size; one list when it cannot be split."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        ids = tuple(map(id, params))
+        if ids == self._bucketed_ids:
+            return self._buckets
+        total = sum(_size(p) for p in params)
+        limit = max(min(_LARGEST_BUCKET_BYTES, total // _BUCKETS_AT_LEAST), 1) if self.is_split else total + 1
+        buckets: list[list[torch.Tensor]] = [[]]
+        filled = 0
+        for param in params:
+            if buckets[-1] and filled + _size(param) > limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(param)
+            filled += _size(param)
+        self._buckets, self._bucketed_ids = buckets, ids
+        return buckets
+
+    def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Returns (parameter, key, tensor) of the state tensors of a bucket."""
+        state = self.optimizer.state
+        return [
+            (param, key, value)
+            for param in bucket
+            if param in state
+            for key, value in state[param].items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def _lift(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+        executor = self._executor
+        moved: list[HomeItem] = []
+        for param in bucket:
+            item = executor.gate.items.get(id(param))
+            if item is None or item.tensor is not param:
+                continue
+            gradient = executor.gradients.get(item.position)
+            # Without a gradient the update leaves the parameter alone.
+            if param.grad is None and not self.optimizer.state.get(param):
+                continue
+            moved.append(item)
+            if gradient is not None:
+                moved.append(gradient)
+        for param, key, tensor in self.tensors_of(bucket):
+            known = self.items.get((id(param), key))
+            if known is not None and known.tensor is tensor:
+                moved.append(known)
+        for known in moved:
+            known.refresh(executor.traffic)
+            if known.state is State.LOWER:
+                executor.traffic.send(known, Event.FETCH)
+        for known in moved:
+            known.lift(executor.traffic)
+            executor.bind(known)
+        return moved
+
+    def _adopt_state(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+        """Takes state tensors that are new, or were replaced, under the engine's care."""
+        executor = self._executor
+        if TensorClass.OPTIMIZER not in executor.covers:
+            return []
+        adopted: list[HomeItem] = []
+        names = executor.names_by_id
+        for param, key, tensor in self.tensors_of(bucket):
+            known = self.items.get((id(param), key))
+            if known is not None and known.tensor is tensor and known.is_current():
+                continue
+            if known is not None:
+                known.detach(executor.traffic)
+                del self.items[id(param), key]
+            name = f"{key} of {names.get(id(param), 'a parameter outside the model')}"
+            if _size(tensor) < max(self._min_bytes, 1) or executor.is_elsewhere(tensor) or why_unmovable(tensor):
+                continue
+            item = HomeItem(("state", name), name, TensorClass.OPTIMIZER, tensor, executor.tier_for(_size(tensor)))
+            executor.assign(item)
+            item.adopt(executor.traffic)
+            self.items[id(param), key] = item
+            executor.bind(item)
+            adopted.append(item)
+        return adopted
+
+    # -- may it be split? ------------------------------------------------------------------------------------------
+
+    def _can_be_split(self) -> bool:
+        kind = type(self.optimizer)
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _PER_PARAMETER:
+            return True
+        if sum("step" in base.__dict__ for base in kind.__mro__[:-1]) > 2:  # its own, torch's abstract one, and another
+            log.warning("%s builds on the step of another optimizer: it is stepped whole", kind.__name__)
+            return False
+        reason = split_differs(self.optimizer)
+        if reason:
+            log.warning(
+                "%s couples its parameters (%s): it is stepped whole, so all of them, their gradients and their state "
+                "have to fit the device at once", kind.__name__, reason,
+            )  # fmt: skip
+        return not reason
+
+
+def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Returns the optimizer class's `step` without the wrapper that fires the hooks."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def split_differs(optimizer: torch.optim.Optimizer) -> str:
+    """Tries some steps on small tensors, whole and split; returns what differs, or ""."""
+    outcomes = []
+    for parts in (((0, 1, 2),), ((0,), (1, 2))):
+        clone = copy.copy(optimizer)
+        clone.state = defaultdict(dict)
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(3)]
+        options = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
+        clone.param_groups = [{**options, "params": params}]
+        try:
+            for _ in range(_TRIAL_STEPS):
+                for param in params:
+                    param.grad = torch.randn(4, 4, generator=generator)
+                for part in parts:
+                    clone.param_groups[0]["params"] = [params[i] for i in part]
+                    raw_step(clone)(clone)
+        except Exception as error:  # any failure of foreign code on foreign tensors means: do not split it
+            return f"a trial on small tensors failed: {type(error).__name__}: {error}"
+        clone.param_groups[0]["params"] = params
+        own = {k: v for k, v in clone.__dict__.items() if isinstance(v, (int, float, torch.Tensor))}
+        shared = {str(k): v for k, v in clone.state.items() if not isinstance(k, torch.Tensor)}
+        outcomes.append((params, [clone.state[p] for p in params], clone.param_groups[0], own, shared))
+    (whole, states, group, own, shared), (split, split_states, split_group, split_own, split_shared) = outcomes
+    if not all(map(torch.equal, whole, split)):
+        return "parameters differ"
+    if not all(_same(a, b) for a, b in zip(states, split_states, strict=True)):
+        return "state differs"
+    if not _same(own, split_own) or not _same(shared, split_shared):
+        return "attributes of the optimizer, or state shared by its parameters, differ"
+    return "" if _same({**group, "params": 0}, {**split_group, "params": 0}) else "entries of the group differ"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+

@@ -1,0 +1,228 @@
+"""Fetched parameters: every use of a moved parameter in forward or backward sees a device copy.
+
+A module's `_parameters` becomes a dict whose item access, while a wrapped forward or a backward runs, makes sure that the
+home's device copy is there; iteration yields homes. So every use is seen, whoever reads it.
+
+[Note: lifted or minted]
+Where home and device are of one kind (the CPU backend) the home itself is lifted: its `.data` lies on the device copy for
+a while, and item access returns the home. Where they are not (a host tensor as home, a CUDA device), item access returns a
+tensor minted on the device copy: it carries the edge of one autograd node that belongs to the home and lives as long as
+its item, so gradients of all uses are summed in the order of the plain run, and hooks, accumulation and DDP act on the
+home. One node per access would sum them in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tieroff.runtime.homes import ParameterItem
+
+# The id of the running graph task, or -1 outside a backward.
+current_graph_task = torch._C._current_graph_task_id
+
+
+class Gate:
+    """Says whether item access fetches, and how. One per engine, shared by all its dicts.
+
+    Attributes:
+        is_open: some parameter is below, so accesses have to be looked at.
+        depth: how many wrapped forwards are running.
+        lifts: see [Note: lifted or minted].
+        items: id of a home -> its item.
+        fetch: returns the valid device value of an item.
+        fetch_home: has the home itself lie on the device, and returns it.
+        to_home: brings a gradient to the device that its home lies on (only where that is another one).
+        live: device values by their storage.
+    """
+
+    def __init__(
+        self,
+        lifts: bool,
+        fetch: Callable[[ParameterItem], torch.Tensor],
+        fetch_home: Callable[[ParameterItem], torch.Tensor],
+        to_home: Callable[[torch.Tensor, ParameterItem], torch.Tensor],
+    ) -> None:
+        self.is_open = False
+        self.depth = 0
+        self.lifts = lifts
+        self.items: dict[int, ParameterItem] = {}
+        self.fetch = fetch
+        self.fetch_home = fetch_home
+        self.to_home = to_home
+        self.live = LiveValues()
+        self._mints: dict[int, Mint] = {}
+
+    def value_for(self, home: torch.Tensor) -> torch.Tensor:
+        """Returns what item access gives for a home: itself, or its fetched value."""
+        item = self.items.get(id(home))
+        if item is None or item.tensor is not home:
+            return home
+        if self.depth == 0:
+            if current_graph_task() == -1:
+                return home
+            # In backward: a recomputation runs with grad enabled; a hook that looks at the parameter wants the home.
+            if not torch.is_grad_enabled() and home.device == item.compute_device:
+                return home
+        if self.lifts:
+            self.live.add(item, self.fetch_home(item))
+            return home
+        if functorch_is_active():
+            with temporarily_clear_interpreter_stack():
+                return self._minted(item, home)
+        return self._minted(item, home)
+
+    def _minted(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
+        value = self.fetch(item)
+        self.live.add(item, value)
+        if not (home.requires_grad and torch.is_grad_enabled()):
+            return value
+        mint = self._mints.get(id(home))
+        if mint is None or mint.home is not home:
+            mint = self._mints[id(home)] = Mint(home, item, self)
+        return mint.on(value)
+
+    def home_of(self, value: object) -> object:
+        """Returns the home of a minted tensor that somebody stores as a parameter, or the value itself."""
+        return getattr(value, "_tieroff_home", value) if isinstance(value, torch.Tensor) else value
+
+
+def functorch_is_active() -> bool:
+    """True inside `torch.func` transforms, where nothing is hooked."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Identity(torch.autograd.Function):
+    """The one node of a home: takes gradients on the device, gives them to the home."""
+
+    @staticmethod
+    def forward(ctx: Any, home: torch.Tensor, gate: Gate, item: ParameterItem) -> torch.Tensor:
+        ctx.gate, ctx.item, ctx.home_device = gate, item, home.device
+        ctx.set_materialize_grads(False)
+        # Only shape, type and device matter: the minted tensors bring their own memory.
+        return torch.empty((), dtype=home.dtype, device=item.compute_device).expand(home.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        (grad,) = grads
+        if grad is not None and grad.device != ctx.home_device:
+            grad = ctx.gate.to_home(grad, ctx.item)
+        return grad, None, None
+
+
+class _Keep(torch.autograd.Function):
+    """A node that only keeps one saved tensor, so that autograd rebuilds it with its edge on any memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise AssertionError("nothing flows through a node that only keeps a tensor")
+
+
+class Mint:
+    """Makes tensors on any memory that all carry the one autograd edge of a home."""
+
+    def __init__(self, home: torch.Tensor, item: ParameterItem, gate: Gate) -> None:
+        self.home = home
+        self._value: torch.Tensor | None = None
+        with torch.enable_grad(), torch.inference_mode(False):
+            source = _Identity.apply(home, gate, item)  # type: ignore[no-untyped-call]
+            # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
+            source.grad_fn._set_sequence_nr(2**64 - 1)
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: self._value):
+                self._node = _Keep.apply(source).grad_fn  # type: ignore[no-untyped-call]
+
+    def on(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor on the value's memory through which gradients reach the home."""
+        self._value = value
+        try:
+            minted: torch.Tensor = self._node.saved_tensors[0]
+        finally:
+            self._value = None
+        minted.__dict__.update(self.home.__dict__)
+        minted._is_param = True  # type: ignore[attr-defined]  # isinstance(w, nn.Parameter) holds, as for the home
+        minted._tieroff_home = self.home  # type: ignore[attr-defined]
+        return minted
+
+
+class FetchingDict(dict[str, Any]):
+    """A module's `_parameters`; a copy or a pickle of it is a plain dict."""
+
+    __slots__ = ("gate",)
+    gate: Gate
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        gate = self.gate
+        return value if value is None or not gate.is_open else gate.value_for(value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, self.gate.home_of(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+class LiveValues:
+    """Finds the parameter item whose device value lies on a given storage.
+
+    The address alone is reused, so a weak reference to the storage decides.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[StorageWeakRef, ParameterItem]] = {}
+
+    def add(self, item: ParameterItem, value: torch.Tensor) -> None:
+        """Remembers that `value` is a device value of the item."""
+        key = value.untyped_storage()._cdata
+        known = self._found.get(key)
+        if known is None or known[1] is not item or known[0].expired():
+            self._found[key] = (StorageWeakRef(value.untyped_storage()), item)
+
+    def get(self, tensor: torch.Tensor) -> ParameterItem | None:
+        """Returns the item whose value shares its storage with `tensor`, or None."""
+        found = self._found.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0].expired():
+            return None
+        return found[1]
+
+    def sweep(self) -> None:
+        """Forgets values that died."""
+        self._found = {key: entry for key, entry in self._found.items() if not entry[0].expired()}
+
+
+def install(model: torch.nn.Module, gate: Gate) -> None:
+    """Replaces every module's `_parameters`."""
+    for module in model.modules():
+        parameters = module._parameters
+        if type(parameters) not in (dict, OrderedDict) and not isinstance(parameters, FetchingDict):
+            continue  # a scripted module: its parameters are not Python's
+        if isinstance(parameters, FetchingDict) and parameters.gate is gate:
+            continue
+        fetching = FetchingDict(parameters.items())
+        fetching.gate = gate
+        module.__dict__["_parameters"] = fetching
+
+
+def uninstall(model: torch.nn.Module) -> None:
+    """Gives every module a plain dict again."""
+    for module in model.modules():
+        parameters = module.__dict__["_parameters"]
+        if isinstance(parameters, FetchingDict):
+            module.__dict__["_parameters"] = dict(parameters.items())

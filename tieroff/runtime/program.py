@@ -1,0 +1,109 @@
+"""A program: one kind of step (one signature), from its recorded events to the plan that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from tieroff.core.plan import Plan
+from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
+
+
+class Phase(Enum):
+    """How far a program is."""
+
+    RECORD = auto()  # the next step of this kind is traced
+    MEASURE = auto()  # the next one gives durations
+    PLANNED = auto()  # a plan runs
+
+
+@dataclass(frozen=True, slots=True)
+class TickActions:
+    """What to do at one tick, as indices of tensors: first releases, then copies out, then copies in."""
+
+    releases: tuple[int, ...]
+    outs: tuple[int, ...]
+    ins: tuple[int, ...]
+
+
+@dataclass
+class Program:
+    """What is known of one kind of step.
+
+    Attributes:
+        signature: of the step's first input.
+        keys: the events in order; an op begins with each.
+        names: the same for people.
+        durations_ns: compute time of each op.
+        activations: ordinal of a saved storage -> (trace index, size).
+        actions: per tick, derived from the plan.
+        births: per op, bytes of activations and gradients that come to life in it.
+        mismatches: steps in a row that left the sequence.
+        retraces: how often it was traced again.
+    """
+
+    signature: Hashable
+    phase: Phase = Phase.RECORD
+    keys: list[Hashable] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    durations_ns: list[int] = field(default_factory=list)
+    trace: Trace | None = None
+    plan: Plan | None = None
+    index: dict[Hashable, int] = field(default_factory=dict)
+    actions: list[TickActions] = field(default_factory=list)
+    births: list[int] = field(default_factory=list)
+    tiers: dict[int, Tier] = field(default_factory=dict)
+    mismatches: int = 0
+    retraces: int = 0
+
+    def adopt(self, plan: Plan) -> None:
+        """Makes the plan what the next step of this kind runs."""
+        assert self.trace is not None
+        self.plan = plan
+        self.tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
+        self.actions = _actions(plan, self.trace, set(self.tiers))
+        self.births = _births(self.trace)
+        self.phase = Phase.PLANNED
+
+    @property
+    def moves_nothing(self) -> bool:
+        """True when the plan leaves everything on the device."""
+        return self.plan is not None and self.plan.moves_nothing
+
+
+def _actions(plan: Plan, trace: Trace, moved: set[int]) -> list[TickActions]:
+    count = plan.op_count
+    releases: list[list[int]] = [[] for _ in range(count + 1)]
+    outs: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
+    ins: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
+    for residency in plan.residencies:
+        if residency.tier is Tier.DEVICE and residency.tensor in moved and residency.stop < count:
+            releases[residency.stop].append(residency.tensor)
+    for transfer in plan.transfers:
+        per_tick = ins if transfer.target is Tier.DEVICE else outs
+        per_tick[transfer.issue_at % count].append((transfer.rank, transfer.tensor))
+    return [
+        TickActions(
+            tuple(releases[i]), tuple(t for _, t in sorted(outs[i])), tuple(t for _, t in sorted(ins[i]))
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def _births(trace: Trace) -> list[int]:
+    """Returns per op the bytes of tensors that are not persistent and first exist in it."""
+    births = [0] * len(trace.ops)
+    first = {}
+    for i, op in enumerate(trace.ops):
+        for tensor in (*op.reads, *op.writes):
+            first.setdefault(tensor, i)
+    for tensor, value in enumerate(trace.tensors):
+        if value.is_persistent:
+            continue
+        starts = [first[tensor]] if tensor in first else []
+        starts += [value.holds[0][0]] if value.holds else []
+        if starts:
+            births[min(starts)] += value.size_bytes
+    return births

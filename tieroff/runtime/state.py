@@ -1,0 +1,101 @@
+"""The residency of one tensor as a state machine without I/O: events in, instructions out.
+
+Who owns the bytes, and what may come next:
+
+| state    | valid copies    | in flight   | store     | stored | touch    | drop    | fetch    | arrived |
+|----------|-----------------|-------------|-----------|--------|----------|---------|----------|---------|
+| DEVICE   | device          | -           | LEAVING   | -      | DEVICE   | refused | DEVICE   | -       |
+| LEAVING  | device          | copy out    | LEAVING   | BOTH   | STALE    | LOWER   | LEAVING  | -       |
+| STALE    | device          | useless out | LEAVING   | DEVICE | STALE    | refused | STALE    | -       |
+| BOTH     | device, lower   | -           | BOTH      | -      | DEVICE   | LOWER   | BOTH     | -       |
+| LOWER    | lower           | -           | LOWER     | -      | refused  | LOWER   | ARRIVING | -       |
+| ARRIVING | lower           | copy in     | ARRIVING  | -      | refused  | LOWER   | ARRIVING | BOTH    |
+
+A reload is an edge out of LOWER, and LOWER is reached only through a copy out that was awaited: a reload without its
+own store's completion cannot be expressed. `drop` in LEAVING awaits the copy first; in STALE it is refused, since the
+copy in flight holds an older value; `store` there awaits the useless copy and starts another.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from tieroff.errors import StateError
+
+
+class State(Enum):
+    """See the table of the module."""
+
+    DEVICE = auto()
+    LEAVING = auto()
+    STALE = auto()
+    BOTH = auto()
+    LOWER = auto()
+    ARRIVING = auto()
+
+
+class Event(Enum):
+    """What happens to a tensor."""
+
+    STORE = auto()
+    STORED = auto()
+    STORE_FAILED = auto()
+    TOUCH = auto()
+    DROP = auto()
+    FETCH = auto()
+    ARRIVED = auto()
+    FETCH_FAILED = auto()
+
+
+class Do(Enum):
+    """What the caller has to do, in this order, for the event to be true."""
+
+    START_OUT = auto()
+    AWAIT_OUT = auto()
+    START_IN = auto()
+    AWAIT_IN = auto()
+    FREE_DEVICE = auto()
+
+
+S, E = State, Event
+_TABLE: dict[tuple[State, Event], tuple[State, tuple[Do, ...]]] = {
+    (S.DEVICE, E.STORE): (S.LEAVING, (Do.START_OUT,)),
+    (S.DEVICE, E.TOUCH): (S.DEVICE, ()),
+    (S.DEVICE, E.FETCH): (S.DEVICE, ()),
+    (S.LEAVING, E.STORE): (S.LEAVING, ()),
+    (S.LEAVING, E.STORED): (S.BOTH, ()),
+    (S.LEAVING, E.STORE_FAILED): (S.DEVICE, ()),
+    (S.LEAVING, E.TOUCH): (S.STALE, ()),
+    (S.LEAVING, E.DROP): (S.LOWER, (Do.AWAIT_OUT, Do.FREE_DEVICE)),
+    (S.LEAVING, E.FETCH): (S.LEAVING, ()),
+    (S.STALE, E.STORE): (S.LEAVING, (Do.AWAIT_OUT, Do.START_OUT)),
+    (S.STALE, E.STORED): (S.DEVICE, ()),
+    (S.STALE, E.STORE_FAILED): (S.DEVICE, ()),
+    (S.STALE, E.TOUCH): (S.STALE, ()),
+    (S.STALE, E.FETCH): (S.STALE, ()),
+    (S.BOTH, E.STORE): (S.BOTH, ()),
+    (S.BOTH, E.TOUCH): (S.DEVICE, ()),
+    (S.BOTH, E.DROP): (S.LOWER, (Do.FREE_DEVICE,)),
+    (S.BOTH, E.FETCH): (S.BOTH, ()),
+    (S.LOWER, E.STORE): (S.LOWER, ()),
+    (S.LOWER, E.DROP): (S.LOWER, ()),
+    (S.LOWER, E.FETCH): (S.ARRIVING, (Do.START_IN,)),
+    (S.ARRIVING, E.STORE): (S.ARRIVING, ()),
+    (S.ARRIVING, E.DROP): (S.LOWER, (Do.AWAIT_IN, Do.FREE_DEVICE)),
+    (S.ARRIVING, E.FETCH): (S.ARRIVING, ()),
+    (S.ARRIVING, E.ARRIVED): (S.BOTH, ()),
+    (S.ARRIVING, E.FETCH_FAILED): (S.LOWER, (Do.FREE_DEVICE,)),
+}
+ON_DEVICE = frozenset({S.DEVICE, S.LEAVING, S.STALE, S.BOTH})
+
+
+def transition(state: State, event: Event) -> tuple[State, tuple[Do, ...]]:
+    """Returns the next state and what to do for it.
+
+    Raises:
+        StateError: the event is refused in this state (data would be lost or read before it is there).
+    """
+    try:
+        return _TABLE[state, event]
+    except KeyError:
+        raise StateError(f"a tensor in state {state.name} cannot take event {event.name}; this is a bug in tieroff") from None

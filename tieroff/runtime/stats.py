@@ -1,0 +1,39 @@
+"""What a step did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Figures of the last step.
+
+    Attributes:
+        step_s: from the first event of the step to the end of `optimizer.step` (without an optimizer: to the next step).
+        compute_s: of that, in the model's, autograd's, the optimizer's and the user's code.
+        stall_s: of that, waiting for transfers.
+        recompute_s: compute spent on running recomputed modules again.
+        peak_device_bytes: largest count of the engine: device copies it holds plus the trace's transient bytes; 0 while
+            there is no trace, or nothing moves.
+        peak_host_bytes: largest use of the HOST tier so far.
+        nvme_bytes: bytes held on NVMe now.
+        moved_bytes: per link: d2h, h2d, nvme_write, nvme_read.
+        moved_bytes_by_class: per tensor class, all links together.
+        fallbacks: times the step left its plan.
+        phase: "traced", "measured", "planned", "on demand" or "nothing moved".
+        settings: values that the engine chose by itself.
+    """
+
+    step_s: float
+    compute_s: float
+    stall_s: float
+    recompute_s: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+    nvme_bytes: int
+    moved_bytes: dict[str, int]
+    moved_bytes_by_class: dict[str, int]
+    fallbacks: int
+    phase: str
+    settings: dict[str, str]

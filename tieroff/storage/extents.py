@@ -1,0 +1,89 @@
+"""Free and used ranges of one area (a slab of memory, a file). Pure arithmetic."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from tieroff.errors import StateError
+
+
+class FreeList:
+    """The free ranges of an area that only grows; neighbours are always merged.
+
+    Attributes:
+        length_bytes: the area's size.
+        free_bytes: sum of its free ranges.
+    """
+
+    def __init__(self) -> None:
+        self.length_bytes = 0
+        self.free_bytes = 0
+        self._offsets: list[int] = []  # sorted; _sizes runs along
+        self._sizes: list[int] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are taken."""
+        return self.length_bytes - self.free_bytes
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest range that take() could return now."""
+        return max(self._sizes, default=0)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Free bytes at the area's end, which a longer area would extend."""
+        if self._offsets and self._offsets[-1] + self._sizes[-1] == self.length_bytes:
+            return self._sizes[-1]
+        return 0
+
+    def extend(self, size_bytes: int) -> None:
+        """Adds free bytes at the end."""
+        offset = self.length_bytes
+        self.length_bytes += size_bytes
+        self._insert(offset, size_bytes)
+
+    def take(self, size_bytes: int) -> int | None:
+        """Returns the offset of a range that is now used, from the smallest free one that holds it, or None."""
+        fitting = [(size, index) for index, size in enumerate(self._sizes) if size >= size_bytes]
+        if not fitting:
+            return None
+        size, index = min(fitting)
+        offset = self._offsets[index]
+        if size == size_bytes:
+            del self._offsets[index], self._sizes[index]
+        else:
+            self._offsets[index] += size_bytes
+            self._sizes[index] -= size_bytes
+        self.free_bytes -= size_bytes
+        return offset
+
+    def give(self, offset: int, size_bytes: int) -> None:
+        """Makes a used range free.
+
+        Raises:
+            StateError: it is not inside the area, or a part of it is free already; nothing has changed then.
+        """
+        index = bisect_left(self._offsets, offset)
+        ends_before = index == 0 or self._offsets[index - 1] + self._sizes[index - 1] <= offset
+        starts_after = index == len(self._offsets) or offset + size_bytes <= self._offsets[index]
+        if offset < 0 or offset + size_bytes > self.length_bytes or not (ends_before and starts_after):
+            raise StateError(
+                f"expected a used range of an area of {self.length_bytes} bytes to be freed, got {size_bytes} bytes "
+                f"at {offset}, which are free already or outside: a block was freed twice, or by another store"
+            )
+        self._insert(offset, size_bytes)
+
+    def _insert(self, offset: int, size_bytes: int) -> None:
+        index = bisect_left(self._offsets, offset)
+        self.free_bytes += size_bytes
+        if index < len(self._offsets) and offset + size_bytes == self._offsets[index]:
+            self._offsets[index] = offset
+            self._sizes[index] += size_bytes
+        else:
+            self._offsets.insert(index, offset)
+            self._sizes.insert(index, size_bytes)
+        if index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset:
+            self._sizes[index - 1] += self._sizes[index]
+            del self._offsets[index], self._sizes[index]

@@ -1,0 +1,164 @@
+"""Pinned host memory: exact slabs under a hard limit, and leases in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+from tieroff.core.tensor import Tier
+from tieroff.errors import ConfigError, StateError, StoreError
+from tieroff.storage.engines import Direction, Engine, Transfer
+from tieroff.storage.extents import FreeList
+from tieroff.storage.homes import HomeMemory, check_published, place_home
+from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.memory import PAGE_BYTES, Mapping, align_up
+from tieroff.storage.space import SpaceStore
+from tieroff.storage.store import Block
+from tieroff.storage.transfers import StoreTransfer
+from tieroff.units import format_bytes
+
+SLAB_BYTES = 64 * 2**20
+"""A slab made because allocate() found no room; reserve() makes one of the size asked for."""
+
+
+class HostStore(SpaceStore):
+    """Tier HOST. Leases are page-aligned ranges of slabs of anonymous memory.
+
+    A slab is populated and, with `register`, pinned when it is made. No lease spans two slabs: a copy by the device
+    must not cross two registrations.
+    """
+
+    tier = Tier.HOST
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        engine: Engine,
+        register: Callable[[int, int], None] | None = None,
+        unregister: Callable[[int], None] | None = None,
+        *,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        """Makes an empty store; no memory is taken yet.
+
+        Args:
+            capacity_bytes: hard limit on the leases, in bytes; whole pages of it are used.
+            engine: makes the copies; stays the caller's, who closes it after the store.
+            register: called with (address, size in bytes) of each slab when it is made, such as cudaHostRegister.
+            unregister: called with the address of each slab at close().
+            slab_bytes: the least that is taken from the system at once, when nothing was reserved.
+
+        Raises:
+            ConfigError: more than the machine or its smallest cgroup limit has left.
+        """
+        super().__init__(capacity_bytes, engine, PAGE_BYTES)
+        limit = host_limit_bytes()
+        if capacity_bytes > limit:
+            raise ConfigError(
+                f"expected [budget] host to be at most {format_bytes(limit)}, which the machine and its cgroups have "
+                f"left, got {format_bytes(capacity_bytes)}: lower it, or give the container more memory"
+            )
+        self._slab_bytes = slab_bytes
+        self._register = register
+        self._unregister = unregister
+        self._slabs: list[Mapping] = []
+        self._home_types: dict[int, Any] = {}
+
+    def reserve(self, size_bytes: int) -> None:
+        """Makes the slabs this large in all (whole pages), by one more slab, in which leases may lie side by side.
+
+        Raises:
+            StateError: more than the capacity.
+            StoreError: the system refused.
+        """
+        with self._open():
+            size = align_up(size_bytes, PAGE_BYTES)
+            if size > align_up(self.capacity_bytes, PAGE_BYTES):
+                raise StateError(f"expected to reserve at most {self.capacity_bytes} bytes, got {size_bytes}")
+            if size > self.reserved_bytes:
+                self._make_slab(size - self.reserved_bytes)
+
+    def address(self, block: Block) -> int:
+        """Returns where a block lies in memory; valid until it is freed. Copies by the device use it directly."""
+        return self._slabs[block.area].address + block.offset
+
+    def home(self, size_bytes: int) -> HostHome:
+        """Returns a new home: a lease that lives as long as its references."""
+        block = self.allocate(size_bytes)
+        with self._open():
+            home = cast(HostHome, place_home(HostHome, size_bytes, self.address(block), self._home_types))
+            home.store = self
+            home.block = block
+            home.slab = self._slabs[block.area]
+            block.is_home = True
+        weakref.finalize(home, self._freed.append, block).atexit = False
+        return home
+
+    def _make_slab(self, size_bytes: int) -> None:
+        try:
+            slab = Mapping(size_bytes, is_reserved=False)
+        except OSError as error:
+            raise StoreError(
+                f"expected {format_bytes(size_bytes)} of host memory, got: {error}; lower [budget] host",
+                size_bytes=size_bytes,
+                errno=error.errno,
+            ) from error
+        slab.populate()
+        if self._register is not None:
+            self._register(slab.address, slab.size_bytes)
+        area = FreeList()
+        area.extend(slab.size_bytes)
+        self._slabs.append(slab)
+        self._areas.append(area)
+
+    def _grow(self, extent_bytes: int) -> str:
+        left = align_up(self.capacity_bytes, PAGE_BYTES) - self.reserved_bytes
+        if left < extent_bytes:
+            return "the free memory is in pieces"
+        self._make_slab(min(max(extent_bytes, self._slab_bytes), left))
+        return ""
+
+    def _submit_write(self, block: Block, source_address: int) -> Transfer:
+        return self.engine.copy(self.address(block), source_address, block.size_bytes, Direction.OUT)
+
+    def _submit_read(self, block: Block, target_address: int) -> Transfer:
+        return self.engine.copy(target_address, self.address(block), block.size_bytes, Direction.IN)
+
+    def _place(self, block: Block) -> tuple[str, int]:
+        return "", block.offset
+
+    def _release(self) -> None:
+        if self._unregister is not None:
+            for slab in self._slabs:
+                self._unregister(slab.address)
+        self._slabs.clear()  # homes that are still referred to hold their slab
+        self._areas.clear()
+
+
+class HostHome(HomeMemory):
+    """A home in host memory: a lease that shows what is copied into it at once."""
+
+    store: HostStore
+    block: Block
+    slab: Mapping
+
+    def write(self, source_address: int, keep: object) -> StoreTransfer:
+        """Starts to copy a new value in; it is visible as it arrives."""
+        return self.store.write(self.block, source_address, (self, keep))
+
+    def publish(self) -> None:
+        """Does nothing but check: the value is visible since its copy.
+
+        Raises:
+            StateError: nothing was written, or the copy is still under way.
+            StoreError: the copy failed; the memory shows a mixture of old and new.
+        """
+        check_published(self.block)
+
+    def read(self, target_address: int, keep: object) -> StoreTransfer:
+        """Starts to copy out what the memory holds now."""
+        return self.store.read_home(self.block, target_address, (self, keep))
+
+    def trim(self) -> None:
+        """Does nothing: this memory is the home's only place."""

@@ -1,0 +1,308 @@
+"""What every store shares: capacity, places, the rules of a block, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tieroff.core.tensor import Tier
+from tieroff.errors import ConfigError, StateError, StoreError
+from tieroff.storage.engines import Engine, Transfer
+from tieroff.storage.extents import FreeList
+from tieroff.storage.memory import align_up
+from tieroff.storage.store import Block, Home
+from tieroff.storage.transfers import InFlight, StoreTransfer
+from tieroff.units import format_bytes
+
+CLOSE_TIMEOUT_S = 60.0
+"""How long close() and a full allocate() wait for transfers that have started."""
+
+_logger = logging.getLogger(__name__)
+
+
+class SpaceStore(ABC):
+    """A store over areas that grow up to a capacity.
+
+    [Note: finalizers] Blocks and homes may die in any thread, at any point of any call, also inside this store's own
+    lock. So whoever frees only appends to a queue; the queue is emptied by calls that hold the lock.
+    """
+
+    tier: Tier
+    _is_checking = False  # whether checksums are written and compared
+
+    def __init__(self, capacity_bytes: int, engine: Engine, alignment_bytes: int) -> None:
+        if capacity_bytes <= 0:
+            raise ConfigError(f"expected a capacity above 0 for {self.tier}, got {capacity_bytes}: leave the tier out")
+        self.capacity_bytes = capacity_bytes
+        self.engine = engine
+        self.alignment_bytes = alignment_bytes
+        self.in_flight = InFlight()
+        self._areas: list[FreeList] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._is_closed = False
+        self._live: set[Block] = set()
+        self._freed: deque[Any] = deque()  # blocks, and what the subclass queues for its homes
+        self._ending: list[Block] = []  # freed, with transfers that have not ended
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken now."""
+        if os.getpid() == self._pid:
+            self.in_flight.reap()
+        self._try_drain()
+        return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest used_bytes so far."""
+        return self._peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the system has given to this store so far."""
+        return sum(area.length_bytes for area in self._areas)
+
+    # What a subclass adds.
+
+    @abstractmethod
+    def home(self, size_bytes: int) -> Home:
+        """Returns a new home."""
+
+    @abstractmethod
+    def reserve(self, size_bytes: int) -> None:
+        """Takes room from the system ahead of time, up to this many bytes in all, so that allocate() need not."""
+
+    @abstractmethod
+    def _grow(self, extent_bytes: int) -> str:
+        """Makes room for one more extent; returns "" or why there is none. Under the lock."""
+
+    @abstractmethod
+    def _submit_write(self, block: Block, source_address: int) -> Transfer: ...
+
+    @abstractmethod
+    def _submit_read(self, block: Block, target_address: int) -> Transfer: ...
+
+    @abstractmethod
+    def _place(self, block: Block) -> tuple[str, int]:
+        """Path and offset of a block, for messages."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Gives everything back to the system; all transfers have ended. Under the lock."""
+
+    def _area_order(self) -> list[int]:
+        """Areas in the order in which they are tried."""
+        return list(range(len(self._areas)))
+
+    def _dissolve(self, item: Any) -> list[Block]:
+        """Returns the blocks of something that was queued as freed. Under the lock."""
+        return [item]
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Holds the lock of a store that is open. The process is checked first: a child may inherit the lock held."""
+        self._check_process()
+        with self._lock:
+            if self._is_closed:
+                raise StateError("expected an open store, got one that is closed")
+            yield
+
+    # Places.
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Returns a place for one tensor; raises StoreError (ENOSPC) when it is full."""
+        if size_bytes <= 0:
+            raise StateError(f"expected a size above 0, got {size_bytes}: a tensor without bytes needs no block")
+        while True:
+            self._check_process()
+            self.in_flight.reap()
+            with self._open():
+                self._drain()
+                block, reason = self._take(size_bytes)
+                if block is not None:
+                    return block
+                ending = [transfer for block in self._ending for transfer in block.transfers]
+            # Freed blocks whose transfers have not ended: their room comes back.
+            if not ending or not _wait_ended(ending[0]):
+                raise self._full(size_bytes, reason)
+
+    def free(self, block: Block) -> None:
+        """Gives a place back; transfers under way on it end first. May be called from a finalizer."""
+        if block.is_freed:
+            raise StateError(f"expected a block in use, got one of {block.size_bytes} bytes that was freed before")
+        block.is_freed = True
+        self._freed.append(block)  # [Note: finalizers]
+        self._try_drain()
+
+    def _take(self, size_bytes: int) -> tuple[Block | None, str]:
+        extent_bytes = align_up(size_bytes, self.alignment_bytes)
+        if self._used_bytes + extent_bytes > self.capacity_bytes:
+            return None, "the capacity is used up"
+        reason = ""
+        for _attempt in range(2):
+            for index in self._area_order():
+                offset = self._areas[index].take(extent_bytes)
+                if offset is not None:
+                    self._used_bytes += extent_bytes
+                    self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+                    block = Block(size_bytes, index, offset, extent_bytes)
+                    self._live.add(block)
+                    return block, ""
+            reason = self._grow(extent_bytes)
+            if reason:
+                break
+        return None, reason
+
+    def _full(self, size_bytes: int, reason: str) -> StoreError:
+        path, _offset = self._where()
+        largest = max((area.largest_bytes for area in self._areas), default=0)
+        return StoreError(
+            f"expected room for {format_bytes(size_bytes)} in {self.tier}{f' ({path})' if path else ''}, got none: "
+            f"{format_bytes(self._used_bytes)} of {format_bytes(self.capacity_bytes)} are used, the largest free "
+            f"extent is {format_bytes(largest)} ({reason}); raise [budget] {self.tier}, or let less be moved there",
+            path=path,
+            size_bytes=size_bytes,
+            errno=errno.ENOSPC,
+        )
+
+    def _where(self) -> tuple[str, int]:
+        return "", 0
+
+    def _try_drain(self) -> None:
+        # Never waits: this thread may hold the lock already, further up its stack. [Note: finalizers]
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_closed and os.getpid() == self._pid:
+                    self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._freed:
+            self._ending.extend(self._dissolve(self._freed.popleft()))
+        still_ending = []
+        for block in self._ending:
+            block.transfers = [transfer for transfer in block.transfers if not transfer.done()]
+            if block.transfers:
+                still_ending.append(block)
+            else:
+                self._areas[block.area].give(block.offset, block.extent_bytes)
+                self._used_bytes -= block.extent_bytes
+                self._live.discard(block)
+        self._ending = still_ending
+
+    # Transfers.
+
+    def write(self, block: Block, source_address: int, keep: object) -> StoreTransfer:
+        """Starts to write the block's bytes from memory."""
+        self._check_process()
+        self.in_flight.reap()
+        with self._open():
+            self._check_block(block)
+            if block.transfers:
+                raise StateError(
+                    f"expected no transfer under way on the block to write, got {len(block.transfers)}: wait for them"
+                )
+            block.written = None
+            transfer = self._submit_write(block, source_address)
+            return self._started(block, transfer, "write", keep)
+
+    def read(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
+        """Starts to read the block's bytes into memory."""
+        self._check_process()
+        self.in_flight.reap()
+        with self._open():
+            self._check_block(block)
+            written = block.written
+            if not isinstance(written, StoreTransfer) or not written.has_succeeded():
+                raise StateError(
+                    "expected a block whose write has ended well, got one that was "
+                    f"{'never written' if written is None else 'not written yet, or not well'}: wait for it first"
+                )
+            transfer = self._submit_read(block, target_address)
+            return self._started(block, transfer, "read", keep, written.checksum if self._is_checking else None)
+
+    def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
+        """Starts to read a home's block: whatever it holds, since anybody may have written into it."""
+        self._check_process()
+        self.in_flight.reap()
+        with self._open():
+            self._check_block(block)
+            transfer = self._submit_read(block, target_address)
+            return self._started(block, transfer, "read", keep)
+
+    def _started(
+        self, block: Block, transfer: Transfer, action: str, keep: object, expected_checksum: int | None = None
+    ) -> StoreTransfer:
+        path, offset = self._place(block)
+        started = StoreTransfer(
+            transfer,
+            action=action,
+            path=path,
+            offset=offset,
+            keep=keep,
+            in_flight=self.in_flight,
+            expected_checksum=expected_checksum,
+        )
+        block.transfers.append(started)
+        if action == "write":
+            block.written = started
+        return started
+
+    def _check_block(self, block: Block) -> None:
+        if block.is_freed or block not in self._live:
+            raise StateError(
+                f"expected a block in use of this store, got a freed or foreign one ({block.size_bytes} bytes)"
+            )
+        block.transfers = [transfer for transfer in block.transfers if not transfer.done()]
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"expected a call in process {self._pid}, which made this store, got one in {os.getpid()}: a store "
+                "does not survive a fork"
+            )
+
+    def close(self) -> None:
+        """Ends all transfers and gives everything back; reports blocks that nobody freed. Idempotent.
+
+        Raises:
+            StoreError: a transfer has not ended in CLOSE_TIMEOUT_S; its memory and file are then left as they are.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.in_flight.end_all(CLOSE_TIMEOUT_S)
+        with self._lock:
+            self._drain()
+            leaked = self._leaked()
+            if leaked:
+                _logger.warning(
+                    "%s store closed with %d blocks that were never freed, %s: %s",
+                    self.tier,
+                    len(leaked),
+                    format_bytes(sum(block.extent_bytes for block in leaked)),
+                    ", ".join(str(block.size_bytes) for block in leaked[:8]),
+                )
+            self._release()
+
+    def _leaked(self) -> list[Block]:
+        """Blocks that should have been freed by now; those of homes are freed when their tensors die."""
+        return [block for block in self._live if not block.is_home]
+
+
+def _wait_ended(transfer: Any) -> bool:
+    return bool(transfer.wait_ended(CLOSE_TIMEOUT_S))

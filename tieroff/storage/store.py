@@ -1,0 +1,166 @@
+"""What a store of a lower tier is, whatever it lies on: blocks, homes and completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tieroff.core.tensor import Tier
+
+
+class Completion(Protocol):
+    """One transfer under way, or ended.
+
+    After a failed or cancelled transfer the source is as it was; the target holds any mixture of old and new bytes.
+    """
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes asked for."""
+
+    @property
+    def start_ns(self) -> int:
+        """When its first byte was moved, CLOCK_MONOTONIC; 0 until then."""
+
+    @property
+    def stop_ns(self) -> int:
+        """When it ended; 0 until then."""
+
+    def done(self) -> bool:
+        """Returns whether it has ended, well or not; only wait() says which."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when it has ended well. Other threads run meanwhile.
+
+        Raises:
+            StoreError: it failed, was cancelled (errno ECANCELED), read something else than was written (EBADMSG), or
+                has not ended in time (ETIMEDOUT; it is then still under way).
+        """
+
+    def cancel(self) -> bool:
+        """Takes it back if nothing of it has started; returns whether it did. It then counts as failed."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Block:
+    """A place for one tensor's bytes in a store; not mapped. Made by Store.allocate.
+
+    State      entered by      legal next
+    empty      allocate        write, free
+    writing    write           (completion) written or failed; free
+    written    completion      read, write, free
+    failed     completion      write, free
+    freed      free            nothing; its bytes are reused once the last transfer on them has ended
+
+    Attributes:
+        size_bytes: the tensor's bytes.
+        area: index of the file or slab.
+        offset: first byte in it.
+        extent_bytes: bytes taken there, padding included.
+        written: the last write, which has the checksum.
+        transfers: those that may still touch its bytes.
+        is_home: belongs to a home, which frees it.
+    """
+
+    size_bytes: int
+    area: int
+    offset: int
+    extent_bytes: int
+    written: Completion | None = None
+    transfers: list[Completion] = field(default_factory=list)
+    is_home: bool = False
+    is_freed: bool = False
+
+
+class Home(Protocol):
+    """Memory that anybody may touch at any time, lying in a lower tier.
+
+    It supports the buffer protocol: `torch.frombuffer(home, dtype=torch.uint8)` keeps it alive. Its place is freed when
+    its last reference, any tensor over it included, has died. A new home's content is not specified.
+    """
+
+    @property
+    def address(self) -> int:
+        """Its first byte; it does not change."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The tensor's bytes."""
+
+    def write(self, source_address: int, keep: object) -> Completion:
+        """Starts to write a new value, which publish() makes visible; on HOST it is visible as it arrives."""
+
+    def publish(self) -> None:
+        """After write() has ended: the memory shows the new value.
+
+        Raises:
+            StateError: nothing was written, or the write is still under way.
+            StoreError: the write failed. The memory shows the old value.
+        """
+
+    def read(self, target_address: int, keep: object) -> Completion:
+        """Starts to read what the memory shows, including what was written into it from outside."""
+
+    def trim(self) -> None:
+        """Drops its pages from memory and page cache; the value stays. Blocks while changed pages are written."""
+
+
+class Store(Protocol):
+    """Bytes in one lower tier, bounded by a capacity.
+
+    `keep` is any object that must live until the transfer has ended, such as the owner of the memory; it is let go when
+    the end is noticed: by done() or wait(), or at the latest by the store's next transfer.
+    """
+
+    @property
+    def tier(self) -> Tier:
+        """The tier that it lies in."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that blocks and homes may take, padding included."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken now. Freed blocks count until the last transfer on them has ended."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest used_bytes so far."""
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Returns a place for one tensor.
+
+        Raises:
+            StoreError: it is full (ENOSPC).
+        """
+
+    def free(self, block: Block) -> None:
+        """Gives a place back. Transfers under way on it end first. May be called from a finalizer.
+
+        Raises:
+            StateError: it was freed before.
+        """
+
+    def write(self, block: Block, source_address: int, keep: object) -> Completion:
+        """Starts to write the block's bytes from memory.
+
+        Raises:
+            StateError: it is freed, or a transfer on it is under way.
+        """
+
+    def read(self, block: Block, target_address: int, keep: object) -> Completion:
+        """Starts to read the block's bytes into memory.
+
+        Raises:
+            StateError: it is freed, or not written.
+        """
+
+    def home(self, size_bytes: int) -> Home:
+        """Returns a new home. Raises StoreError as allocate does."""
+
+    def close(self) -> None:
+        """Ends all transfers (what has not started is cancelled) and leaves no thread, descriptor or file of its own.
+
+        Idempotent. Memory of homes that are still referred to stays readable until they die.
+        """

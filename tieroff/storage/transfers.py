@@ -1,0 +1,165 @@
+"""A store's transfers: what they keep alive, and how their failures are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+from tieroff.errors import StoreError
+from tieroff.storage.engines import Transfer
+
+
+class StoreTransfer:
+    """An engine's transfer with its place; implements Completion."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        *,
+        action: str,
+        path: str,
+        offset: int,
+        keep: object,
+        in_flight: InFlight,
+        expected_checksum: int | None = None,
+    ) -> None:
+        self._transfer = transfer
+        self._action = action
+        self._path = path
+        self._offset = offset
+        self._keep: object = keep
+        self._in_flight = in_flight
+        self._expected_checksum = expected_checksum
+        in_flight.add(self)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes asked for."""
+        return self._transfer.size_bytes
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes moved so far."""
+        return self._transfer.done_bytes
+
+    @property
+    def start_ns(self) -> int:
+        """When its first byte was moved, CLOCK_MONOTONIC; 0 until then."""
+        return self._transfer.start_ns
+
+    @property
+    def stop_ns(self) -> int:
+        """When it ended; 0 until then."""
+        return self._transfer.stop_ns
+
+    @property
+    def checksum(self) -> int | None:
+        """Of the tensor's bytes, once it has ended well and if it was asked for."""
+        return self._transfer.checksum
+
+    def done(self) -> bool:
+        """Returns whether it has ended, well or not."""
+        if not self._transfer.done():
+            return False
+        self._settle()
+        return True
+
+    def has_succeeded(self) -> bool:
+        """Returns whether it has ended well."""
+        return self.done() and self._failure() is None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when it has ended well; raises StoreError otherwise (see Completion.wait)."""
+        if not self.wait_ended(timeout_s):
+            raise self._error(errno.ETIMEDOUT, f"not ended after {timeout_s} s; the drive may hang")
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    def wait_ended(self, timeout_s: float | None = None) -> bool:
+        """Waits for its end, well or not; returns False after the time-out."""
+        if not self._transfer.wait(timeout_s):
+            return False
+        self._settle()
+        return True
+
+    def cancel(self) -> bool:
+        """Takes it back if nothing of it has started."""
+        is_cancelled = self._transfer.cancel()
+        if is_cancelled:
+            self._settle()
+        return is_cancelled
+
+    def _settle(self) -> None:
+        self._in_flight.discard(self)
+        self._keep = None
+
+    def _failure(self) -> StoreError | None:
+        number = self._transfer.errno
+        if number == errno.ECANCELED:
+            return self._error(number, "cancelled before it had ended")
+        if number == errno.ENOSPC:
+            return self._error(number, "no space left: free some, or name another directory under [nvme] dirs")
+        if number != 0:
+            return self._error(number, f"{os.strerror(number)}: see the system's log for this drive")
+        found, expected = self._transfer.checksum, self._expected_checksum
+        if expected is not None and found != expected:
+            shown = "none" if found is None else f"{found:#010x}"
+            return self._error(
+                errno.EBADMSG, f"checksum {shown}, written was {expected:#010x}: the drive or its path changed bytes"
+            )
+        return None
+
+    def _error(self, number: int, reason: str) -> StoreError:
+        place = f"{self._path or 'host memory'} at offset {self._offset}"
+        done = self._transfer.done_bytes
+        return StoreError(
+            f"expected to {self._action} {self.size_bytes} bytes, {place}, got {done}: {reason}",
+            path=self._path,
+            offset=self._offset,
+            size_bytes=self.size_bytes,
+            done_bytes=done,
+            errno=number,
+        )
+
+
+class InFlight:
+    """The transfers of one store that are not known to have ended: the only reference that is sure to stay.
+
+    Without a lock: each method is one operation on a set, which is atomic, and finalizers may come in between.
+    """
+
+    def __init__(self) -> None:
+        self._transfers: set[StoreTransfer] = set()
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def add(self, transfer: StoreTransfer) -> None:
+        """Keeps a transfer and what it keeps."""
+        self._transfers.add(transfer)
+
+    def discard(self, transfer: StoreTransfer) -> None:
+        """Lets go of a transfer."""
+        self._transfers.discard(transfer)
+
+    def reap(self) -> None:
+        """Lets go of every transfer that has ended."""
+        for transfer in self._transfers.copy():
+            transfer.done()
+
+    def end_all(self, timeout_s: float) -> None:
+        """Cancels what has not started and waits for the rest.
+
+        Raises:
+            StoreError: one has not ended in time (ETIMEDOUT).
+        """
+        transfers = self._transfers.copy()
+        for transfer in transfers:
+            transfer.cancel()
+        deadline = time.monotonic() + timeout_s
+        for transfer in transfers:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not transfer.wait_ended(left_s):
+                raise transfer._error(errno.ETIMEDOUT, f"not ended {timeout_s} s after close(); the drive may hang")

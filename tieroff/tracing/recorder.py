@@ -1,0 +1,252 @@
+"""Records one real step: every aten op of forward, backward and update, folded into the intervals between ticks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_iter
+
+from tieroff.core.recording import Subject
+from tieroff.core.tensor import Tensor
+from tieroff.core.trace import Op, Trace
+from tieroff.errors import CaptureError
+
+
+class _Life:
+    """One storage from its first sight to its death."""
+
+    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "key", "reads", "ref", "size_bytes", "writes")
+
+    def __init__(self, storage: torch.UntypedStorage, now: int, op: int) -> None:
+        self.ref = StorageWeakRef(storage)
+        self.size_bytes = storage.nbytes()
+        self.birth, self.birth_op = now, op
+        self.death, self.death_op = -1, -1
+        self.key: Hashable = None
+        self.is_below = False
+        self.reads: set[int] = set()
+        self.writes: set[int] = set()
+
+
+class StepRecorder(TorchDispatchMode):
+    """A dispatch mode that follows every storage of one device through a step.
+
+    It is pushed when the step's first forward begins and popped when the step ends, so that backward and the user's own
+    code between are seen. Not seen: `p.data = t`, writes through NumPy, and scratch memory inside one kernel.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device_type = device.type
+        self._lives: list[_Life] = []
+        self._alive: dict[int, _Life] = {}
+        self._deaths: dict[Hashable, int] = {}
+        self._events: list[tuple[str, str]] = []
+        self._first_instant: list[int] = []
+        self._now = 0
+        self._is_on = False
+        self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Pushes the mode.
+
+        Raises:
+            CaptureError: another dispatch mode is active, whose end in between would pop this one.
+        """
+        others = _get_current_dispatch_mode_stack()
+        if others:
+            raise CaptureError(
+                f"cannot trace a step inside another TorchDispatchMode ({type(others[-1]).__name__}); "
+                "run one training step outside of it first"
+            )
+        _push_mode(self)
+        self._is_on = True
+
+    def stop(self) -> None:
+        """Takes the mode off the stack, wherever in it others have put it meanwhile."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        if self not in _get_current_dispatch_mode_stack():
+            return
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    # -- what the runtime tells ----------------------------------------------------------------------------------
+
+    def event(self, name: str, phase: str) -> None:
+        self._sweep()
+        self._events.append((name, phase))
+        self._now += 1
+        self._first_instant.append(self._now)
+
+    def bind(self, storage: object, key: Hashable, is_below: bool = False) -> None:
+        assert isinstance(storage, torch.UntypedStorage)
+        life, _ = self._life_of(storage)
+        life.key, life.is_below = key, is_below
+
+    def died(self, key: Hashable) -> None:
+        self._deaths[key] = self._op
+
+    # -- what torch tells ----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_on:
+            return func(*args, **kwargs)
+        for tensor, is_written in self._inputs(func, args, kwargs):
+            self._use(tensor, is_written)
+        out = func(*args, **kwargs)
+        self._now += 1
+        for leaf in tree_iter(out):
+            if isinstance(leaf, torch.Tensor):
+                self._use(leaf, True, is_output=True)
+        self._sweep()
+        return out
+
+    @property
+    def _op(self) -> int:
+        return len(self._events) - 1
+
+    def _inputs(self, func: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
+        written = self._written.get(func)
+        if written is None:
+            schema = func._schema.arguments
+            is_written = [a.alias_info is not None and a.alias_info.is_write for a in schema]
+            written = (
+                tuple(i for i, w in enumerate(is_written) if w),
+                tuple(a.name for a, w in zip(schema, is_written, strict=True) if w),
+            )
+            self._written[func] = written
+        out = []
+        for i, arg in enumerate(args):
+            out += [(leaf, i in written[0]) for leaf in tree_iter(arg) if isinstance(leaf, torch.Tensor)]
+        for name, arg in kwargs.items():
+            out += [(leaf, name in written[1]) for leaf in tree_iter(arg) if isinstance(leaf, torch.Tensor)]
+        return out
+
+    def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
+        if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # a wrapper without a storage of its own: its inner tensors are seen by themselves
+        life, is_new = self._life_of(storage)
+        if is_new and not is_output:
+            life.birth = life.birth_op = 0  # first seen as an input: it was there before the step
+        if life.size_bytes < storage.nbytes():
+            life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
+        if is_output and not is_new:
+            return  # a view of what is known, or written in place, which its argument tells
+        (life.writes if is_written else life.reads).add(max(self._op, 0))
+
+    def _life_of(self, storage: torch.UntypedStorage) -> tuple[_Life, bool]:
+        """Returns the life of a storage and whether it begins now."""
+        key = storage._cdata
+        life = self._alive.get(key)
+        if life is not None and not life.ref.expired():
+            return life, False
+        if life is not None:
+            self._bury(key, life)
+        life = _Life(storage, self._now, max(self._op, 0))
+        self._alive[key] = life
+        self._lives.append(life)
+        return life, True
+
+    def _bury(self, key: int, life: _Life) -> None:
+        life.death, life.death_op = self._now, max(self._op, 0)
+        del self._alive[key]
+
+    def _sweep(self) -> None:
+        for key, life in [(k, v) for k, v in self._alive.items() if v.ref.expired()]:
+            self._bury(key, life)
+
+    # -- the trace -----------------------------------------------------------------------------------------------
+
+    def finish(self, subjects: list[Subject], durations_ns: list[int], name: str) -> Trace:
+        self.stop()
+        self._sweep()
+        count = len(self._events)
+        index = {subject.key: i for i, subject in enumerate(subjects)}
+        holds, reads, writes = self._uses(index, count)
+        transient = self._transient(index, count)
+        ops = tuple(
+            Op(
+                name=self._events[i][0],
+                duration_ns=durations_ns[i],
+                reads=tuple(sorted(reads[i])),
+                writes=tuple(sorted(writes[i])),
+                transient_bytes=transient[i],
+                phase=self._events[i][1],
+            )
+            for i in range(count)
+        )
+        tensors = tuple(
+            Tensor(
+                s.name, s.size_bytes, s.kind, s.is_persistent, s.is_movable, _merge(holds[i]),
+                index[s.owner] if s.owner is not None else -1,
+                min(self._deaths.get(s.key, count), count),
+            )
+            for i, s in enumerate(subjects)
+        )  # fmt: skip
+        return Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__})
+
+    def _uses(
+        self, index: dict[Hashable, int], count: int
+    ) -> tuple[list[list[tuple[int, int]]], list[set[int]], list[set[int]]]:
+        """Returns per subject the intervals in which the program held it, and per op what it reads and writes."""
+        holds: list[list[tuple[int, int]]] = [[] for _ in index]
+        reads: list[set[int]] = [set() for _ in range(count)]
+        writes: list[set[int]] = [set() for _ in range(count)]
+        for life in self._lives:
+            tensor = index.get(life.key) if life.key is not None else None
+            if tensor is None or life.is_below:
+                continue
+            start = min(life.birth_op, count - 1)
+            stop = count if life.death < 0 else min(life.death_op + 1, count)
+            holds[tensor].append((start, max(stop, start + 1)))
+            for per_op, ops in ((reads, life.reads), (writes, life.writes)):
+                for op in ops:
+                    if op < count:
+                        per_op[op].add(tensor)
+        return holds, reads, writes
+
+    def _transient(self, index: dict[Hashable, int], count: int) -> list[int]:
+        """Returns per op the peak of live bytes that belong to no subject."""
+        change: dict[int, int] = defaultdict(int)
+        for life in self._lives:
+            if life.is_below or (life.key is not None and life.key in index):
+                continue
+            change[life.birth] += life.size_bytes
+            if life.death >= 0:
+                change[life.death] -= life.size_bytes
+        peaks = [0] * count
+        total, op = 0, 0
+        for instant in range(self._now + 1):
+            while op + 1 < count and instant >= self._first_instant[op + 1]:
+                op += 1
+                peaks[op] = total
+            total += change.get(instant, 0)
+            peaks[op] = max(peaks[op], total)
+        return peaks
+
+
+def _merge(intervals: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
