@@ -24,10 +24,9 @@ has_torch() {
   "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
 }
 
-# What an installation depends on: the build files, the version and the native sources.
+# What an installation depends on: the build files and the native sources.
 fingerprint() {
-  { cat pyproject.toml setup.py; grep __version__ tieroff/__init__.py; find native -type f -print0 | sort -z | xargs -0 cat; } \
-    | sha256sum | cut -d' ' -f1
+  { cat pyproject.toml setup.py; find native -type f -print0 | sort -z | xargs -0 cat; } | sha256sum | cut -d' ' -f1
 }
 
 is_installed() {

@@ -191,7 +191,9 @@ def _toml_value(value: object) -> str:
 
 def machine_to_toml(machine: Machine) -> str:
     """Returns the text of a machine.toml."""
-    lines = [f"{f.name} = {_toml_value(getattr(machine, f.name))}" for f in fields(machine) if f.name != "dirs"]
+    values = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name != "dirs"}
+    present = {key: value for key, value in values.items() if value or not key.endswith("_bytes_per_s")}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in present.items()]
     for name, table in machine.dirs.items():
         lines += ["", f"[dirs.{_toml_value(name)}]"]
         lines += [f"{_toml_value(key)} = {_toml_value(value)}" for key, value in table.items()]

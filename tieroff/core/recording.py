@@ -37,8 +37,13 @@ class Recorder(Protocol):
     def event(self, name: str, phase: str) -> None:
         """A tick: op number n + 1 begins."""
 
-    def bind(self, storage: object, key: Hashable, is_below: bool = False) -> None:
-        """This storage holds the bytes of the subject `key`; below: in a lower tier, so it counts nowhere."""
+    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
+        """This storage holds the bytes of the subject `key`.
+
+        Args:
+            is_below: in a lower tier, so it counts nowhere.
+            is_new: the engine has just made it; otherwise the program did, when it was first seen.
+        """
 
     def died(self, key: Hashable) -> None:
         """Nothing can ask for the subject's bytes any more."""

@@ -9,8 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-COPY_BYTES = 32 * 2**20
+from tieroff.storage.buffers import allocate
+
+CUDA_COPY_BYTES = 16 * 2**20
+MEMORY_COPY_BYTES = 8 * 2**20
+"""Small, since a run on the CPU is measured within its own budget; larger than what a core's caches keep."""
+
 LATENCY_COPIES = 32
 
 
@@ -43,17 +49,17 @@ def measure_links(device: str, seconds: float) -> LinkRates:
 
 def _measure_memory(seconds: float) -> LinkRates:
     """A copy between two buffers on one thread, and on two threads at once, as the CPU backend's workers do."""
-    lanes = [(np.ones(COPY_BYTES, dtype=np.uint8), np.zeros(COPY_BYTES, dtype=np.uint8)) for _ in range(2)]
+    lanes = [(_touched(MEMORY_COPY_BYTES), _touched(MEMORY_COPY_BYTES)) for _ in range(2)]
 
     def copies(lane: int) -> Callable[[], None]:
         source, target = lanes[lane]
         return lambda: np.copyto(target, source)
 
-    alone = _rate(copies(0), seconds / 2)
+    alone = _rate(copies(0), MEMORY_COPY_BYTES, seconds / 2)
     rates = [0.0, 0.0]
 
     def run(lane: int) -> None:
-        rates[lane] = _rate(copies(lane), seconds / 2)
+        rates[lane] = _rate(copies(lane), MEMORY_COPY_BYTES, seconds / 2)
 
     threads = [threading.Thread(target=run, args=(lane,), name=f"tieroff-probe-{lane}") for lane in range(2)]
     for thread in threads:
@@ -64,12 +70,22 @@ def _measure_memory(seconds: float) -> LinkRates:
     return LinkRates(int(alone), int(alone), latency_s, latency_s, _share(sum(rates), 2 * alone))
 
 
+def _touched(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Returns memory whose pages are there, and that goes back to the system when it is dropped.
+
+    Not from malloc: freeing large blocks there raises the size from which it maps memory for the rest of the process.
+    """
+    array = np.frombuffer(allocate(size_bytes), dtype=np.uint8)
+    array.fill(1)
+    return array
+
+
 def _measure_cuda(seconds: float) -> LinkRates:
     """Copies between pinned memory and the device on two streams, timed from the host around a synchronisation."""
     import torch
 
-    pinned = [torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    resident = [torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pinned = [torch.ones(CUDA_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    resident = [torch.ones(CUDA_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()  # the buffers above were filled on the current stream
 
@@ -78,24 +94,24 @@ def _measure_cuda(seconds: float) -> LinkRates:
             source, target = (resident, pinned) if direction == 0 else (pinned, resident)
             target[direction][:size_bytes].copy_(source[direction][:size_bytes], non_blocking=True)
 
-    def alone(direction: int, size_bytes: int = COPY_BYTES) -> None:
+    def alone(direction: int, size_bytes: int = CUDA_COPY_BYTES) -> None:
         issue(direction, size_bytes)
         streams[direction].synchronize()
 
     def both() -> None:
-        issue(0, COPY_BYTES)
-        issue(1, COPY_BYTES)
+        issue(0, CUDA_COPY_BYTES)
+        issue(1, CUDA_COPY_BYTES)
         for stream in streams:
             stream.synchronize()
 
     def rate(direction: int) -> float:
-        return _rate(lambda: alone(direction), seconds / 3)
+        return _rate(lambda: alone(direction), CUDA_COPY_BYTES, seconds / 3)
 
     def latency_s(direction: int) -> float:
         return statistics.median(_seconds(lambda: alone(direction, 1)) for _ in range(LATENCY_COPIES))
 
     d2h, h2d = rate(0), rate(1)
-    together = 2 * _rate(both, seconds / 3)
+    together = 2 * _rate(both, CUDA_COPY_BYTES, seconds / 3)
     return LinkRates(int(d2h), int(h2d), latency_s(0), latency_s(1), _share(together, d2h + h2d))
 
 
@@ -103,14 +119,14 @@ def _share(together: float, sum_alone: float) -> float:
     return min(1.0, together / sum_alone)
 
 
-def _rate(copy: Callable[[], None], seconds: float) -> float:
-    """Returns bytes per second of the median of copies of `COPY_BYTES`; the first one, which warms up, is left out."""
+def _rate(copy: Callable[[], None], size_bytes: int, seconds: float) -> float:
+    """Returns bytes per second of the median copy of `size_bytes`; the first one, which warms up, is left out."""
     copy()
     stop = time.perf_counter() + seconds
     times = [_seconds(copy)]
     while time.perf_counter() < stop:
         times.append(_seconds(copy))
-    return COPY_BYTES / statistics.median(times)
+    return size_bytes / statistics.median(times)
 
 
 def _seconds(call: Callable[[], object]) -> float:

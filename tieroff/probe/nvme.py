@@ -18,8 +18,8 @@ from tieroff.storage.engines import choose
 from tieroff.storage.file_store import FileStore
 from tieroff.storage.store import Block, Completion
 
-BLOCK_BYTES = 4 * 2**20
-BLOCK_COUNT = 32
+BLOCK_BYTES = 2 * 2**20
+BLOCK_COUNT = 64
 CAPACITY_BYTES = BLOCK_BYTES * (BLOCK_COUNT + 1)  # one more for small transfers
 DEPTH = 4
 LATENCY_BYTES = 4096

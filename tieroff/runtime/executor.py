@@ -260,7 +260,7 @@ class Executor:
                 return item.tensor.detach()
             device = self.traffic.want(item)
             if self.recorder is not None:
-                self.recorder.bind(device.untyped_storage(), item.key)
+                self.recorder.bind(device.untyped_storage(), item.key, is_new=True)
             if self.mode is not Mode.PLANNED:
                 self._hold(item)
             value = item.value
@@ -347,7 +347,7 @@ class Executor:
         with self._lock:
             device = self.traffic.want(item)
             if self.recorder is not None:
-                self.recorder.bind(device.untyped_storage(), item.key)
+                self.recorder.bind(device.untyped_storage(), item.key, is_new=True)
             if self.mode in (Mode.DEMAND, Mode.IDLE) and not self.is_closed:
                 self.traffic.leave(item)
             self.resume()
@@ -399,7 +399,7 @@ class Executor:
         known.adopt(self.traffic)
         if known.index >= 0:
             self._unborn_bytes -= known.size_bytes
-        self.bind(known)
+        self.bind(known, is_new=False)
         if self.recorder is not None:
             self._recorded.append(Subject(known.key, name, known.size_bytes, known.kind, owner=item.key))
         return known
@@ -480,12 +480,12 @@ class Executor:
             and item.index not in program.tiers
         )  # fmt: skip
 
-    def bind(self, item: HomeItem) -> None:
-        """Tells the recorder where the item's bytes lie."""
+    def bind(self, item: HomeItem, is_new: bool = True) -> None:
+        """Tells the recorder where the item's bytes lie; `is_new`: the engine made the device copy, not the program."""
         if self.recorder is None:
             return
         if item.device is not None:
-            self.recorder.bind(item.device.untyped_storage(), item.key)
+            self.recorder.bind(item.device.untyped_storage(), item.key, is_new=is_new)
         if item.lower is not None:
             self.recorder.bind(item.lower.untyped_storage(), item.key, is_below=True)
 

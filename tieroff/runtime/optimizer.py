@@ -256,7 +256,7 @@ class BucketedStep:
             executor.assign(item)
             item.adopt(executor.traffic)
             self.items[id(param), key] = item
-            executor.bind(item)
+            executor.bind(item, is_new=False)
             adopted.append(item)
         return adopted
 

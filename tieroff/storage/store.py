@@ -128,6 +128,18 @@ class Store(Protocol):
     def peak_bytes(self) -> int:
         """The largest used_bytes so far."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the system has given to this store so far; allocate() takes more when they do not do."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Takes room from the system ahead of time, up to this many bytes in all.
+
+        Raises:
+            StateError: more than the capacity.
+            StoreError: the system has not that much.
+        """
+
     def allocate(self, size_bytes: int) -> Block:
         """Returns a place for one tensor.
 

@@ -90,9 +90,11 @@ class StepRecorder(TorchDispatchMode):
         self._now += 1
         self._first_instant.append(self._now)
 
-    def bind(self, storage: object, key: Hashable, is_below: bool = False) -> None:
+    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
         assert isinstance(storage, torch.UntypedStorage)
         life, _ = self._life_of(storage)
+        if is_new and life.key is None:
+            life.birth, life.birth_op = self._now, max(self._op, 0)
         life.key, life.is_below = key, is_below
 
     def died(self, key: Hashable) -> None:

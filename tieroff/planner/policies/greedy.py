@@ -15,10 +15,22 @@ from tieroff.planner.problem import Problem
 from tieroff.planner.simulate import simulate
 from tieroff.planner.windows import make_moves
 
-_SHARES = (1.0, 0.97, 0.93, 0.85)
-_SCORES = (Score.RELIEF, Score.RATIO, Score.SLACK, Score.TIME, Score.BYTES)
-_LEADS = (0.02, 0.1, 1.0)
-_LIMIT_S = 2.0
+# Shares of the budget to choose for (the rest is room for windows), and scores, the best in experience first.
+_CHOICES = (
+    *itertools.product((1.0, 0.93, 0.85), (Score.TIME, Score.SLACK)),
+    (1.0, Score.RELIEF),
+    (0.6, Score.SLACK),
+    (0.97, Score.TIME),
+    (0.75, Score.TIME),
+    (1.0, Score.BYTES),
+    (0.97, Score.SLACK),
+    (0.75, Score.SLACK),
+    (0.6, Score.TIME),
+    (1.0, Score.RATIO),
+    (0.9, Score.RELIEF),
+)
+_LEADS = (0.02, 0.0, 0.1)  # of the step
+_LIMIT_S = 2.5
 
 
 def plan_greedy(problem: Problem) -> Plan:
@@ -52,7 +64,7 @@ def _greedy_candidates(problem: Problem) -> Iterator[tuple[Selection, float]]:
         return
     selector = Selector(problem)
     seen: set[tuple[object, ...]] = set()
-    for share, score in itertools.product(_SHARES, _SCORES):
+    for share, score in _CHOICES:
         selection = selector.select(score, int(share * problem.device_bytes), problem.tiers)
         if selection is None or selection.slots in seen:
             continue

@@ -1,0 +1,79 @@
+"""Machines and their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tieroff.core.machine import Link, Machine, load_machine, machine_from_mapping, save_machine
+from tieroff.core.tensor import Tier
+from tieroff.errors import ConfigError
+
+_VALUES = {
+    "name": "box",
+    "measured": "datasheet",
+    "device_bytes": "40GiB",
+    "host_bytes": "128GiB",
+    "d2h_bytes_per_s": "15.754GiB",
+    "h2d_bytes_per_s": 16e9,
+    "d2h_latency_s": 1e-5,
+}
+
+
+def test_machine_takes_numbers_and_text_with_units() -> None:
+    machine = machine_from_mapping(_VALUES)
+    assert machine.device_bytes == 40 * 2**30
+    assert machine.d2h_bytes_per_s == round(15.754 * 2**30)
+    assert machine.link(Tier.HOST, Tier.DEVICE) == Link(Tier.HOST, Tier.DEVICE, 16_000_000_000, 0)
+    assert machine.link(Tier.DEVICE, Tier.HOST).latency_ns == 10_000
+    assert machine.duplex_share == 1.0
+    assert machine.has_tier(Tier.HOST)
+    assert not machine.has_tier(Tier.NVME)
+
+
+def test_transfer_time_is_latency_and_bytes_over_bandwidth_rounded_up() -> None:
+    assert Link(Tier.DEVICE, Tier.HOST, 3_000_000_000, 7).transfer_ns(4) == 7 + 2
+
+
+def test_machine_file_gives_back_an_equal_machine(tmp_path: Path) -> None:
+    values = {**_VALUES, "name": 'a "b" \\ \n', "dirs": {"/mnt/x y": {"engine": "uring", "is_direct": True, "rates": [1, 2]}}}
+    machine = machine_from_mapping(values)
+    save_machine(machine, tmp_path / "machine.toml")
+    assert load_machine(tmp_path / "machine.toml") == machine
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"d2h_bytes": 1}, "'d2h_bytes_per_s'"),
+        ({"d2h_bytes_per_s": 0}, "d2h_bytes_per_s is zero or missing"),
+        ({"nvme_bytes": 5}, "nvme_write_bytes_per_s is zero or missing"),
+        ({"d2h_bytes_per_s": True}, "d2h_bytes_per_s"),
+        ({"host_bytes": "many"}, "host_bytes"),
+        ({"d2h_latency_s": "soon"}, "d2h_latency_s"),
+        ({"d2h_latency_s": -1}, "d2h_latency_s"),
+        ({"d2h_bytes_per_s": float("nan")}, "d2h_bytes_per_s"),
+        ({"duplex_share": 0}, "duplex_share"),
+        ({"nvme_shares_host_link": 1}, "nvme_shares_host_link"),
+        ({"name": 3}, "name"),
+    ],
+)
+def test_machine_refuses_what_it_cannot_use(change: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        machine_from_mapping({**_VALUES, **change})
+
+
+def test_load_machine_refuses_a_file_that_is_no_toml(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text("device_bytes = ")
+    with pytest.raises(ConfigError, match=r"m\.toml"):
+        load_machine(tmp_path / "m.toml")
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_machine(tmp_path / "none.toml")
+
+
+def test_link_that_the_machine_lacks_is_an_error_that_names_its_key() -> None:
+    with pytest.raises(ConfigError, match="nvme_write_bytes_per_s"):
+        machine_from_mapping(_VALUES).link(Tier.DEVICE, Tier.NVME)
+    with pytest.raises(ConfigError, match="two different tiers"):
+        Machine().link(Tier.HOST, Tier.HOST)
