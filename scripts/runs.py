@@ -13,6 +13,7 @@ from train_gpt import Options, Result
 
 HOST_SHARE = 0.1
 STAGING_SHARE = 0.025
+MESSAGE_CHARACTERS = 4000
 
 
 class RunFailed(Exception):
@@ -41,14 +42,17 @@ def run(options: Options, *, is_quiet: bool = False) -> Result:
         value = getattr(options, field.name)
         if value is not None:
             arguments += [f"--{field.name}", str(value)]
-    shown = subprocess.DEVNULL if is_quiet else None  # progress and messages; the sample is in the result
-    done = subprocess.run(arguments, stdout=subprocess.DEVNULL, stderr=shown, check=False)
     metrics = options.out / "metrics.json"
+    metrics.unlink(missing_ok=True)
+    # Standard error has progress and messages, standard output the sample, which is in the result too.
+    messages = subprocess.PIPE if is_quiet else None
+    done = subprocess.run(arguments, stdout=subprocess.DEVNULL, stderr=messages, text=True, check=False)
     content = json.loads(metrics.read_text()) if metrics.is_file() else {}
     if "error" in content:
         raise RunFailed(content["error"]["message"], content["error"]["type"])
     if done.returncode != 0 or not content:
-        raise RunFailed(f"expected exit status 0 from {' '.join(arguments)}, got {done.returncode}")
+        said = f":\n{done.stderr[-MESSAGE_CHARACTERS:]}" if done.stderr else ""
+        raise RunFailed(f"expected exit status 0 from {' '.join(arguments)}, got {done.returncode}{said}")
     return Result(**content)
 
 

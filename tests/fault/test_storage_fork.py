@@ -87,6 +87,29 @@ if child == 0:
 print("status", os.waitpid(child, 0)[1])
 """
 
+ELSEWHERE = """
+import ctypes, gc, mmap
+from tieroff.storage import memory
+host.reserve(2**20)
+homes = [nvme.home(2**20), host.home(2**20)]
+addresses = [home.address for home in homes]
+child = os.fork()
+if child == 0:
+    # Where the parent has slabs and homes the child has nothing: it puts its own memory there, and keeps it.
+    for address in addresses:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+        assert memory._mmap(address, 2**20, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+        ctypes.memset(address, 7, 2**20)
+    homes.clear()
+    del nvme, host
+    gc.collect()
+    sys.exit(int([ctypes.string_at(address, 1) for address in addresses] != [bytes([7])] * 2))
+status = os.waitpid(child, 0)[1]
+homes.clear()
+nvme.close(); host.close(); engine.close()
+print("status", status)
+"""
+
 LOADER = """
 import torch
 
@@ -107,7 +130,9 @@ print("status", int(total != 8 * 64 * 63 / 2))
 
 
 @pytest.mark.parametrize("name", ["threads", "aiofiles"])
-@pytest.mark.parametrize("script", [IN_FLIGHT, NEW_ONES, LOADER], ids=["in flight", "new ones", "loader"])
+@pytest.mark.parametrize(
+    "script", [IN_FLIGHT, NEW_ONES, ELSEWHERE, LOADER], ids=["in flight", "new ones", "elsewhere", "loader"]
+)
 def test_fork_harms_neither_parent_nor_child(tmp_path: Path, project: Path, name: str, script: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(project)}
     done = subprocess.run(

@@ -15,7 +15,8 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.auto import make_plan
-from tieroff.planner.problem import live_bytes
+from tieroff.planner.bounds import lower_bound_ns
+from tieroff.planner.problem import live_bytes, make_problem
 from tieroff.planner.simulate import simulate
 
 _KINDS = (
@@ -130,7 +131,7 @@ def _plan(
         return None
 
 
-@pytest.mark.parametrize("policy", ["floor", "greedy"])
+@pytest.mark.parametrize("policy", ["floor", "floor_mixed", "greedy"])
 @_settings
 @given(case=cases(), machine=machines(), caps=capabilities())
 def test_plan_is_valid_and_within_budget(
@@ -144,6 +145,7 @@ def test_plan_is_valid_and_within_budget(
     timeline = simulate(plan, trace, machine)
     assert timeline == simulate(plan, trace, machine)
     assert timeline.step_ns == plan.step_ns >= trace.ideal_ns
+    assert timeline.step_ns >= lower_bound_ns(make_problem(trace, machine, budget, caps))
     assert timeline.step_ns == timeline.compute_ns + timeline.stall_ns
     for tier, peak in plan.peak_bytes.items():
         assert peak == max(timeline.memory[tier])

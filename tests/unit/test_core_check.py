@@ -199,7 +199,7 @@ def test_capability_refuses_a_moved_tensor_on_the_device_across_the_end() -> Non
     whole = replace(
         plan,
         residencies=(*(r for r in plan.residencies if (r.tensor, r.tier) != (1, DEVICE)), Residency(1, DEVICE, 0, 6)),
-        transfers=tuple(t for t in plan.transfers if t.tensor == 0 or t.rank == 0 and t.source is HOST),
+        transfers=tuple(t for t in plan.transfers if t.tensor == 0 or (t.rank == 0 and t.source is HOST)),
     )
     whole = replace(whole, transfers=tuple(replace(t, rank=min(t.rank, 1)) for t in whole.transfers))
     with pytest.raises(InvalidPlanError, match="across the step's end"):

@@ -8,9 +8,7 @@ from tieroff.core.trace import Op, Trace
 
 
 def _trace(op_count: int, tensor: Tensor, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Trace:
-    ops = tuple(
-        Op(f"op{i}", 10, (0,) if i in reads else (), (0,) if i in writes else ()) for i in range(op_count)
-    )
+    ops = tuple(Op(f"op{i}", 10, (0,) if i in reads else (), (0,) if i in writes else ()) for i in range(op_count))
     return Trace(ops, (tensor,))
 
 

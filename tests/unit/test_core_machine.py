@@ -37,7 +37,11 @@ def test_transfer_time_is_latency_and_bytes_over_bandwidth_rounded_up() -> None:
 
 
 def test_machine_file_gives_back_an_equal_machine(tmp_path: Path) -> None:
-    values = {**_VALUES, "name": 'a "b" \\ \n', "dirs": {"/mnt/x y": {"engine": "uring", "is_direct": True, "rates": [1, 2]}}}
+    values = {
+        **_VALUES,
+        "name": 'a "b" \\ \n',
+        "dirs": {"/mnt/x y": {"engine": "uring", "is_direct": True, "rates": [1, 2]}},
+    }
     machine = machine_from_mapping(values)
     save_machine(machine, tmp_path / "machine.toml")
     assert load_machine(tmp_path / "machine.toml") == machine

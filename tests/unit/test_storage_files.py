@@ -295,6 +295,24 @@ def test_page_returner_may_run_during_transfers(store: FileStore) -> None:
         assert target[8192:] == source[8192:]
 
 
+def permissions(address: int) -> str:
+    """What may be done with memory at an address, as the system shows it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= address < end:
+            return line.split()[1]
+    return "unmapped"
+
+
+def test_dead_home_is_mapped_no_more_before_its_extent_is_reused(store: FileStore) -> None:
+    home = store.home(MIB)
+    address = home.address
+    assert permissions(address) == "rw-s"
+    del home
+    store.allocate(MIB)
+    assert permissions(address) == "---p"
+
+
 def test_address_space_of_dead_homes_is_used_again(store: FileStore) -> None:
     addresses = set()
     for _ in range(40):

@@ -10,11 +10,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import ref as _weak
 
 import torch
 
+from tieroff.core.describe import describe
+from tieroff.core.files import save_plan, save_timeline, save_trace
 from tieroff.core.plan import Plan
 from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
@@ -31,6 +34,7 @@ from tieroff.runtime.parameters import functorch_is_active, install, uninstall
 from tieroff.runtime.program import Phase, Program
 from tieroff.runtime.stats import Stats
 from tieroff.storage.store import Store
+from tieroff.units import format_bytes, format_seconds
 
 log = logging.getLogger("tieroff")
 
@@ -633,3 +637,45 @@ class Engine:
         if self._stats is None:
             raise StateError("there are no figures yet; run a training step first")
         return self._stats
+
+    def explain(self) -> str:
+        """Returns text: what lives where and why, predicted and measured time, what was left alone and by which rule."""
+        if self._last is None:
+            return "No training step has run yet: nothing is known of this model's tensors."
+        if self._last.plan is None or self._last.trace is None:
+            return "The first two steps are traced and measured, with everything moved out; the plan comes with the third."
+        lines = describe(self._last.trace, self._last.plan)
+        if self._stats is not None:
+            stats = self._stats
+            lines.append(
+                f"Last step ({stats.phase}): {format_seconds(stats.step_s)}, of which compute "
+                f"{format_seconds(stats.compute_s)} and waiting for transfers {format_seconds(stats.stall_s)}; "
+                f"device peak {format_bytes(stats.peak_device_bytes)} by the engine's count."
+            )
+        lines.append("Numbers are those of the plain run, bit for bit: nothing is rounded or reordered.")
+        lines.append("Tensors saved outside the model's forward (by a loss, say) are counted, not moved; tieroff.scope does.")
+        for reason, names in self._unmoved_by_reason().items():
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"Left alone, {reason}: {shown}.")
+        return "\n".join(lines)
+
+    def _unmoved_by_reason(self) -> dict[str, list[str]]:
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self._unmoved.items():
+            reasons.setdefault(reason, []).append(name)
+        return reasons
+
+    def save_run(self, folder: str | Path) -> None:
+        """Writes config.toml, trace.json, plan.json and timeline.json of the last planned step into a folder.
+
+        Raises:
+            StateError: no step has run under a plan yet.
+        """
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        trace, plan = self.trace, self.plan
+        (path / "config.toml").write_text(self.settings.config_toml, encoding="utf-8")
+        save_trace(trace, path / "trace.json")
+        save_plan(plan, path / "plan.json")
+        timeline = Timeline((), (), ()) if plan.moves_nothing else self.timeline
+        save_timeline(timeline, path / "timeline.json")

@@ -8,13 +8,15 @@ from types import MappingProxyType
 
 from tieroff.core.plan import Plan
 from tieroff.errors import ConfigError
-from tieroff.planner.policies.floor import plan_floor
+from tieroff.planner.policies.floor import plan_floor, plan_floor_mixed
 from tieroff.planner.policies.greedy import plan_greedy
 from tieroff.planner.problem import Problem
 
 Policy = Callable[[Problem], Plan]
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"auto": plan_greedy, "floor": plan_floor, "greedy": plan_greedy})
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"auto": plan_greedy, "floor": plan_floor, "floor_mixed": plan_floor_mixed, "greedy": plan_greedy}
+)
 
 
 def find_policy(name: str) -> Policy:

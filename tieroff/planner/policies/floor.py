@@ -64,3 +64,8 @@ def plan_floor(problem: Problem, *, mixes_tiers: bool = False) -> Plan:
     selection = floor_selection(problem, mixes_tiers=mixes_tiers)
     moves = [Move(slot, slot.start, slot.stop) for slot in selection.slots]
     return build_plan(problem, "floor", moves, selection.tier_of, copies_early=False)
+
+
+def plan_floor_mixed(problem: Problem) -> Plan:
+    """Returns the floor plan with every second tensor in the NVMe tier, for tests of both lower tiers at once."""
+    return plan_floor(problem, mixes_tiers=True)

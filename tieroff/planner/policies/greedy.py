@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tieroff.core.plan import Plan
+from tieroff.planner.bounds import lower_bound_ns
 from tieroff.planner.build import build_plan
 from tieroff.planner.policies.floor import floor_selection, plan_floor
 from tieroff.planner.policies.select import Score, Selection, Selector
@@ -30,6 +31,7 @@ _CHOICES = (
     (0.9, Score.RELIEF),
 )
 _LEADS = (0.02, 0.0, 0.1)  # of the step
+_ENOUGH = 4 * len(_LEADS)  # candidates to compare by bytes once the lower bound is met
 _LIMIT_S = 2.5
 
 
@@ -42,8 +44,11 @@ def plan_greedy(problem: Problem) -> Plan:
     if int(problem.live.max(initial=0)) <= problem.device_bytes:
         return build_plan(problem, "greedy", [], {})
     deadline = time.monotonic() + _LIMIT_S
+    bound_ns = lower_bound_ns(problem)
     best: tuple[tuple[int, int], Plan] | None = None
-    for selection, lead in _candidates(problem):
+    for count, (selection, lead) in enumerate(_candidates(problem)):
+        if best is not None and best[0][0] <= bound_ns and count >= _ENOUGH:
+            break
         moves = make_moves(problem, selection, int(lead * int(problem.starts_ns[-1])))
         plan = build_plan(problem, "greedy", moves, selection.tier_of)
         timeline = simulate(plan, problem.trace, problem.machine)
