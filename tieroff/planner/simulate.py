@@ -22,7 +22,7 @@ from tieroff.core.schedule import make_schedule
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
-from tieroff.errors import TraceMismatchError
+from tieroff.errors import InvalidPlanError, TraceMismatchError
 from tieroff.units import NS_PER_S
 
 _BESIDE = {"d2h": "nvme_write", "nvme_write": "d2h", "h2d": "nvme_read", "nvme_read": "h2d"}
@@ -168,7 +168,7 @@ class _Run:
             queue = self._pending.get(transfer)
             if not queue:
                 if not is_first:
-                    raise AssertionError(f"transfer awaited but never issued: {transfer}")
+                    raise InvalidPlanError(f"a transfer is awaited and was never issued: {transfer}", rule="range")
                 continue
             job = queue.popleft()
             stop = self._channels.finish(job)
@@ -205,6 +205,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine) -> Timeline:
     Raises:
         TraceMismatchError: the plan is for another trace.
         ConfigError: the plan uses a link that the machine does not have.
+        InvalidPlanError: a transfer is awaited that was never issued.
     """
     if plan.trace_digest != trace.digest:
         raise TraceMismatchError(

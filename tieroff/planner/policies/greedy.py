@@ -16,19 +16,27 @@ from tieroff.planner.problem import Problem
 from tieroff.planner.simulate import simulate
 from tieroff.planner.windows import make_moves
 
-# Shares of the budget to choose for (the rest is room for windows), and scores, the best in experience first.
+# Share of the budget to choose for (the rest is room for windows), score, and reluctance to move what is persistent;
+# the best in experience first.
 _CHOICES = (
-    *itertools.product((1.0, 0.93, 0.85), (Score.TIME, Score.SLACK)),
-    (1.0, Score.RELIEF),
-    (0.6, Score.SLACK),
-    (0.97, Score.TIME),
-    (0.75, Score.TIME),
-    (1.0, Score.BYTES),
-    (0.97, Score.SLACK),
-    (0.75, Score.SLACK),
-    (0.6, Score.TIME),
-    (1.0, Score.RATIO),
-    (0.9, Score.RELIEF),
+    (1.0, Score.TIME, 1.0),
+    (1.0, Score.SLACK, 1.0),
+    (0.93, Score.TIME, 1.0),
+    (0.93, Score.SLACK, 1.0),
+    (0.85, Score.TIME, 1.0),
+    (0.85, Score.SLACK, 1.0),
+    (0.93, Score.TIME, 4.0),
+    (0.6, Score.SLACK, 1.0),
+    (0.9, Score.SLACK, 1000.0),
+    (1.0, Score.RELIEF, 1.0),
+    (0.97, Score.TIME, 1.0),
+    (0.75, Score.TIME, 1.0),
+    (1.0, Score.BYTES, 1.0),
+    (0.97, Score.SLACK, 1.0),
+    (0.75, Score.SLACK, 1.0),
+    (0.6, Score.TIME, 1.0),
+    (1.0, Score.RATIO, 1.0),
+    (0.97, Score.SLACK, 2.0),
 )
 _LEADS = (0.02, 0.0, 0.1)  # of the step
 _ENOUGH = 4 * len(_LEADS)  # candidates to compare by bytes once the lower bound is met
@@ -69,8 +77,8 @@ def _greedy_candidates(problem: Problem) -> Iterator[tuple[Selection, float]]:
         return
     selector = Selector(problem)
     seen: set[tuple[object, ...]] = set()
-    for share, score in _CHOICES:
-        selection = selector.select(score, int(share * problem.device_bytes), problem.tiers)
+    for share, score, reluctance in _CHOICES:
+        selection = selector.select(score, int(share * problem.device_bytes), problem.tiers, reluctance)
         if selection is None or selection.slots in seen:
             continue
         seen.add(selection.slots)

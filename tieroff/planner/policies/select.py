@@ -95,7 +95,8 @@ class Selector:
         tier = problem.tiers[0]
         self._transfer_ns = [max(1, transfer_ns(problem, unit, tier)) for unit in problem.units]
         self._idle_ns = [max(idle_ns(problem, slot) for slot in unit.slots) for unit in problem.units]
-        self._penalty = [1.0] * len(problem.units)
+        tensors = problem.trace.tensors
+        self._is_persistent = [tensors[unit.slots[0].tensor].is_persistent for unit in problem.units]
 
     def _value(self, score: Score, position: int, over: Bytes) -> float:
         unit = self._problem.units[position]
@@ -103,24 +104,25 @@ class Selector:
         if relief <= 0.0:
             return 0.0
         if score is Score.RELIEF:
-            return relief / self._penalty[position]
+            return relief
         if score is Score.RATIO:
-            return relief / self._transfer_ns[position] / self._penalty[position]
+            return relief / self._transfer_ns[position]
         if score is Score.SLACK:
-            return self._idle_ns[position] / self._transfer_ns[position] / self._penalty[position]
+            return self._idle_ns[position] / self._transfer_ns[position]
         if score is Score.TIME:
-            return self._idle_ns[position] / self._penalty[position]
+            return self._idle_ns[position]
         peak = int(np.argmax(over))
         pieces = [(slot, piece) for slot in unit.slots for piece in slot.pieces(self._problem.op_count)]
         at_peak = sum(self._problem.size_bytes(s.tensor) for s, (a, b) in pieces if a <= peak < b)
         return at_peak + relief / (1.0 + float(over.max()) * float(self._weights.sum()))
 
     def choose(
-        self, score: Score, line_bytes: int, order: tuple[Tier, ...]
+        self, score: Score, line_bytes: int, order: tuple[Tier, ...], reluctance: float = 1.0
     ) -> tuple[list[Unit], Bytes, dict[int, Tier]] | None:
         """Returns units whose absence brings every op under the line, or None if the score finds none.
 
-        With them come the usage that is left and the tier of each tensor.
+        With them come the usage that is left and the tier of each tensor. `reluctance` divides the value of
+        persistent tensors: their transfers crowd at the step's ends and in the optimizer, where little hides them.
 
         Tensors take the first tier of `order` that has room. Values only fall as the pressure falls (for BYTES nearly
         so), so a heap with values of an earlier round gives the best unit after few evaluations.
@@ -129,13 +131,14 @@ class Selector:
         room = LowerRoom(problem)
         usage = problem.live.copy()
         over = np.maximum(usage - line_bytes, 0)
-        heap = [(-self._value(score, p, over), p) for p in range(len(problem.units))]
+        weight = [1.0 / reluctance if is_persistent else 1.0 for is_persistent in self._is_persistent]
+        heap = [(-self._value(score, p, over) * weight[p], p) for p in range(len(problem.units))]
         heap = [entry for entry in heap if entry[0] < 0]
         heapq.heapify(heap)
         chosen: list[Unit] = []
         while heap and over.any():
             _, position = heapq.heappop(heap)
-            value = self._value(score, position, over)
+            value = self._value(score, position, over) * weight[position]
             if value <= 0:
                 continue
             if heap and -value > heap[0][0]:
@@ -151,9 +154,11 @@ class Selector:
                     over[start:stop] = np.maximum(usage[start:stop] - line_bytes, 0)
         return None if over.any() else (chosen, usage, room.tier_of)
 
-    def select(self, score: Score, line_bytes: int, order: tuple[Tier, ...]) -> Selection | None:
+    def select(
+        self, score: Score, line_bytes: int, order: tuple[Tier, ...], reluctance: float = 1.0
+    ) -> Selection | None:
         """Returns the slots that `choose` finds, less those that turn out not to be needed, or None."""
-        choice = self.choose(score, line_bytes, order)
+        choice = self.choose(score, line_bytes, order, reluctance)
         if choice is None:
             return None
         chosen, usage, tier_of = choice

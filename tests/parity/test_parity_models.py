@@ -1,0 +1,23 @@
+"""Wrapped models compute what plain ones do, bit for bit, with everything moved to every set of tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.models import LOOPS, MODELS
+from tests.parity.support import BACKENDS, HOST, MIXED, NVME, TIERS, Tiers, Workload, check_parity
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: tiers.name)
+@pytest.mark.parametrize("workload", MODELS, ids=lambda workload: workload.name)
+def test_model_computes_the_same_wrapped(workload: Workload, tiers: Tiers, backend: str, tmp_path: Path) -> None:
+    check_parity(workload, tiers, BACKENDS[backend], tmp_path)
+
+
+@pytest.mark.parametrize(("backend", "tiers"), [("cpu", NVME), ("delayed", HOST), ("delayed", MIXED)])
+@pytest.mark.parametrize("workload", LOOPS, ids=lambda workload: workload.name)
+def test_loop_computes_the_same_wrapped(workload: Workload, tiers: Tiers, backend: str, tmp_path: Path) -> None:
+    check_parity(workload, tiers, BACKENDS[backend], tmp_path)
