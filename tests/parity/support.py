@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from tieroff.core.tensor import Tier
 from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.item import Item
+from tieroff.runtime.place import HomePlace
 
 SEED = 20
 STEPS = 6
@@ -316,6 +318,7 @@ def run_wrapped(
             assert_accounts(engine)
             after_step(index, engine)
         before = state_of(trainer.optimizer)
+        homes = [ref(item.place.home) for item in items_of(engine) if isinstance(item.place, HomePlace)]
     finally:
         tieroff.unwrap(trainer.model)
     outcome = trainer.finish()
@@ -325,8 +328,7 @@ def run_wrapped(
     assert all(type(module._parameters) is dict for module in trainer.model.modules())
     gc.collect()
     assert engine.executor.traffic.device_bytes == 0
-    used = {store.tier: store.used_bytes for store in engine.stores.values()}
-    assert used == dict.fromkeys(used, 0)
+    assert [home for home in homes if home() is not None] == [], "homes outlive their engine"
     return outcome
 
 

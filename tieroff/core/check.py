@@ -179,13 +179,18 @@ class _Check:
 
     def _check_bytes(self) -> None:
         plan = self._plan
-        used = {tier: [0] * self._n for tier in Tier}
-        used[Tier.DEVICE] = [op.transient_bytes for op in self._trace.ops]
+        changes = {tier: [0] * (2 * self._n + 1) for tier in Tier}
         for r in plan.residencies:
             size = self._trace.tensors[r.tensor].size_bytes
-            line = used[r.tier]
-            for op in range(r.start, r.stop):
-                line[op if op < self._n else op - self._n] += size
+            changes[r.tier][r.start] += size
+            changes[r.tier][r.stop] -= size
+        used: dict[Tier, list[int]] = {}
+        for tier in Tier:
+            line = list(itertools.accumulate(changes[tier]))
+            used[tier] = [line[op] + line[op + self._n] for op in range(self._n)]
+        used[Tier.DEVICE] = [
+            held + op.transient_bytes for held, op in zip(used[Tier.DEVICE], self._trace.ops, strict=True)
+        ]
         for tier in Tier:
             peak = max(used[tier], default=0)
             limit = plan.budget_bytes.get(tier, 0)

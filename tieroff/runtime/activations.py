@@ -155,7 +155,7 @@ class SavedTensors:
         if not self.is_covered or key in self.fixed or storage.nbytes() < max(self.min_bytes, 1):
             return Kept(tensor.detach())
         known = self._known.get(key)
-        if known is not None and not known[0].expired() and known[1].packs and known[2]._version == tensor._version:
+        if known is not None and not known[0].expired() and known[1].packs and _is_same_version(known[2], tensor):
             item = known[1]
         else:
             item = self._executor.saved(bytes_of(tensor))
@@ -192,6 +192,23 @@ class SavedTensors:
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
 
+def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """True when nothing was written between the two, which share a storage.
+
+    Equal numbers do not say so: parts of one storage may count their versions apart (`unsafe_chunk`, in every GRU), and
+    one of them may have been written, as often as the other, after the other had been saved.
+    """
+    version = tensor._version
+    if known._version != version:
+        return False
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((tensor,), (version + 1,))
+    try:
+        return known._version != version
+    finally:
+        set_version((tensor,), (version,))
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True for tensors whose bytes alone, with size and stride, say everything."""
     return (
@@ -199,6 +216,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+        and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
         and tensor.device.type != "meta"
         and torch._C._functorch.peek_interpreter_stack() is None
     )

@@ -27,8 +27,13 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 class Arrival(Protocol):
     """A copy under way between the device and a place."""
 
-    start_ns: int
-    stop_ns: int
+    @property
+    def start_ns(self) -> int:
+        """When it began, or 0."""
+
+    @property
+    def stop_ns(self) -> int:
+        """When it ended, or 0."""
 
     def done(self) -> bool:
         """True when `wait` would not block."""
@@ -57,6 +62,9 @@ class Backend(Protocol):
     def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
         """Starts a copy of a place to a 1-d uint8 device tensor."""
 
+    def join(self, arrival: Arrival) -> None:
+        """Blocks the host until a completed copy's bytes may be read by anybody on the host."""
+
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Makes freed memory leave the process, where that is a matter of settings; None restores the default."""
 
@@ -82,6 +90,9 @@ class CpuBackend:
 
     def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
         return place.read(target.data_ptr(), target)
+
+    def join(self, arrival: Arrival) -> None:
+        """Nothing more to wait for: copies end on the host."""
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Sets glibc's mmap threshold: blocks above it return to the system when freed (measured in docs/results)."""

@@ -130,6 +130,8 @@ class Engine:
                     "data before tieroff.wrap"
                 )
         self._backend.tune_allocator(self.settings.allocator_threshold_bytes)
+        if self._backend.device.type != "cpu":
+            self._move_to_device()
         self._register_parameters()
         install(self.model, self.executor.gate)
         for module in self.model.modules():
@@ -137,6 +139,17 @@ class Engine:
                 self._recurrent.append(RecurrentWeights(module, self.executor.gate))
         self._root = ForwardSlot(self.model, self._forward)
         self._root.engine = self
+
+    def _move_to_device(self) -> None:
+        """Puts buffers, and parameters that will have no home below, on the device; the others go there as they are used."""
+        device = self._backend.device
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        for parameter in self.model.parameters():
+            if parameter.device != device and self._why_kept(parameter):
+                parameter.data = parameter.data.to(device)
 
     def _register_parameters(self) -> None:
         """Makes an item of every parameter that can have a home below."""
@@ -159,9 +172,12 @@ class Engine:
                 self._unmoved[name] = reason
                 continue
             size_bytes = parameter.numel() * parameter.element_size()
+            if parameter.device != self._backend.device:
+                parameter.data = parameter.data.to(self._backend.device)  # one at a time: it goes below right after
             item = ParameterItem(position, name, parameter, self._tier_for(size_bytes), self._backend.device)
             item.adopt(self._traffic)
             gate.items[id(parameter)] = item
+            item.leave(self._traffic)
         for gone in known.values():
             gone.detach(self._traffic)
         gate.is_open = bool(gate.items)
@@ -258,7 +274,7 @@ class Engine:
         if executor.gate.depth or functorch_is_active():
             return inner(*args, **kwargs)
         args, kwargs = self._to_device(args, kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._has_substitutes():
             return self._infer(inner, args, kwargs)
         self._begin_forward(args, kwargs)
         executor.gate.depth += 1
@@ -290,7 +306,7 @@ class Engine:
         return torch.utils._pytree.tree_map(move, (args, kwargs))
 
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward without gradients is no part of the step: parameters are fetched as they are read."""
+        """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
         executor = self.executor
         self._check_model()
         mode, executor.mode = executor.mode, Mode.IDLE
@@ -419,6 +435,7 @@ class Engine:
         self._check_alive()
         if self._program is None or self._step_is_over:
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
+            self._end_ring()
             self.executor.mode = Mode.IDLE
 
     def _after_update(self) -> None:
@@ -494,9 +511,7 @@ class Engine:
             return
         program.adopt(plan)
         for store in self.stores.values():
-            missing = plan.peak_bytes.get(store.tier, 0) - store.reserved_bytes
-            if missing > 0:
-                store.reserve(missing)  # a full drive is known now, not in mid-run
+            store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
 
     @contextlib.contextmanager
     def _timing_recompute(self) -> Iterator[None]:
@@ -514,6 +529,8 @@ class Engine:
 
     def _check_model(self) -> None:
         """Adopts what somebody changed from outside: parameters replaced, converted, frozen, assigned."""
+        if self._has_substitutes():
+            return
         changed = self._look() != self._identity or any(
             not item.is_current() for item in self.executor.gate.items.values()
         )
@@ -523,6 +540,14 @@ class Engine:
         install(self.model, self.executor.gate)
         self._register_parameters()
         self._programs.clear()
+
+    def _has_substitutes(self) -> bool:
+        """True while other tensors stand in for parameters, for one call only (torch.func.functional_call)."""
+        return any(
+            p is not None and type(p) is not torch.nn.Parameter and not isinstance(p, torch.nn.Parameter)
+            for module in self.model.modules()
+            for p in module._parameters.values()
+        )
 
     def _check_alive(self) -> None:
         if os.getpid() != self._pid:

@@ -96,13 +96,14 @@ class Executor:
             return
         with self._lock:
             self.pause()
+            if mode is Mode.PLANNED:
+                self._measure(self.cursor)  # before what died in the op that ends is let go
             self.saved_tensors.drain(self._end_activation)
             program = self.program
             assert program is not None
             if mode is Mode.PLANNED:
                 cursor = self.cursor
                 if cursor < len(program.keys) and program.keys[cursor] == key:
-                    self._measure(cursor)
                     self.cursor = cursor + 1
                     self._act(program, cursor)
                 else:
@@ -357,8 +358,7 @@ class Executor:
         self._live_activations.pop(id(item), None)
         if self.recorder is not None:
             self.recorder.died(item.key)
-        if item.index >= 0 and item.index < len(self.by_index) and self.by_index[item.index] is item:
-            self.by_index[item.index] = None
+        self._unassign(item)
         self.traffic.end(item)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -388,6 +388,7 @@ class Executor:
     def _new_gradient(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
         old = self.gradients.pop(item.position, None)
         if old is not None:
+            self._unassign(old)
             old.detach(self.traffic)
         if why_unmovable(grad):
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
@@ -434,6 +435,7 @@ class Executor:
             else:
                 continue
             del self.gradients[position]
+            self._unassign(known)
             if self.recorder is not None:
                 self.recorder.died(known.key)
 
@@ -469,6 +471,11 @@ class Executor:
         if item.index >= 0:
             self.by_index[item.index] = item
             item.tier = program.tiers.get(item.index, item.tier)
+
+    def _unassign(self, item: Item) -> None:
+        """The care for an item ends in mid-step: the plan that runs does not ask for it again."""
+        if 0 <= item.index < len(self.by_index) and self.by_index[item.index] is item:
+            self.by_index[item.index] = None
 
     def keeps(self, item: Item) -> bool:
         """True when the plan that runs leaves the item on the device for the whole step."""

@@ -22,7 +22,7 @@ def why_unmovable(tensor: torch.Tensor) -> str:
     """Returns why this tensor cannot have a home below, or "" when it can."""
     if tensor.is_nested or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return "no plain strided tensor"
-    if tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+    if tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return "a quantized, inference or lazily transformed tensor"
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return "it has no bytes"

@@ -215,6 +215,8 @@ class Traffic:
             self.send(item, Event.STORE)
             self._await_out(item)
             return
+        if item.kind is not TensorClass.ACTIVATION:
+            self.backend.join(arrival)  # people may touch it next
         item.leaving = None
         item.state, _ = transition(item.state, Event.STORED)
         if item.state is State.BOTH:

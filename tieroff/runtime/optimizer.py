@@ -61,6 +61,7 @@ class BucketedStep:
         self._min_bytes = min_bytes
         self._buckets: list[list[torch.Tensor]] = []
         self._bucketed_ids: tuple[int, ...] = ()
+        self._positions: dict[int, int] = {}
         self.is_split = self._can_be_split()
         self._install()
 
@@ -195,6 +196,7 @@ class BucketedStep:
             buckets[-1].append(param)
             filled += _size(param)
         self._buckets, self._bucketed_ids = buckets, ids
+        self._positions = {key: position for position, key in enumerate(ids)}
         return buckets
 
     def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
@@ -249,7 +251,8 @@ class BucketedStep:
             if known is not None:
                 known.detach(executor.traffic)
                 del self.items[id(param), key]
-            name = f"{key} of {names.get(id(param), 'a parameter outside the model')}"
+            owner = names.get(id(param)) or f"parameter {self._positions[id(param)]} of the optimizer, outside the model"
+            name = f"{key} of {owner}"
             if _size(tensor) < max(self._min_bytes, 1) or executor.is_elsewhere(tensor) or why_unmovable(tensor):
                 continue
             item = HomeItem(("state", name), name, TensorClass.OPTIMIZER, tensor, executor.tier_for(_size(tensor)))

@@ -70,13 +70,17 @@ class Gate:
             # In backward: a recomputation runs with grad enabled; a hook that looks at the parameter wants the home.
             if not torch.is_grad_enabled() and home.device == item.compute_device:
                 return home
-        if self.lifts:
-            self.live.add(item, self.fetch_home(item))
-            return home
         if functorch_is_active():
+            # Tensors made under a transform are its wrappers, which no home may lie on.
             with temporarily_clear_interpreter_stack():
-                return self._minted(item, home)
-        return self._minted(item, home)
+                return self._fetched(item, home)
+        return self._fetched(item, home)
+
+    def _fetched(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
+        if not self.lifts:
+            return self._minted(item, home)
+        self.live.add(item, self.fetch_home(item))
+        return home
 
     def _minted(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
         value = self.fetch(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tieroff.core.tensor import Tier
+from tieroff.storage.pool import HostStore
 from tieroff.storage.store import Block, Completion, Home, Store
 
 
@@ -42,7 +43,9 @@ class BlockPlace:
 
     @property
     def address(self) -> int | None:
-        return getattr(self._block, "address", None)
+        if self._block is None or not isinstance(self._store, HostStore):
+            return None
+        return self._store.address(self._block)
 
     def write(self, source_address: int, keep: object) -> Completion:
         assert self._block is not None

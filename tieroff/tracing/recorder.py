@@ -18,16 +18,16 @@ from tieroff.errors import CaptureError
 
 
 class _Life:
-    """One storage from its first sight to its death."""
+    """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write."""
 
-    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "key", "reads", "ref", "size_bytes", "writes")
+    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "keys", "reads", "ref", "size_bytes", "writes")
 
     def __init__(self, storage: torch.UntypedStorage, now: int, op: int) -> None:
         self.ref = StorageWeakRef(storage)
         self.size_bytes = storage.nbytes()
         self.birth, self.birth_op = now, op
         self.death, self.death_op = -1, -1
-        self.key: Hashable = None
+        self.keys: list[Hashable] = []
         self.is_below = False
         self.reads: set[int] = set()
         self.writes: set[int] = set()
@@ -93,9 +93,11 @@ class StepRecorder(TorchDispatchMode):
     def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
         assert isinstance(storage, torch.UntypedStorage)
         life, _ = self._life_of(storage)
-        if is_new and life.key is None:
+        if is_new and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
-        life.key, life.is_below = key, is_below
+        if key not in life.keys:
+            life.keys.append(key)
+        life.is_below = is_below
 
     def died(self, key: Hashable) -> None:
         self._deaths[key] = self._op
@@ -212,23 +214,23 @@ class StepRecorder(TorchDispatchMode):
         reads: list[set[int]] = [set() for _ in range(count)]
         writes: list[set[int]] = [set() for _ in range(count)]
         for life in self._lives:
-            tensor = index.get(life.key) if life.key is not None else None
-            if tensor is None or life.is_below:
+            if life.is_below:
                 continue
             start = min(life.birth_op, count - 1)
             stop = count if life.death < 0 else min(life.death_op + 1, count)
-            holds[tensor].append((start, max(stop, start + 1)))
-            for per_op, ops in ((reads, life.reads), (writes, life.writes)):
-                for op in ops:
-                    if op < count:
-                        per_op[op].add(tensor)
+            for tensor in (index[key] for key in life.keys if key in index):
+                holds[tensor].append((start, max(stop, start + 1)))
+                for per_op, ops in ((reads, life.reads), (writes, life.writes)):
+                    for op in ops:
+                        if op < count:
+                            per_op[op].add(tensor)
         return holds, reads, writes
 
     def _transient(self, index: dict[Hashable, int], count: int) -> list[int]:
         """Returns per op the peak of live bytes that belong to no subject."""
         change: dict[int, int] = defaultdict(int)
         for life in self._lives:
-            if life.is_below or (life.key is not None and life.key in index):
+            if life.is_below or any(key in index for key in life.keys):
                 continue
             change[life.birth] += life.size_bytes
             if life.death >= 0:

@@ -1,0 +1,21 @@
+"""Settings in which the behaviour tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fault.twins import Setting
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    """The CPU backend with real files below."""
+    return Setting(tmp_path, nvme=True)
+
+
+@pytest.fixture(params=["cpu", "delayed"])
+def each_setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
+    """The CPU backend with real files below (homes are lifted), and late copies to the host tier (values are minted)."""
+    return Setting(tmp_path, nvme=True) if request.param == "cpu" else Setting(tmp_path, delayed=True)

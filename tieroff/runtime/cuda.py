@@ -1,0 +1,246 @@
+"""The CUDA backend: copies on streams of their own, ordered by events, memory from torch's caching allocator.
+
+[Note: who waits for whom]
+Each direction has a stream, so copies of one direction run in order and both overlap with compute. A copy waits for the
+compute stream's work so far (its source is being written, or its target's memory was just used), by an event. `wait`
+makes the compute stream wait for the copy: whoever frees the source afterwards gives its memory to work that comes later
+on that stream, so no `record_stream` is needed. Only what a person may touch next on the host is waited for by the host
+(`join`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import torch
+
+from tieroff.errors import StoreError
+from tieroff.runtime.backend import TRANSFER_TIMEOUT_S, Arrival
+from tieroff.runtime.place import Place
+from tieroff.storage import buffers
+
+log = logging.getLogger("tieroff")
+
+
+class _StreamCopy:
+    """A copy between device and pinned memory, complete when its event is."""
+
+    def __init__(self, done: torch.cuda.Event, keep: tuple[object, ...]) -> None:
+        self.start_ns = time.monotonic_ns()
+        self.stop_ns = 0
+        self._done = done
+        self._keep: tuple[object, ...] = keep
+
+    def done(self) -> bool:
+        return bool(self._done.query())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Orders the current stream behind the copy; the host goes on."""
+        torch.cuda.current_stream().wait_event(self._done)
+        if self.stop_ns == 0:
+            self.stop_ns = time.monotonic_ns()
+        self._keep = ()
+
+    def join(self) -> None:
+        """Blocks the host until the bytes are there."""
+        self._done.synchronize()
+
+
+class _StagedCopy:
+    """A copy between device and file by way of pinned staging memory, done by a thread."""
+
+    def __init__(self, job: Future[tuple[int, int]], what: str, size_bytes: int) -> None:
+        self.start_ns = self.stop_ns = 0
+        self._job, self._what, self._size_bytes = job, what, size_bytes
+
+    def done(self) -> bool:
+        return self._job.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        try:
+            self.start_ns, self.stop_ns = self._job.result(timeout_s)
+        except FutureTimeout:
+            raise StoreError(
+                f"expected {self._what} of {self._size_bytes} bytes to end within {timeout_s} s, it is still under way",
+                size_bytes=self._size_bytes,
+            ) from None
+
+    def join(self) -> None:
+        """The job ends on the host: `wait` did it."""
+        self.wait(TRANSFER_TIMEOUT_S)
+
+
+class CudaBackend:
+    """One CUDA device."""
+
+    name = "cuda"
+    lifts_homes = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._out = torch.cuda.Stream(self.device)
+        self._in = torch.cuda.Stream(self.device)
+        self._staging: Staging | None = None
+        self._writers = ThreadPoolExecutor(1, "tieroff-out")
+        self._readers = ThreadPoolExecutor(1, "tieroff-in")
+
+    def use_staging(self, size_bytes: int) -> None:
+        """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
+        if size_bytes:
+            self._staging = Staging(size_bytes, self.register, self.unregister)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pins host memory.
+
+        Raises:
+            StoreError: the driver refused.
+        """
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))  # type: ignore[no-untyped-call]
+        if code:
+            raise StoreError(
+                f"expected to pin {size_bytes} bytes of host memory, cudaHostRegister returned {code}; lower [budget] host "
+                "or raise the limit on locked memory",
+                size_bytes=size_bytes, errno=code,
+            )  # fmt: skip
+
+    def unregister(self, address: int) -> None:
+        """Unpins what `register` pinned."""
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+        ready = self._ready()
+        if place.address is not None:
+            return self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
+        staging = self._staging_for()
+
+        def job() -> tuple[int, int]:
+            start_ns = time.monotonic_ns()
+            with staging.lease(source.numel()) as host:
+                self._on_stream(self._out, ready, host, source).join()
+                place.write(host.data_ptr(), host).wait(TRANSFER_TIMEOUT_S)
+            return start_ns, time.monotonic_ns()
+
+        return _StagedCopy(self._writers.submit(job), "a copy to a file", source.numel())
+
+    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+        ready = self._ready()
+        if place.address is not None:
+            return self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
+        staging = self._staging_for()
+
+        def job() -> tuple[int, int]:
+            start_ns = time.monotonic_ns()
+            with staging.lease(target.numel()) as host:
+                place.read(host.data_ptr(), host).wait(TRANSFER_TIMEOUT_S)
+                self._on_stream(self._in, ready, target, host).join()
+            return start_ns, time.monotonic_ns()
+
+        return _StagedCopy(self._readers.submit(job), "a copy from a file", target.numel())
+
+    def join(self, arrival: Arrival) -> None:
+        """Blocks the host until a copy that a person may read next is complete."""
+        if isinstance(arrival, (_StreamCopy, _StagedCopy)):
+            arrival.join()
+
+    def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
+        """Nothing to tune: device memory does not come from the C library."""
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._writers.shutdown()
+        self._readers.shutdown()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _ready(self) -> torch.cuda.Event:
+        """Returns an event behind everything that compute has been given so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _on_stream(
+        self, stream: torch.cuda.Stream, ready: torch.cuda.Event, target: torch.Tensor, source: torch.Tensor
+    ) -> _StreamCopy:
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _StreamCopy(done, (target, source))
+
+    def _staging_for(self) -> Staging:
+        if self._staging is None:
+            raise StoreError("expected staging memory for copies to files; set [nvme] staging above 0")
+        return self._staging
+
+
+def pinned(address: int, size_bytes: int) -> torch.Tensor:
+    """Returns memory at an address as a 1-d uint8 tensor, without owning it."""
+    import ctypes
+
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+class Staging:
+    """Pinned memory lent in contiguous pieces, first come first served; a piece larger than all of it is made anew."""
+
+    def __init__(
+        self, size_bytes: int, register: Callable[[int, int], None], unregister: Callable[[int], None]
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._register, self._unregister = register, unregister
+        self._memory = buffers.allocate(size_bytes)
+        register(self._memory.address, self._memory.size_bytes)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes)
+        # Writers take from the front half, readers from the back half: one of each at a time.
+        self._front, self._back = threading.Lock(), threading.Lock()
+        self._warned = False
+
+    def lease(self, size_bytes: int) -> _Lease:
+        """Returns a context manager that yields a 1-d uint8 tensor of pinned memory."""
+        return _Lease(self, size_bytes)
+
+    def close(self) -> None:
+        """Unpins the memory; nothing may be lent."""
+        self._unregister(self._memory.address)
+
+
+class _Lease:
+    def __init__(self, staging: Staging, size_bytes: int) -> None:
+        self._staging, self._size = staging, size_bytes
+        self._lock: threading.Lock | None = None
+        self._own: buffers.Buffer | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        staging = self._staging
+        half = staging.size_bytes // 2
+        if self._size > half:
+            if not staging._warned:
+                staging._warned = True
+                log.warning(
+                    "a tensor of %d bytes is larger than half the staging memory (%d): it gets pinned memory of its own "
+                    "for each copy; raise [nvme] staging", self._size, half,
+                )  # fmt: skip
+            self._own = buffers.allocate(self._size)
+            staging._register(self._own.address, self._own.size_bytes)
+            return torch.frombuffer(self._own, dtype=torch.uint8, count=self._size)
+        is_front = staging._front.acquire(blocking=False)
+        if not is_front:
+            staging._back.acquire()
+        self._lock = staging._front if is_front else staging._back
+        start = 0 if is_front else half
+        return staging._bytes[start : start + self._size]
+
+    def __exit__(self, *failure: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        if self._own is not None:
+            self._staging._unregister(self._own.address)
