@@ -267,7 +267,7 @@ def assert_accounts(engine: Engine) -> None:
     """Asserts that the engine's counts are the sums of what it holds."""
     executor = engine.executor
     executor.saved_tensors.drain(executor._end_activation)
-    executor.sweep_gradients()
+    executor.gradients.sweep()
     items = items_of(engine)
     assert executor.traffic.device_bytes == sum(item.size_bytes for item in items if item.device is not None)
     for store in engine.stores.values():

@@ -25,13 +25,13 @@ from tieroff.core.timeline import OpSpan, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, StateError, StoreError
 from tieroff.runtime.backend import Backend
-from tieroff.runtime.executor import Executor, Mode
+from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks import ForwardSlot, RecurrentWeights, recompute, signature_of, storages_of
 from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
 from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.parameters import functorch_is_active, install, uninstall
-from tieroff.runtime.program import Phase, Program
+from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.stats import Stats
 from tieroff.storage.store import Store
 from tieroff.units import format_bytes, format_seconds
@@ -197,13 +197,13 @@ class Engine:
         def gradient_arrived(home: torch.Tensor) -> None:
             item = self.executor.gate.items.get(id(home))
             if item is not None and item.tensor is home and not self.is_closed:
-                self.executor.gradient(item)
+                self.executor.gradients.arrived(item)
 
         def about_to_accumulate(grads: Any) -> None:
             home = parameter_ref()
             item = self.executor.gate.items.get(id(home)) if home is not None else None
             if item is not None and item.tensor is home and not self.is_closed:
-                self.executor.about_to_accumulate(item)
+                self.executor.gradients.about_to_accumulate(item)
 
         parameter_ref = _weak(parameter)
         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -321,7 +321,7 @@ class Engine:
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = signature_of(self.model, args, kwargs)
         executor = self.executor
-        executor.sweep_gradients()
+        executor.gradients.sweep()
         if not self._step_is_over and self._was_skipped():
             self._finish_step()
         if self._step_is_over or self._program is None:

@@ -1,12 +1,4 @@
-"""The executor: follows a step event by event, and does at each tick what the plan says, or what the moment demands.
-
-| mode     | when                                         | parameters, activations, optimizer                    |
-|----------|----------------------------------------------|-------------------------------------------------------|
-| IDLE     | outside training steps (inference, closed)   | fetched when read, dropped soon after                 |
-| DEMAND   | a step is recorded or measured, or has left  | everything leaves as soon as it can, and is fetched   |
-|          | the recorded sequence                        | when it is wanted                                     |
-| PLANNED  | events match the program's                   | as the plan says, tick by tick                        |
-| PASS     | the plan moves nothing                       | untouched                                             |
+"""The executor: follows a step event by event, and does at each tick what the plan says, or what the moment demands. See `Mode`.
 """
 
 from __future__ import annotations
@@ -17,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from enum import Enum, auto
 
 import torch
 
@@ -25,25 +16,17 @@ from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.activations import ActivationItem, SavedTensors
-from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
+from tieroff.runtime.gradients import Gradients
+from tieroff.runtime.homes import HomeItem, ParameterItem
 from tieroff.runtime.item import Counts, Item, Traffic
 from tieroff.runtime.parameters import Gate, current_graph_task
-from tieroff.runtime.program import Phase, Program
+from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.state import Event, State
 
 log = logging.getLogger("tieroff")
 
 # How many fetched parameters are kept at hand while nothing is planned: enough for a weight and its bias.
 _HELD_ON_DEMAND = 2
-
-
-class Mode(Enum):
-    """See the table of the module."""
-
-    IDLE = auto()
-    DEMAND = auto()
-    PLANNED = auto()
-    PASS = auto()
 
 
 class Executor:
@@ -67,7 +50,7 @@ class Executor:
         self.gate = Gate(traffic.backend.lifts_homes, self.fetch, self.fetch_home, self._grad_to_home)
         self.saved_tensors = SavedTensors(self, self.gate.live, min_bytes)
         self.saved_tensors.is_covered = TensorClass.ACTIVATION in covers
-        self.gradients: dict[int, HomeItem] = {}
+        self.gradients = Gradients(self)
         self.by_index: list[Item | None] = []
         self.cursor = 0
         self.peak_bytes = 0
@@ -80,12 +63,12 @@ class Executor:
         self._held: deque[ParameterItem] = deque()
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
-        self._recorded: list[Subject] = []
+        self.recorded: list[Subject] = []
         self.saw_backward = False
         self.is_closed = False
-        self._unborn_bytes = 0
+        self.unborn_bytes = 0
         self._watched_task = -1
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     # -- the clock -----------------------------------------------------------------------------------------------
 
@@ -94,7 +77,7 @@ class Executor:
         mode = self.mode
         if mode is Mode.IDLE or mode is Mode.PASS:
             return
-        with self._lock:
+        with self.lock:
             self.pause()
             if mode is Mode.PLANNED:
                 self._measure(self.cursor)  # before what died in the op that ends is let go
@@ -131,9 +114,9 @@ class Executor:
         assert program is not None and program.trace is not None
         if cursor == 0:
             return
-        self._unborn_bytes += program.births[cursor - 1]
+        self.unborn_bytes += program.births[cursor - 1]
         transient = program.trace.ops[cursor - 1].transient_bytes
-        count = self.traffic.device_bytes + max(self._unborn_bytes, 0) + transient
+        count = self.traffic.device_bytes + max(self.unborn_bytes, 0) + transient
         self.peak_bytes = max(self.peak_bytes, count)
 
     def _act(self, program: Program, cursor: int) -> None:
@@ -184,8 +167,8 @@ class Executor:
         """A new step of this kind begins."""
         self.program = program
         self.recorder = recorder
-        self.cursor = self._activation_count = self.peak_bytes = self._unborn_bytes = 0
-        self._keys, self._names, self.starts_ns, self.stops_ns, self._recorded = [], [], [], [], []
+        self.cursor = self._activation_count = self.peak_bytes = self.unborn_bytes = 0
+        self._keys, self._names, self.starts_ns, self.stops_ns, self.recorded = [], [], [], [], []
         self.saw_backward = False
         self.traffic.counts = Counts()
         self.traffic.spans = []
@@ -233,7 +216,7 @@ class Executor:
     def fetch_home(self, item: ParameterItem) -> torch.Tensor:
         """Has the home itself lie on the device, and returns it."""
         self.tick(("param", item.position), lambda: f"param:{item.name}", self.phase)
-        with self._lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False):
             item.refresh(self.traffic)
             item.lift(self.traffic)
             self.bind(item)
@@ -253,7 +236,7 @@ class Executor:
         return item.device
 
     def _value(self, item: ParameterItem) -> torch.Tensor:
-        with self._lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False):
             item.refresh(self.traffic)
             if item.is_lifted:
                 assert item.tensor is not None
@@ -274,7 +257,7 @@ class Executor:
         if item in self._held:
             return
         self._held.append(item)
-        self._watch_backward()
+        self.watch_backward()
         while len(self._held) > _HELD_ON_DEMAND:
             self._drop(self._held.popleft())
 
@@ -287,7 +270,7 @@ class Executor:
         if item.device is not None and not self.keeps(item):
             item.leave(self.traffic)
 
-    def _watch_backward(self) -> None:
+    def watch_backward(self) -> None:
         """Asks to be told when the running backward ends. A reentrant one inside ends first: that does no harm."""
         task = current_graph_task()
         if task != -1 and task != self._watched_task:
@@ -299,7 +282,7 @@ class Executor:
 
         So whatever is moved lies below from here on: what it writes there counts.
         """
-        with self._lock:
+        with self.lock:
             self.drop_held()
             for known in self.gradients.values():
                 if known.device is not None and not self.keeps(known):
@@ -326,12 +309,12 @@ class Executor:
         if self.mode is Mode.PLANNED:
             self.assign(item)
             if item.index >= 0:
-                self._unborn_bytes -= size_bytes
+                self.unborn_bytes -= size_bytes
         self.traffic.hold(item, storage_bytes)
         self._live_activations[id(item)] = item
         if self.recorder is not None:
             self.recorder.bind(storage_bytes.untyped_storage(), item.key)
-            self._recorded.append(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
+            self.recorded.append(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
         return item
 
     def packed(self, item: ActivationItem) -> None:
@@ -343,9 +326,9 @@ class Executor:
     def unpacked(self, item: ActivationItem) -> torch.Tensor:
         """Returns the item's device bytes for backward."""
         self.saw_backward = True
-        self._watch_backward()
+        self.watch_backward()
         self.tick(("unpack", item.ordinal), lambda: f"unpack:{item.ordinal}", "backward")
-        with self._lock:
+        with self.lock:
             device = self.traffic.want(item)
             if self.recorder is not None:
                 self.recorder.bind(device.untyped_storage(), item.key, is_new=True)
@@ -358,64 +341,8 @@ class Executor:
         self._live_activations.pop(id(item), None)
         if self.recorder is not None:
             self.recorder.died(item.key)
-        self._unassign(item)
+        self.unassign(item)
         self.traffic.end(item)
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def gradient(self, item: ParameterItem) -> None:
-        """A gradient reached the home of a moved parameter."""
-        self.saw_backward = True
-        if self.mode is Mode.IDLE or self.mode is Mode.PASS:
-            return
-        home = item.tensor
-        grad = home.grad if home is not None else None
-        self._watch_backward()
-        self.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
-        with self._lock:
-            known = self.gradients.get(item.position)
-            if grad is None or TensorClass.GRADIENT not in self.covers:
-                return
-            if known is not None and known.tensor is grad:
-                known.refresh(self.traffic)
-            else:
-                known = self._new_gradient(item, grad)
-            if known is not None and self.mode is Mode.DEMAND:
-                known.leave(self.traffic)
-                self.bind(known)
-            self.resume()
-
-    def _new_gradient(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
-        old = self.gradients.pop(item.position, None)
-        if old is not None:
-            self._unassign(old)
-            old.detach(self.traffic)
-        if why_unmovable(grad):
-            return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
-        name = f"gradient of {item.name}"
-        tier = self.tier_for(grad.numel() * grad.element_size())
-        known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier)
-        self.gradients[item.position] = known
-        self.assign(known)
-        known.adopt(self.traffic)
-        if known.index >= 0:
-            self._unborn_bytes -= known.size_bytes
-        self.bind(known, is_new=False)
-        if self.recorder is not None:
-            self._recorded.append(Subject(known.key, name, known.size_bytes, known.kind, owner=item.key))
-        return known
-
-    def about_to_accumulate(self, item: ParameterItem) -> None:
-        """Backward has a gradient for a moved home: an earlier one that left comes back to be added to."""
-        known = self.gradients.get(item.position)
-        if known is None or known.tensor is None or item.tensor is None or item.tensor.grad is not known.tensor:
-            return
-        self.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
-        with self._lock:
-            known.refresh(self.traffic)
-            known.lift(self.traffic)
-            self.bind(known)
-            self.resume()
 
     def _grad_to_home(self, grad: torch.Tensor, item: ParameterItem) -> torch.Tensor:
         home = item.tensor
@@ -423,29 +350,13 @@ class Executor:
             raise StateError(f"the parameter {item.name} died while its gradient was computed")
         return grad.to(home.device)
 
-    def sweep_gradients(self) -> None:
-        """Ends the care for gradients that were cleared or replaced."""
-        homes = {item.position: item.tensor for item in self.gate.items.values()}
-        for position, known in list(self.gradients.items()):
-            home = homes.get(position)
-            if known.tensor is None:
-                self.traffic.end(known)
-            elif home is None or home.grad is not known.tensor or not known.is_current():
-                known.detach(self.traffic)
-            else:
-                continue
-            del self.gradients[position]
-            self._unassign(known)
-            if self.recorder is not None:
-                self.recorder.died(known.key)
-
     def recorded_subjects(self) -> list[Subject]:
         """Returns the activations and gradients of the step that was recorded.
 
         A gradient that was not cleared before the next forward is persistent: it wraps round the step.
         """
         alive = {known.key for known in self.gradients.values()}
-        unique = {subject.key: subject for subject in self._recorded}
+        unique = {subject.key: subject for subject in self.recorded}
         return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]
 
     def bring_activations_home(self) -> None:
@@ -472,7 +383,7 @@ class Executor:
             self.by_index[item.index] = item
             item.tier = program.tiers.get(item.index, item.tier)
 
-    def _unassign(self, item: Item) -> None:
+    def unassign(self, item: Item) -> None:
         """The care for an item ends in mid-step: the plan that runs does not ask for it again."""
         if 0 <= item.index < len(self.by_index) and self.by_index[item.index] is item:
             self.by_index[item.index] = None

@@ -15,8 +15,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
-from tieroff.runtime.executor import Executor, Mode
+from tieroff.runtime.executor import Executor
 from tieroff.runtime.homes import HomeItem, why_unmovable
+from tieroff.runtime.program import Mode
 from tieroff.runtime.state import Event, State
 
 log = logging.getLogger("tieroff")
@@ -126,7 +127,7 @@ class BucketedStep:
     def _update(self, args: Any, kwargs: dict[str, Any]) -> None:
         executor = self._executor
         executor.drop_held()
-        executor.sweep_gradients()
+        executor.gradients.sweep()
         for number, bucket in enumerate(self.buckets()):
             executor.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
             moved = self._lift(bucket)

@@ -19,6 +19,24 @@ class Phase(Enum):
     PLANNED = auto()  # a plan runs
 
 
+class Mode(Enum):
+    """What the executor is doing.
+
+    | mode     | when                                         | parameters, activations, optimizer                    |
+    |----------|----------------------------------------------|-------------------------------------------------------|
+    | IDLE     | outside training steps (inference, closed)   | fetched when read, dropped soon after                 |
+    | DEMAND   | a step is recorded or measured, or has left  | everything leaves as soon as it can, and is fetched   |
+    |          | the recorded sequence                        | when it is wanted                                     |
+    | PLANNED  | events match the program's                   | as the plan says, tick by tick                        |
+    | PASS     | the plan moves nothing                       | untouched                                             |
+    """
+
+    IDLE = auto()
+    DEMAND = auto()
+    PLANNED = auto()
+    PASS = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class TickActions:
     """What to do at one tick, as indices of tensors: first releases, then copies out, then copies in."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.executor import Mode
+from tieroff.runtime.program import Mode
 
 
 @contextlib.contextmanager
