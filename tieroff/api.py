@@ -25,7 +25,8 @@ from tieroff.planner.problem import live_bytes
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
 from tieroff.runtime.backend import Backend, CpuBackend
-from tieroff.runtime.engine import Engine, Settings
+from tieroff.runtime.custody import Settings
+from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks import ForwardSlot
 from tieroff.runtime.scope import scope_of
 from tieroff.storage.engines import Engine as IoEngine
@@ -145,6 +146,7 @@ class _Builder:
         self.host_bytes, self.nvme_bytes = self._lower_budgets()
         self.dirs = tuple(config.nvme.dirs) if self.nvme_bytes else ()
         self.io: IoEngine | None = None
+        self.granule_bytes = 1
 
     def _lower_budgets(self) -> tuple[int, int]:
         budget, dirs = self.config.budget, self.config.nvme.dirs
@@ -172,6 +174,7 @@ class _Builder:
                 files = FileStore(self.dirs, self.nvme_bytes, self.io, checksum=self.config.nvme.checksum)
                 files.return_pages(_PAGE_RETURN_S)
                 stores[Tier.NVME] = files
+            self.granule_bytes = max((store.alignment_bytes for store in stores.values()), default=1)
             if hasattr(self.backend, "use_staging"):
                 self.backend.use_staging(self.config.nvme.staging if self.dirs else 0)
             return Engine(
@@ -213,6 +216,7 @@ class _Builder:
             gradient_follows_parameter=True,
             recompute=self.config.plan.recompute,
             min_bytes=self.config.plan.min_bytes,
+            granule_bytes=self.granule_bytes,
         )
         if self.given_plan is not None:
             if self.given_plan.trace_digest != trace.digest:

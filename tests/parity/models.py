@@ -221,7 +221,7 @@ MODELS = (
     Workload("frozen", frozen, vectors),
     Workload("unused", Unused, vectors),
     replace(GPT_WORKLOAD, name="accumulation", step=accumulate),
-    replace(GPT_WORKLOAD, name="accumulation_into_zeros", step=accumulate_into_zeros),
+    replace(GPT_WORKLOAD, name="accumulation_into_zeros", step=accumulate_into_zeros, steps=8),
 )
 
 LOOPS = (

@@ -61,6 +61,7 @@ class Workload:
         step: one training step.
         optimizer: parameters -> optimizer.
         classes: tensor classes of which bytes have to move.
+        steps: how many are run; the last three must be planned ones.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Workload:
     step: Step = plain_step
     optimizer: OptimizerFactory = adamw
     classes: frozenset[str] = frozenset({"activation", "parameter", "gradient", "optimizer"})
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def config_for(tiers: Tiers, folder: Path, *, policy: str = "floor", device: str
 def items_of(engine: Engine) -> list[Item]:
     """Returns every tensor under the engine's care."""
     executor = engine.executor
-    stepper = engine._stepper
+    stepper = engine._custody.stepper
     states = list(stepper.items.values()) if stepper is not None else []
     return [
         *executor.gate.items.values(), *executor.gradients.values(), *states, *executor._live_activations.values(),
@@ -293,9 +295,9 @@ def assert_planned(engine: Engine, workload: Workload, tiers: Tiers) -> None:
     assert stats.peak_host_bytes <= tiers.host_bytes
 
 
-def run_plain(workload: Workload, device: torch.device, steps: int = STEPS, **options: Any) -> Outcome:
+def run_plain(workload: Workload, device: torch.device, **options: Any) -> Outcome:
     trainer = Trainer(workload, device, **options)
-    for index in range(steps):
+    for index in range(workload.steps):
         trainer.run(index)
     return trainer.finish()
 
@@ -305,7 +307,6 @@ def run_wrapped(
     config: dict[str, Any],
     backend: Backend,
     after_step: Callable[[int, Engine], None],
-    steps: int = STEPS,
     **options: Any,
 ) -> Outcome:
     """Runs the workload wrapped, unwraps it, and asserts that nothing is left; returns what it computed."""
@@ -313,7 +314,7 @@ def run_wrapped(
     tieroff.wrap(trainer.model, trainer.optimizer, config, backend=backend)
     engine = tieroff.engine(trainer.model)
     try:
-        for index in range(steps):
+        for index in range(workload.steps):
             trainer.run(index)
             assert_accounts(engine)
             after_step(index, engine)
@@ -340,12 +341,11 @@ def check_parity(
     *,
     policy: str = "floor",
     device: str = "100%",
-    steps: int = STEPS,
     **options: Any,
 ) -> list[Engine]:
     """Asserts that a workload computes the same numbers wrapped as plain, and that it ran as planned.
 
-    The last half of the steps must be planned ones. Returns the closed engine, for more questions.
+    Returns the closed engine, for more questions.
     """
     backend = make_backend()
     engines: list[Engine] = []
@@ -353,13 +353,13 @@ def check_parity(
     def after_step(index: int, engine: Engine) -> None:
         if index == 0:
             engines.append(engine)
-        if index >= steps - 3 and policy == "floor":
+        if index >= workload.steps - 3 and policy == "floor":
             assert_planned(engine, workload, tiers)
 
-    plain = run_plain(workload, backend.device, steps, **options)
+    plain = run_plain(workload, backend.device, **options)
     with warnings_of_tieroff() as messages:
         config = config_for(tiers, folder, policy=policy, device=device)
-        wrapped = run_wrapped(workload, config, backend, after_step, steps, **options)
+        wrapped = run_wrapped(workload, config, backend, after_step, **options)
     assert_equal(plain, wrapped)
     assert messages == []
     return engines

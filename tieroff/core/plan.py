@@ -59,6 +59,7 @@ class Capabilities:
         gradient_follows_parameter: a gradient leaves the device if and only if its parameter does.
         recompute: modules can be recomputed.
         min_bytes: smaller tensors stay on the device.
+        granule_bytes: room below is taken in multiples of this.
     """
 
     tiers: tuple[Tier, ...] = (Tier.HOST, Tier.NVME)
@@ -67,6 +68,7 @@ class Capabilities:
     gradient_follows_parameter: bool = False
     recompute: bool = True
     min_bytes: int = 0
+    granule_bytes: int = 1
 
 
 @dataclass(frozen=True)

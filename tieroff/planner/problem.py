@@ -107,6 +107,11 @@ class Problem:
         """Returns the bytes of a tensor."""
         return self.trace.tensors[tensor].size_bytes
 
+    def room_bytes(self, tensor: int) -> int:
+        """Returns the bytes that a tensor takes in a lower tier."""
+        granule = self.capabilities.granule_bytes
+        return -(-self.trace.tensors[tensor].size_bytes // granule) * granule
+
     def links(self, tier: Tier) -> tuple[Link, Link]:
         """Returns the links from the device to a lower tier and back."""
         return self.machine.link(Tier.DEVICE, tier), self.machine.link(tier, Tier.DEVICE)
@@ -225,7 +230,7 @@ class LowerRoom:
         tensors = tuple(tensor for tensor in tensors if tensor not in self.tier_of)
         for tier in order if tensors else ():
             free = self._free[tier]
-            spans = [(*self._problem.lower_interval(tensor), self._problem.size_bytes(tensor)) for tensor in tensors]
+            spans = [(*self._problem.lower_interval(tensor), self._problem.room_bytes(tensor)) for tensor in tensors]
             for start, stop, size in spans:
                 free[start:stop] -= size
             if all(free[start:stop].min() >= 0 for start, stop, _ in spans):

@@ -1,5 +1,4 @@
-"""The executor: follows a step event by event, and does at each tick what the plan says, or what the moment demands. See `Mode`.
-"""
+"""The executor: follows a step event by event, and does at each tick what the plan says, or what the moment demands."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Executor:
 
     Attributes:
         program: the kind of step that runs, or None between steps.
-        mode: see the table of the module.
+        mode: see `Mode`.
         peak_bytes: largest count of device bytes in this step: copies the engine holds plus the trace's transients.
         starts_ns, stops_ns: per op of a planned or measured step, when compute began and ended.
     """

@@ -305,7 +305,7 @@ def split_differs(optimizer: torch.optim.Optimizer) -> str:
                 for part in parts:
                     clone.param_groups[0]["params"] = [params[i] for i in part]
                     raw_step(clone)(clone)
-        except Exception as error:  # any failure of foreign code on foreign tensors means: do not split it
+        except Exception as error:  # noqa: BLE001  any failure of foreign code on foreign tensors means: do not split it
             return f"a trial on small tensors failed: {type(error).__name__}: {error}"
         clone.param_groups[0]["params"] = params
         own = {k: v for k, v in clone.__dict__.items() if isinstance(v, (int, float, torch.Tensor))}

@@ -121,6 +121,10 @@ class Store(Protocol):
         """Bytes that blocks and homes may take, padding included."""
 
     @property
+    def alignment_bytes(self) -> int:
+        """Blocks and homes take multiples of this."""
+
+    @property
     def used_bytes(self) -> int:
         """Bytes taken now. Freed blocks count until the last transfer on them has ended."""
 

@@ -1,0 +1,251 @@
+"""Custody: which parameters have homes below, where they lie between steps, and how they are given back."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.errors import StoreError
+from tieroff.runtime.backend import Backend
+from tieroff.runtime.executor import Executor
+from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
+from tieroff.runtime.item import Item, Traffic
+from tieroff.runtime.optimizer import BucketedStep
+from tieroff.runtime.program import Phase, Program
+from tieroff.storage.store import Store
+
+log = logging.getLogger("tieroff")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine is told; all of it comes from the config.
+
+    Attributes:
+        covers: tensor classes that may move.
+        min_bytes: smaller tensors stay.
+        spill: lower tiers in the order in which they are filled while nothing is planned.
+        allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
+    """
+
+    covers: frozenset[TensorClass]
+    min_bytes: int
+    spill: tuple[Tier, ...]
+    allocator_threshold_bytes: int | None = None
+    keep_timeline: bool = True
+    chosen: dict[str, str] = field(default_factory=dict)
+    config_toml: str = ""
+
+
+class Custody:
+    """The tensors of one model that the engine looks after.
+
+    Attributes:
+        executor, traffic: what moves them.
+        stepper: the optimizer's stand-in, once one is attached.
+        unmoved: name of a parameter that stays where it is -> why.
+        is_open: False once everything was given back.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, backend: Backend, stores: dict[Tier, Store], settings: Settings
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.stores = stores
+        self.settings = settings
+        self.traffic = Traffic(backend, stores, self.demote)
+        self.traffic.keep_spans = settings.keep_timeline
+        self.executor = Executor(self.traffic, self.tier_for, settings.min_bytes, settings.covers)
+        self.stepper: BucketedStep | None = None
+        self.unmoved: dict[str, str] = {}
+        self.is_open = True
+        self._hooks: dict[int, Any] = {}
+        self._identity: tuple[Any, ...] = ()
+
+    def move_to_device(self) -> None:
+        """Puts buffers, and parameters that will have no home below, on the device; the others go there as they are used."""
+        device = self.backend.device
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        for parameter in self.model.parameters():
+            if parameter.device != device and self._why_kept(parameter):
+                parameter.data = parameter.data.to(device)
+
+    def register(self) -> None:
+        """Makes an item of every parameter that can have a home below."""
+        gate = self.executor.gate
+        known = {id(item.tensor): item for item in gate.items.values() if item.tensor is not None}
+        gate.items, self.unmoved = {}, {}
+        self.executor.names_by_id = {}
+        for position, (name, parameter) in enumerate(self.model.named_parameters()):
+            self.executor.names_by_id[id(parameter)] = name
+            self._hook_gradient(parameter)
+            item = known.pop(id(parameter), None)
+            if item is not None and item.is_current():
+                item.position, item.key = position, ("param", position)
+                gate.items[id(parameter)] = item
+                continue
+            if item is not None:
+                item.detach(self.traffic)
+            reason = self._why_kept(parameter)
+            if reason:
+                self.unmoved[name] = reason
+                continue
+            size_bytes = parameter.numel() * parameter.element_size()
+            if parameter.device != self.backend.device:
+                parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
+            item = ParameterItem(position, name, parameter, self.tier_for(size_bytes), self.backend.device)
+            item.adopt(self.traffic)
+            gate.items[id(parameter)] = item
+            item.leave(self.traffic)
+        for gone in known.values():
+            gone.detach(self.traffic)
+        self._unhook({key for key in self._hooks if key not in self.executor.names_by_id})
+        gate.is_open = bool(gate.items)
+        self._identity = self._look()
+
+    def _why_kept(self, parameter: torch.Tensor) -> str:
+        if TensorClass.PARAMETER not in self.settings.covers:
+            return "parameters are not covered"
+        if parameter.numel() * parameter.element_size() < max(self.settings.min_bytes, 1):
+            return "smaller than min_bytes"
+        return why_unmovable(parameter)
+
+    def _hook_gradient(self, parameter: torch.Tensor) -> None:
+        if id(parameter) in self._hooks or not (parameter.requires_grad and parameter.is_leaf):
+            return
+
+        def gradient_arrived(home: torch.Tensor) -> None:
+            item = self.executor.gate.items.get(id(home))
+            if item is not None and item.tensor is home and self.is_open:
+                self.executor.gradients.arrived(item)
+
+        def about_to_accumulate(grads: Any) -> None:
+            item = self.executor.gate.items.get(id(parameter))
+            if item is not None and item.tensor is parameter and self.is_open:
+                self.executor.gradients.about_to_accumulate(item)
+
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._hooks[id(parameter)] = (
+            parameter.register_post_accumulate_grad_hook(gradient_arrived),
+            node.register_prehook(about_to_accumulate),
+            node,  # the parameter itself holds its node only weakly
+            parameter,
+        )
+
+    def _look(self) -> tuple[Any, ...]:
+        """Returns what tells whether somebody changed the model's parameters from outside."""
+        return tuple(
+            (id(p), p.requires_grad, p.dtype)
+            for module in self.model.modules()
+            for p in module._parameters.values()
+            if p is not None
+        )
+
+    def has_substitutes(self) -> bool:
+        """True while other tensors stand in for parameters, for one call only (torch.func.functional_call)."""
+        return any(
+            p is not None and type(p) is not torch.nn.Parameter and not isinstance(p, torch.nn.Parameter)
+            for module in self.model.modules()
+            for p in module._parameters.values()
+        )
+
+    def place_for(self, program: Program) -> None:
+        """Puts parameters where this program's plan has them between steps: on the device, or in a lower tier."""
+        planned = program.phase is Phase.PLANNED
+        for item in self.executor.gate.items.values():
+            index = program.index.get(item.key, -1) if planned else -1
+            if planned and (program.moves_nothing or (index >= 0 and index not in program.tiers)):
+                item.refresh(self.traffic)
+                item.lift(self.traffic)
+                item.leave_place(self.traffic)
+            else:
+                self._send_below(item, program.tiers.get(index, item.tier) if planned else item.tier)
+        if self.stepper is not None:
+            for state in self.stepper.items.values():
+                index = program.index.get(state.key, -1) if planned else -1
+                if planned and index in program.tiers:
+                    self._send_below(state, program.tiers[index])
+                elif not planned:
+                    self._send_below(state, state.tier)
+                elif program.moves_nothing:
+                    state.lift(self.traffic)
+                    state.leave_place(self.traffic)
+        self.executor.gate.is_open = not program.moves_nothing
+
+    def _send_below(self, item: HomeItem, tier: Tier) -> None:
+        if item.tensor is None:
+            return
+        if item.tier is not tier:
+            item.refresh(self.traffic)
+            item.lift(self.traffic)
+            item.leave_place(self.traffic)
+            item.tier = tier
+        item.leave(self.traffic)
+
+    def home_items(self) -> Iterator[HomeItem]:
+        yield from self.executor.gate.items.values()
+        yield from self.executor.gradients.values()
+        if self.stepper is not None:
+            yield from self.stepper.items.values()
+
+    def device_storages(self) -> set[int]:
+        return {
+            p.untyped_storage()._cdata
+            for p in self.model.parameters()
+            if p.layout is torch.strided and type(p) in (torch.Tensor, torch.nn.Parameter)
+        }
+
+    def tier_for(self, size_bytes: int) -> Tier:
+        """Returns the first lower tier with room, while nothing is planned."""
+        for tier in self.settings.spill:
+            store = self.stores[tier]
+            if store.capacity_bytes - store.used_bytes >= size_bytes:
+                return tier
+        return self.settings.spill[-1]
+
+    def demote(self, item: Item, error: StoreError) -> bool:
+        """After a failed copy out: True when the item may try another tier. Its source is intact."""
+        others = [t for t in self.settings.spill if t is not item.tier]
+        for tier in others:
+            if self.stores[tier].capacity_bytes - self.stores[tier].used_bytes >= item.size_bytes:
+                level = logging.DEBUG if error.errno == errno.ENOSPC and self._fills_in_order() else logging.WARNING
+                log.log(level, "%s: %s goes to %s instead", error, item.name, tier.value)
+                item.tier = tier
+                return True
+        return False
+
+    def _unhook(self, keys: set[int]) -> None:
+        for key in keys:
+            arrived, before, _, _ = self._hooks.pop(key)
+            arrived.remove()
+            before.remove()
+
+    def has_changed(self) -> bool:
+        """True when somebody replaced, converted, assigned or froze parameters from outside."""
+        return self._look() != self._identity or any(not item.is_current() for item in self.executor.gate.items.values())
+
+    def give_back(self) -> None:
+        """Makes every parameter, gradient and living activation ordinary memory again."""
+        self.is_open = False
+        self._unhook(set(self._hooks))
+        items = self.executor.gate.items
+        for home in (*self.executor.gradients.values(), *items.values()):
+            home.bring_home(self.traffic)
+        items.clear()
+        self.executor.gate.is_open = False
+        self.executor.bring_activations_home()
+
+    def _fills_in_order(self) -> bool:
+        """True while nothing is planned: tiers are filled in order, and one of them being full is nothing special."""
+        program = self.executor.program
+        return program is None or program.phase is not Phase.PLANNED

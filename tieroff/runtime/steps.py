@@ -1,0 +1,285 @@
+"""Steps: when one begins and ends, what kind it is, and how a kind gets from its first recording to a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from tieroff.core.plan import Plan
+from tieroff.core.recording import Recorder, Subject
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.timeline import OpSpan, Timeline, TransferSpan
+from tieroff.core.trace import Trace
+from tieroff.errors import CaptureError
+from tieroff.runtime.custody import Custody
+from tieroff.runtime.hooks import ForwardSlot, recompute, signature_of, storages_of
+from tieroff.runtime.parameters import install
+from tieroff.runtime.program import Mode, Phase, Program
+from tieroff.runtime.stats import Stats
+
+log = logging.getLogger("tieroff")
+
+# Kinds of steps (signatures) whose traces and plans are kept.
+_PROGRAMS_KEPT = 16
+# Steps in a row that must leave a plan before the kind is traced again; doubled each time.
+_MISMATCHES_BEFORE_RETRACE = 2
+_RECORDINGS_AT_MOST = 6
+
+_ENDS = {
+    "d2h": (Tier.DEVICE, Tier.HOST),
+    "h2d": (Tier.HOST, Tier.DEVICE),
+    "nvme_write": (Tier.DEVICE, Tier.NVME),
+    "nvme_read": (Tier.NVME, Tier.DEVICE),
+}
+
+
+class Steps:
+    """One step after another.
+
+    Attributes:
+        programs: signature of a step's first input -> what is known of that kind of step.
+        last: the kind that ran last.
+        recomputed: dotted path of a module -> its forward's stand-in.
+        stats, timeline: of the last step, and of the last planned one.
+    """
+
+    def __init__(
+        self, custody: Custody, make_plan: Callable[[Trace], Plan], make_recorder: Callable[[], Recorder]
+    ) -> None:
+        self._custody = custody
+        self._make_plan, self._make_recorder = make_plan, make_recorder
+        self.programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self.last: Program | None = None
+        self.recomputed: dict[str, ForwardSlot] = {}
+        self.stats: Stats | None = None
+        self.timeline: Timeline | None = None
+        self._program: Program | None = None
+        self._step_is_over = True
+        self._begun_ns = self._recompute_ns = 0
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        signature = signature_of(self._custody.model, args, kwargs)
+        executor = self._custody.executor
+        executor.gradients.sweep()
+        if not self._step_is_over and self._was_skipped():
+            self._finish_step()
+        if self._step_is_over or self._program is None:
+            self._end_ring()
+            self.check_model()
+            self._start_step(signature)
+        if executor.mode is not Mode.PASS:
+            executor.saved_tensors.fixed = (
+                storages_of((args, kwargs)) | storages_of(list(self._custody.model.buffers())) | self._custody.device_storages()
+            )
+            executor.tick(("forward", signature), lambda: "forward", "forward")
+
+    def check_model(self) -> None:
+        """Adopts what somebody changed from outside: parameters replaced, converted, frozen, assigned."""
+        if self._custody.has_substitutes():
+            return
+        if not self._custody.has_changed():
+            return
+        log.info("the model's parameters were changed from outside: they are taken over as they are now")
+        install(self._custody.model, self._custody.executor.gate)
+        self._custody.register()
+        self.programs.clear()
+
+    def _was_skipped(self) -> bool:
+        """True when the step's backward is over and its gradients were cleared without an update (GradScaler, or none)."""
+        if self._custody.stepper is None:
+            return self._custody.executor.saw_backward
+        return self._custody.executor.saw_backward and all(
+            p.grad is None for group in self._custody.stepper.optimizer.param_groups for p in group["params"]
+        )
+
+    def _start_step(self, signature: Hashable) -> None:
+        program = self.programs.get(signature)
+        if program is None:
+            program = self.programs[signature] = Program(signature)
+            while len(self.programs) > _PROGRAMS_KEPT:
+                self.programs.popitem(last=False)
+        self.programs.move_to_end(signature)
+        self._settle_phase(program)
+        self._custody.place_for(program)
+        recorder = None
+        if program.phase is Phase.RECORD:
+            recorder = self._make_recorder()
+        self._program = self.last = program
+        self._custody.executor.begin(program, recorder)
+        for item in self._custody.home_items():
+            self._custody.executor.assign(item)
+        self._step_is_over = False
+        self._begun_ns, self._recompute_ns = time.monotonic_ns(), 0
+        if recorder is not None:
+            self._start_recorder(recorder)
+
+    def _start_recorder(self, recorder: Recorder) -> None:
+        try:
+            recorder.start()
+        except CaptureError as error:
+            log.warning("%s; this step runs on demand", error)
+            self._custody.executor.recorder = None
+            return
+        for item in self._custody.home_items():
+            self._custody.executor.bind(item)
+
+    def _settle_phase(self, program: Program) -> None:
+        """Decides whether a kind of step whose last runs left its plan is traced again."""
+        if program.phase is Phase.PLANNED and program.mismatches >= _MISMATCHES_BEFORE_RETRACE << program.retraces:
+            log.info("the step has left its plan %d times in a row: it is traced again", program.mismatches)
+            program.phase = Phase.RECORD
+            program.retraces += 1
+            program.mismatches = 0
+
+    def before_update(self) -> None:
+        """`optimizer.step` was called."""
+        if self._program is None or self._step_is_over:
+            # Gradients that came from elsewhere: an update outside any step of ours, on demand.
+            self._end_ring()
+            self._custody.executor.mode = Mode.IDLE
+
+    def after_update(self) -> None:
+        """`optimizer.step` is about to return."""
+        if self._program is not None and not self._step_is_over:
+            self._finish_step()
+        else:
+            assert self._custody.stepper is not None
+            self._custody.stepper.lower_all()
+
+    def _finish_step(self) -> None:
+        self._step_is_over = True
+        self._note_stats()
+
+    def _end_ring(self) -> None:
+        """The ring closes: what user code did between the steps belonged to the last op."""
+        program = self._program
+        if program is None:
+            return
+        executor = self._custody.executor
+        mode = executor.mode
+        keys, names = executor.end()
+        recorder, executor.recorder = executor.recorder, None
+        self._program = None
+        if mode is not Mode.DEMAND or program.phase is Phase.PLANNED:
+            return
+        if self._custody.stepper is not None and ("end",) not in keys:
+            return  # skipped by a GradScaler, or broken off: the next step is as good
+        if program.phase is Phase.RECORD:
+            self._keep_recording(program, recorder, keys, names)
+        elif keys == program.keys:
+            self._plan(program)
+        else:
+            log.info("two steps in a row differed: the step is traced again")
+            program.phase = Phase.RECORD
+
+    def _keep_recording(
+        self, program: Program, recorder: Recorder | None, keys: list[Hashable], names: list[str]
+    ) -> None:
+        program.retraces += 1
+        if recorder is None:
+            return
+        if program.retraces > _RECORDINGS_AT_MOST:
+            if program.retraces == _RECORDINGS_AT_MOST + 1:
+                log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
+            return
+        program.keys, program.names = keys, names
+        subjects = self._subjects()
+        program.trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
+        program.index = {subject.key: i for i, subject in enumerate(subjects)}
+        program.phase = Phase.MEASURE
+
+    def _subjects(self) -> list[Subject]:
+        subjects = [
+            Subject(item.key, item.name, item.size_bytes, item.kind, is_persistent=True) for item in self._custody.home_items()
+            if item.kind is not TensorClass.GRADIENT
+        ]  # fmt: skip
+        subjects += self._custody.executor.recorded_subjects()
+        return subjects
+
+    def _plan(self, program: Program) -> None:
+        assert program.trace is not None
+        executor = self._custody.executor
+        durations = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
+        program.durations_ns = durations
+        program.trace = program.trace.with_durations(durations)
+        plan = self._make_plan(program.trace)
+        wanted = set(plan.recompute) - set(self.recomputed)
+        if wanted:
+            for name in sorted(wanted):
+                module = self._custody.model.get_submodule(name)
+                self.recomputed[name] = recompute(module, executor.gate, self._timing_recompute)
+            program.phase = Phase.RECORD
+            return
+        program.adopt(plan)
+        for store in self._custody.stores.values():
+            store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
+
+    @contextlib.contextmanager
+    def _timing_recompute(self) -> Iterator[None]:
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._recompute_ns += time.monotonic_ns() - start_ns
+
+    def broke(self) -> None:
+        """An exception left the forward: what the step had begun is cleared; the next forward begins a new one."""
+        self._custody.executor.abandon()
+        self._program = None
+        self._step_is_over = True
+
+    def _note_stats(self) -> None:
+        executor, program = self._custody.executor, self._program
+        assert program is not None
+        executor.pause()
+        now_ns = time.monotonic_ns()
+        compute_ns = sum(b - a for a, b in zip(executor.starts_ns, executor.stops_ns, strict=False))
+        host, nvme = self._custody.stores.get(Tier.HOST), self._custody.stores.get(Tier.NVME)
+        is_pass = executor.mode is Mode.PASS
+        phase = {Phase.RECORD: "traced", Phase.MEASURE: "measured", Phase.PLANNED: "planned"}[program.phase]
+        if is_pass:
+            phase = "nothing moved"
+        elif program.phase is Phase.PLANNED and executor.mode is not Mode.PLANNED:
+            phase = "on demand"
+        counts = self._custody.traffic.counts
+        self.stats = Stats(
+            step_s=(now_ns - self._begun_ns) / 1e9,
+            compute_s=(now_ns - self._begun_ns if is_pass else compute_ns) / 1e9,
+            stall_s=counts.stall_ns / 1e9,
+            recompute_s=self._recompute_ns / 1e9,
+            peak_device_bytes=executor.peak_bytes,
+            peak_host_bytes=host.peak_bytes if host is not None else 0,
+            nvme_bytes=nvme.used_bytes if nvme is not None else 0,
+            moved_bytes=dict(counts.moved_bytes),
+            moved_bytes_by_class=dict(counts.by_class),
+            fallbacks=counts.fallbacks,
+            phase=phase,
+            settings={"backend": self._custody.backend.name, **self._custody.settings.chosen},
+        )
+        if executor.mode is Mode.PLANNED and self._custody.traffic.keep_spans:
+            self.timeline = self._measured_timeline(program)
+
+    def _measured_timeline(self, program: Program) -> Timeline:
+        start_ns = self._begun_ns
+        executor = self._custody.executor
+        ops = tuple(
+            OpSpan(max(a - start_ns, 0), max(b - start_ns, 0))
+            for a, b in zip(executor.starts_ns, executor.stops_ns, strict=False)
+        )
+        transfers = []
+        for index, link, arrival, size_bytes in self._custody.traffic.spans:
+            if index < 0 or not arrival.stop_ns:
+                continue
+            source, target = _ENDS[link]
+            transfers.append(
+                TransferSpan(
+                    index, source, target, arrival.start_ns - start_ns, arrival.stop_ns - start_ns, size_bytes
+                )
+            )
+        transfers.sort(key=lambda span: span.start_ns)
+        step_ns = max([span.stop_ns for span in ops], default=0)
+        return Timeline(ops, tuple(transfers), (), {}, step_ns)
