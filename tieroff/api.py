@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tieroff.config import Config
@@ -49,6 +50,7 @@ _CLASSES = {
 _ALLOCATOR_THRESHOLD_BYTES = 1 << 20
 _PAGE_RETURN_S = 0.005
 _MEASURE_S = 1.5
+_OVERHEAD_SHARE_AT_MOST = 0.10
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -126,7 +128,7 @@ def scope(model: torch.nn.Module) -> Any:
 
 
 def _engine_of(model: torch.nn.Module) -> Engine | None:
-    slot = model.__dict__.get("forward") if isinstance(model, torch.nn.Module) else None
+    slot = getattr(model, "__dict__", {}).get("forward")
     while isinstance(slot, ForwardSlot):
         owner = getattr(slot, "engine", None)
         if isinstance(owner, Engine):
@@ -146,6 +148,8 @@ class _Builder:
         self.host_bytes, self.nvme_bytes = self._lower_budgets()
         self.dirs = tuple(config.nvme.dirs) if self.nvme_bytes else ()
         self.io: IoEngine | None = None
+        self.engine: Engine | None = None
+        self.resident: _Resident | None = None
         self.granule_bytes = 1
 
     def _lower_budgets(self) -> tuple[int, int]:
@@ -177,10 +181,12 @@ class _Builder:
             self.granule_bytes = max((store.alignment_bytes for store in stores.values()), default=1)
             if hasattr(self.backend, "use_staging"):
                 self.backend.use_staging(self.config.nvme.staging if self.dirs else 0)
-            return Engine(
+            self.resident = _Resident(model) if self.is_cpu else None
+            self.engine = Engine(
                 model, self.backend, stores, self._settings(stores), self._plan,
                 lambda: StepRecorder(self.backend.device), functools.partial(self._close, stores),
             )  # fmt: skip
+            return self.engine
         except BaseException:
             self._close(stores)
             raise
@@ -235,7 +241,29 @@ class _Builder:
         wanted = self.config.budget.device
         if wanted is None:
             return _free_bytes(self.backend.device)
-        return wanted.resolve(int(live_bytes(trace).max()))
+        limit = wanted.resolve(int(live_bytes(trace).max()))
+        if wanted.size_bytes is None or self.resident is None or self.engine is None:
+            return limit
+        # Bytes that a person gave are resident bytes on the CPU: what the process itself takes comes off, up to a share.
+        return limit - min(self.resident.overhead_bytes(self.engine), int(limit * _OVERHEAD_SHARE_AT_MOST))
+
+
+class _Resident:
+    """What the process takes besides tensors, on the CPU backend: library code and scratch, heap, thread stacks."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
+        self._baseline_bytes = _resident_bytes() - sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def overhead_bytes(self, engine: Engine) -> int:
+        """Returns the growth of resident memory since wrap that no tensor of the engine accounts for, >= 0."""
+        host = engine.stores.get(Tier.HOST)
+        held = engine.device_bytes + (host.reserved_bytes if host is not None else 0)
+        return max(_resident_bytes() - self._baseline_bytes - held, 0)
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -14,7 +14,7 @@ _BIGGEST = 5
 
 def describe(trace: Trace, plan: Plan) -> list[str]:
     """Returns what lives where and why, a sentence per line, the most important first."""
-    lower = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
+    lower: dict[int, Tier] = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
     device_bytes = plan.budget_bytes.get(Tier.DEVICE, 0)
     lines = []
     if plan.moves_nothing:

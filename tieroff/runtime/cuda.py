@@ -100,7 +100,7 @@ class CudaBackend:
         Raises:
             StoreError: the driver refused.
         """
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))  # type: ignore[no-untyped-call]
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
         if code:
             raise StoreError(
                 f"expected to pin {size_bytes} bytes of host memory, cudaHostRegister returned {code}; lower [budget] host "
@@ -110,7 +110,7 @@ class CudaBackend:
 
     def unregister(self, address: int) -> None:
         """Unpins what `register` pinned."""
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        torch.cuda.cudart().cudaHostUnregister(address)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)

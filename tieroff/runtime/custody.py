@@ -96,6 +96,8 @@ class Custody:
                 continue
             if item is not None:
                 item.detach(self.traffic)
+                self._unhook({id(parameter)} & self._hooks.keys())  # with other memory comes another node that accumulates
+                self._hook_gradient(parameter)
             reason = self._why_kept(parameter)
             if reason:
                 self.unmoved[name] = reason

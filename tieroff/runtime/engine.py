@@ -66,7 +66,7 @@ class Engine:
 
     def _take_over(self) -> None:
         for module in self.model.modules():
-            if any(torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
+            if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
                 raise StateError(
                     f"{type(module).__name__} has lazy parameters, whose sizes nobody knows yet; run one forward on real "
                     "data before tieroff.wrap"
@@ -151,7 +151,8 @@ class Engine:
         def move(leaf: Any) -> Any:
             return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) and not leaf.is_cuda else leaf
 
-        return torch.utils._pytree.tree_map(move, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
+        return args, kwargs
 
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
@@ -197,6 +198,11 @@ class Engine:
         if timeline is None:
             raise StateError("there is no timeline yet; the first planned step is the third")
         return timeline
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device copies that the engine holds now."""
+        return self.executor.traffic.device_bytes
 
     def stats(self) -> Stats:
         """Returns the figures of the last step.

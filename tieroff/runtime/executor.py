@@ -355,7 +355,12 @@ class Executor:
         A gradient that was not cleared before the next forward is persistent: it wraps round the step.
         """
         alive = {known.key for known in self.gradients.values()}
-        unique = {subject.key: subject for subject in self.recorded}
+        # Those that were there before the step, and are only added to.
+        older = [
+            Subject(known.key, known.name, known.size_bytes, known.kind, owner=("param", position))
+            for position, known in self.gradients.items()
+        ]
+        unique = {subject.key: subject for subject in (*older, *self.recorded)}
         return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]
 
     def bring_activations_home(self) -> None:

@@ -53,7 +53,7 @@ class BucketedStep:
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer.__dict__.get("_tieroff_step"), BucketedStep):
+        if hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):
             raise StateError("this optimizer already belongs to a wrapped model; unwrap that one first")
         self.optimizer = optimizer
         self.items: dict[tuple[int, str], HomeItem] = {}
@@ -76,6 +76,7 @@ class BucketedStep:
             """Performs one optimization step, bucket by bucket (tieroff)."""
             return this.step(*args, **kwargs)
 
+        step._bucketed_by = this  # type: ignore[attr-defined]
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method: schedulers made later read its __func__.
@@ -106,7 +107,7 @@ class BucketedStep:
         for hook in list(pre):
             changed = hook(optimizer, (optimizer, *args), kwargs)
             if changed is not None:
-                (_, *args), kwargs = changed  # type: ignore[assignment]
+                (_, *args), kwargs = changed
         loss, args, kwargs = self._run_closure(args, kwargs)
         self._update(args, kwargs)
         optimizer._optimizer_step_code()
@@ -128,7 +129,9 @@ class BucketedStep:
         executor = self._executor
         executor.drop_held()
         executor.gradients.sweep()
-        for number, bucket in enumerate(self.buckets()):
+        buckets = self.buckets()
+        self._let_go_of_strangers()
+        for number, bucket in enumerate(buckets):
             executor.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
             moved = self._lift(bucket)
             executor.resume()
@@ -199,6 +202,12 @@ class BucketedStep:
         self._buckets, self._bucketed_ids = buckets, ids
         self._positions = {key: position for position, key in enumerate(ids)}
         return buckets
+
+    def _let_go_of_strangers(self) -> None:
+        """Ends the care for state of parameters that left the optimizer."""
+        for key, item in [(key, item) for key, item in self.items.items() if key[0] not in self._positions]:
+            item.detach(self._executor.traffic)
+            del self.items[key]
 
     def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
         """Returns (parameter, key, tensor) of the state tensors of a bucket."""
@@ -309,7 +318,8 @@ def split_differs(optimizer: torch.optim.Optimizer) -> str:
             return f"a trial on small tensors failed: {type(error).__name__}: {error}"
         clone.param_groups[0]["params"] = params
         own = {k: v for k, v in clone.__dict__.items() if isinstance(v, (int, float, torch.Tensor))}
-        shared = {str(k): v for k, v in clone.state.items() if not isinstance(k, torch.Tensor)}
+        by_any_key: dict[Any, Any] = clone.state
+        shared = {str(k): v for k, v in by_any_key.items() if not isinstance(k, torch.Tensor)}
         outcomes.append((params, [clone.state[p] for p in params], clone.param_groups[0], own, shared))
     (whole, states, group, own, shared), (split, split_states, split_group, split_own, split_shared) = outcomes
     if not all(map(torch.equal, whole, split)):

@@ -88,7 +88,7 @@ class Gate:
         if not (home.requires_grad and torch.is_grad_enabled()):
             return value
         mint = self._mints.get(id(home))
-        if mint is None or mint.home is not home:
+        if mint is None or mint.item is not item:
             mint = self._mints[id(home)] = Mint(home, item, self)
         return mint.on(value)
 
@@ -138,13 +138,18 @@ class Mint:
 
     def __init__(self, home: torch.Tensor, item: ParameterItem, gate: Gate) -> None:
         self.home = home
+        self.item = item
         self._value: torch.Tensor | None = None
         with torch.enable_grad(), torch.inference_mode(False):
             source = _Identity.apply(home, gate, item)  # type: ignore[no-untyped-call]
             # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
             source.grad_fn._set_sequence_nr(2**64 - 1)
-            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: self._value):
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, self._give):
                 self._node = _Keep.apply(source).grad_fn  # type: ignore[no-untyped-call]
+
+    def _give(self, nothing: None) -> torch.Tensor:
+        assert self._value is not None
+        return self._value
 
     def on(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the value's memory through which gradients reach the home."""
@@ -154,7 +159,7 @@ class Mint:
         finally:
             self._value = None
         minted.__dict__.update(self.home.__dict__)
-        minted._is_param = True  # type: ignore[attr-defined]  # isinstance(w, nn.Parameter) holds, as for the home
+        minted._is_param = True  # isinstance(w, nn.Parameter) holds, as for the home
         minted._tieroff_home = self.home  # type: ignore[attr-defined]
         return minted
 

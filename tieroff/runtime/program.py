@@ -113,7 +113,7 @@ def _actions(plan: Plan, trace: Trace, moved: set[int]) -> list[TickActions]:
 def _births(trace: Trace) -> list[int]:
     """Returns per op the bytes of tensors that are not persistent and first exist in it."""
     births = [0] * len(trace.ops)
-    first = {}
+    first: dict[int, int] = {}
     for i, op in enumerate(trace.ops):
         for tensor in (*op.reads, *op.writes):
             first.setdefault(tensor, i)

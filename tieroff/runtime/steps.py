@@ -28,6 +28,8 @@ _PROGRAMS_KEPT = 16
 # Steps in a row that must leave a plan before the kind is traced again; doubled each time.
 _MISMATCHES_BEFORE_RETRACE = 2
 _RECORDINGS_AT_MOST = 6
+# Steps after which checksums end that were asked for the warm-up.
+_WARMUP_STEPS = 8
 
 _ENDS = {
     "d2h": (Tier.DEVICE, Tier.HOST),
@@ -59,7 +61,7 @@ class Steps:
         self.timeline: Timeline | None = None
         self._program: Program | None = None
         self._step_is_over = True
-        self._begun_ns = self._recompute_ns = 0
+        self._begun_ns = self._recompute_ns = self._steps_done = 0
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = signature_of(self._custody.model, args, kwargs)
@@ -153,6 +155,10 @@ class Steps:
     def _finish_step(self) -> None:
         self._step_is_over = True
         self._note_stats()
+        self._steps_done += 1
+        if self._steps_done == _WARMUP_STEPS:
+            for store in self._custody.stores.values():
+                store.end_warmup()
 
     def _end_ring(self) -> None:
         """The ring closes: what user code did between the steps belonged to the last op."""

@@ -65,6 +65,9 @@ class HostStore(SpaceStore):
         self._slabs: list[Mapping] = []
         self._home_types: dict[int, Any] = {}
 
+    def end_warmup(self) -> None:
+        """Nothing to end: memory is not checked."""
+
     def reserve(self, size_bytes: int) -> None:
         """Makes the slabs this large in all (whole pages), by one more slab, in which leases may lie side by side.
 

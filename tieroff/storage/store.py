@@ -144,6 +144,9 @@ class Store(Protocol):
             StoreError: the system has not that much.
         """
 
+    def end_warmup(self) -> None:
+        """Ends checks that were asked for the first steps only."""
+
     def allocate(self, size_bytes: int) -> Block:
         """Returns a place for one tensor.
 

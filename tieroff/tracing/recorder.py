@@ -41,7 +41,7 @@ class StepRecorder(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device.type
         self._lives: list[_Life] = []
         self._alive: dict[int, _Life] = {}
