@@ -37,11 +37,11 @@ class Options:
     """What one training run is made of; every field is an option of the command line."""
 
     data: Path = DEFAULT_TEXT
-    steps: int = 30
-    layers: int = 8
-    width: int = 384
-    heads: int = 6
-    batch: int = 10
+    steps: int = 20
+    layers: int = 6
+    width: int = 512
+    heads: int = 8
+    batch: int = 8
     length: int = 512
     lr: float = 1e-3
     seed: int = 0

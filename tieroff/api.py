@@ -50,7 +50,7 @@ _CLASSES = {
 _ALLOCATOR_THRESHOLD_BYTES = 1 << 20
 _PAGE_RETURN_S = 0.005
 _MEASURE_S = 1.5
-_OVERHEAD_SHARE_AT_MOST = 0.10
+_OVERHEAD_SHARE_AT_MOST = 0.25
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 

@@ -92,11 +92,12 @@ def test_averaged_model_follows_a_wrapped_model(each_setting: Setting, average: 
 
 
 def test_an_average_by_hand_swapped_in_and_out(each_setting: Setting) -> None:
-    averages: dict[int, list[torch.Tensor]] = {}
+    ema: list[torch.Tensor] = []
 
     def step(model: Any, optimizer: Any, index: int) -> Any:
         loss = usual(model, optimizer)
-        ema = averages.setdefault(id(optimizer), [p.detach().clone() for p in model.parameters()])
+        if index == 0:
+            ema[:] = [p.detach().clone() for p in model.parameters()]
         with torch.no_grad():
             for average, parameter in zip(ema, model.parameters(), strict=True):
                 average.lerp_(parameter, 0.1)
@@ -107,7 +108,7 @@ def test_an_average_by_hand_swapped_in_and_out(each_setting: Setting) -> None:
             seen = model(torch.randn(4, 8))
             for parameter, value in zip(model.parameters(), kept, strict=True):
                 parameter.data.copy_(value)
-        return loss, ema, seen
+        return loss, list(ema), seen
 
     check_twins(mlp_and_adam, step, each_setting)
 

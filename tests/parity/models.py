@@ -81,6 +81,13 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
+class CheckpointedRecurrent(Recurrent):
+    """The LSTM, which reads its weights from a list of its own, runs once more in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(lambda y: self.rnn(y)[0][:, -1], x.exp().sin(), use_reentrant=False))
+
+
 class InPlace(nn.Module):
     """In-place ops on outputs, and views of one storage saved for backward, some of them twice."""
 
@@ -170,6 +177,20 @@ def accumulate_into_zeros(trainer: Trainer) -> None:
     accumulate(trainer, set_to_none=False)
 
 
+def clear_first(trainer: Trainer) -> None:
+    """As many tutorials have it: gradients live on to the next step."""
+    trainer.optimizer.zero_grad()
+    trainer.loss().backward()
+    trainer.update(clears=False)
+
+
+def clear_between(trainer: Trainer) -> None:
+    loss = trainer.loss()
+    trainer.optimizer.zero_grad()
+    loss.backward()
+    trainer.update(clears=False)
+
+
 def backward_twice(trainer: Trainer) -> None:
     out = trainer.model(*trainer.batch())
     trainer.note(out.square().mean()).backward(retain_graph=True)
@@ -216,6 +237,7 @@ MODELS = (
     DROPOUT,
     Workload("checkpoint_reentrant", lambda: Checkpointed(is_reentrant=True), vectors),
     Workload("checkpoint_nonreentrant", lambda: Checkpointed(is_reentrant=False), vectors),
+    Workload("checkpointed_lstm", lambda: CheckpointedRecurrent(nn.LSTM), sequences),
     replace(GPT_WORKLOAD, name="autocast", objective=under_autocast),
     Workload("bfloat16", lambda: mlp(dtype=torch.bfloat16), lambda: (torch.randn(8, WIDTH).bfloat16(),)),
     Workload("frozen", frozen, vectors),
@@ -227,6 +249,8 @@ MODELS = (
 LOOPS = (
     replace(MLP_WORKLOAD, name="backward_twice", step=backward_twice),
     replace(GPT_WORKLOAD, name="one_loss_twice", step=one_loss_twice),
+    replace(MLP_WORKLOAD, name="clear_first", step=clear_first),
+    replace(MLP_WORKLOAD, name="clear_between", step=clear_between, steps=8),
     replace(MLP_WORKLOAD, name="input_gradient_penalty", step=penalize_input_gradient),
     replace(MLP_WORKLOAD, name="parameter_gradient_penalty", step=penalize_parameter_gradients),
 )

@@ -130,13 +130,15 @@ class Trainer:
         self.outcome.losses.append(copy_of(loss))
         return loss
 
-    def update(self, *, set_to_none: bool = True) -> None:
-        self.note(self._clip(self.model.parameters(), 1.0))
+    def update(self, *, set_to_none: bool = True, clips: bool = True, clears: bool = True) -> None:
+        if clips:
+            self.note(self._clip(self.model.parameters(), 1.0))
         self.outcome.gradients.append(
             {name: copy_of(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         )
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if clears:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
         self.scheduler.step()
 
     def run(self, index: int) -> None:
@@ -152,7 +154,8 @@ class Trainer:
 def copy_of(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU that no dispatch mode sees: a look from outside, no part of the user's program."""
     with _disable_current_modes(), torch.no_grad():
-        return tensor.detach().to("cpu", copy=True)
+        copy = tensor.detach().to("cpu", copy=True)
+        return copy if copy.layout is torch.strided else copy.to_dense()
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -222,9 +225,11 @@ def warnings_of_tieroff() -> Iterator[list[str]]:
     recorded = Recorded()
     logger = logging.getLogger("tieroff")
     logger.addHandler(recorded)
+    propagates, logger.propagate = logger.propagate, False  # pytest keeps records, and with them errors and their frames
     try:
         yield recorded.messages
     finally:
+        logger.propagate = propagates
         logger.removeHandler(recorded)
 
 
@@ -277,16 +282,22 @@ def assert_accounts(engine: Engine) -> None:
         assert placed <= store.used_bytes <= store.capacity_bytes
 
 
-def assert_planned(engine: Engine, workload: Workload, tiers: Tiers) -> None:
-    """Asserts that the step followed its plan, that everything that the model has moved, and what memory it took."""
-    stats, plan = engine.stats(), engine.plan
-    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+def assert_all_moved(engine: Engine, workload: Workload, tiers: Tiers) -> None:
+    """Asserts that tensors of every class that the model has moved, over every link that there is."""
+    stats = engine.stats()
     moved = {kind for kind, size_bytes in stats.moved_bytes_by_class.items() if size_bytes}
     assert moved == set(workload.classes)
     links = {link for link, size_bytes in stats.moved_bytes.items() if size_bytes}
     assert links == ({"d2h", "h2d"} if tiers.host_bytes else set()) | (
         {"nvme_write", "nvme_read"} if tiers.has_nvme else set()
     )
+
+
+def assert_planned(engine: Engine, tiers: Tiers) -> None:
+    """Asserts that the step followed its plan, in the memory that the plan predicted."""
+    stats, plan = engine.stats(), engine.plan
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert sum(stats.moved_bytes.values()) > 0
     predicted = plan.peak_bytes[Tier.DEVICE]
     assert stats.peak_device_bytes <= plan.budget_bytes[Tier.DEVICE]
     assert abs(stats.peak_device_bytes - predicted) <= PEAK_TOLERANCE * predicted, (
@@ -342,7 +353,7 @@ def check_parity(
     policy: str = "floor",
     device: str = "100%",
     **options: Any,
-) -> list[Engine]:
+) -> Engine:
     """Asserts that a workload computes the same numbers wrapped as plain, and that it ran as planned.
 
     Returns the closed engine, for more questions.
@@ -353,13 +364,18 @@ def check_parity(
     def after_step(index: int, engine: Engine) -> None:
         if index == 0:
             engines.append(engine)
-        if index >= workload.steps - 3 and policy == "floor":
-            assert_planned(engine, workload, tiers)
+        if index >= workload.steps - 3:
+            assert_planned(engine, tiers)
+            if policy == "floor":
+                assert_all_moved(engine, workload, tiers)
 
     plain = run_plain(workload, backend.device, **options)
     with warnings_of_tieroff() as messages:
         config = config_for(tiers, folder, policy=policy, device=device)
         wrapped = run_wrapped(workload, config, backend, after_step, **options)
     assert_equal(plain, wrapped)
+    if tiers is MIXED:
+        # A host tier that is full to the last page may have its room in pieces: the store then uses the NVMe, and says so.
+        messages = [message for message in messages if "the free memory is in pieces" not in message]
     assert messages == []
-    return engines
+    return engines[0]

@@ -15,8 +15,12 @@ LSTM = next(workload for workload in MODELS if workload.name == "lstm")
 @pytest.mark.parametrize(
     ("backend", "tiers"), [("cpu", NVME), ("delayed", HOST), ("delayed", MIXED)], ids=["nvme", "host", "mixed"]
 )
-@pytest.mark.parametrize("workload", [GPT_WORKLOAD, CNN, LSTM], ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    ("workload", "budget"),
+    [(GPT_WORKLOAD, "60%"), (LSTM, "60%"), (CNN, "75%")],  # one convolution's work space is 43 % of this small one
+    ids=["gpt", "lstm", "cnn"],
+)
 def test_auto_computes_the_same_within_its_budget(
-    workload: Workload, tiers: Tiers, backend: str, tmp_path: Path
+    workload: Workload, budget: str, tiers: Tiers, backend: str, tmp_path: Path
 ) -> None:
-    check_parity(workload, tiers, BACKENDS[backend], tmp_path, policy="auto", device="60%")
+    check_parity(workload, tiers, BACKENDS[backend], tmp_path, policy="auto", device=budget)

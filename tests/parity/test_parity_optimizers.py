@@ -83,7 +83,7 @@ def update_sparsely(trainer: Trainer) -> None:
 def test_sparse_adam_makes_the_same_updates(tmp_path: Path) -> None:
     workload = Workload(
         "sparse",
-        lambda: nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.Tanh()),
+        lambda: nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.Tanh(), nn.GELU(), nn.Softsign()),
         tokens,
         step=update_sparsely,
         optimizer=make(optim.SparseAdam),

@@ -112,6 +112,7 @@ class Custody:
         for gone in known.values():
             gone.detach(self.traffic)
         self._unhook({key for key in self._hooks if key not in self.executor.names_by_id})
+        gate.forget_strangers()
         gate.is_open = bool(gate.items)
         self._identity = self._look()
 

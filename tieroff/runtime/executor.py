@@ -15,6 +15,7 @@ from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.activations import ActivationItem, SavedTensors
+from tieroff.runtime.backend import bytes_of
 from tieroff.runtime.gradients import Gradients
 from tieroff.runtime.homes import HomeItem, ParameterItem
 from tieroff.runtime.item import Counts, Item, Traffic
@@ -231,11 +232,13 @@ class Executor:
         self.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
         value = self._value(item)
         self.gate.live.add(item, value)
-        assert item.device is not None
-        return item.device
+        return item.device if item.device is not None else bytes_of(value)
 
     def _value(self, item: ParameterItem) -> torch.Tensor:
         with self.lock, torch.inference_mode(False):
+            if item.device is None and item.place is None:  # given back while a graph still wants it
+                assert item.tensor is not None
+                return item.tensor.detach().to(self.traffic.backend.device)
             item.refresh(self.traffic)
             if item.is_lifted:
                 assert item.tensor is not None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from tieroff.runtime.parameters import Gate, functorch_is_active
+from tieroff.runtime.parameters import Gate, current_graph_task, functorch_is_active
 
 
 class ForwardSlot:
@@ -47,17 +49,67 @@ class ForwardSlot:
         return getattr, (self._module, "forward")
 
 
+class _WrittenBuffers:
+    """The buffers that a module's forward writes: running statistics, counters, codebooks.
+
+    A recomputation has to find them as the forward found them, and to leave them as it finds them. Which ones are written
+    is learned from the first forward, by value: batch normalization moves no version.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._written: set[tuple[torch.nn.Module, str]] | None = None
+
+    def copies(self) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
+        """Returns the values before a forward."""
+        return {
+            (owner, name): buffer.clone()
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and (self._written is None or (owner, name) in self._written)
+        }
+
+    def learn(self, before: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> None:
+        """After the first forward: drops from its copies those that it did not write."""
+        if self._written is not None:
+            return
+        for owner, name in list(before):
+            now = owner._buffers[name]
+            is_same = now is not None and now.shape == before[owner, name].shape and torch.equal(now, before[owner, name])
+            if is_same and not isinstance(owner, _NormBase):
+                del before[owner, name]
+        self._written = set(before)
+
+    @contextlib.contextmanager
+    def as_before(self, before: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> Iterator[None]:
+        """Has the module write the copies meanwhile."""
+        now = {(owner, name): owner._buffers[name] for owner, name in before}
+        for (owner, name), value in before.items():
+            owner._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (owner, name), buffer in now.items():
+                owner._buffers[name] = buffer
+
+
 def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> ForwardSlot:
     """Has a module's activations recomputed in backward instead of kept: non-reentrant, random state preserved."""
+    buffers = _WrittenBuffers(module)
 
     def around(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or gate.depth == 0 or functorch_is_active():
             return inner(*args, **kwargs)
 
+        before: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if gate.depth:
-                return inner(*args, **kwargs)
-            with timed():
+                before.update(buffers.copies())
+                out = inner(*args, **kwargs)
+                buffers.learn(before)
+                return out
+            with timed(), buffers.as_before(before):
                 return inner(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
@@ -74,7 +126,8 @@ class RecurrentWeights:
 
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module
-        if not self._gate.is_open or not self._gate.depth or functorch_is_active():
+        is_outside = not self._gate.depth and current_graph_task() == -1
+        if not self._gate.is_open or is_outside or functorch_is_active():
             return inner(*args, **kwargs)
         held = module.__dict__["_flat_weights"]
         module.__dict__["_flat_weights"] = [

@@ -140,6 +140,7 @@ class BucketedStep:
             finally:
                 executor.pause()
                 moved += self._adopt_state(bucket)
+                moved = [item for item in moved if item.device is not None]  # but for state that the step replaced
                 for item in moved:
                     # Fused kernels write without a trace in any version; only gradients are usually left alone.
                     if item.kind is not TensorClass.GRADIENT or self._may_write_gradients():

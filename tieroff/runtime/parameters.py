@@ -80,6 +80,9 @@ class Gate:
         if not self.lifts:
             return self._minted(item, home)
         self.live.add(item, self.fetch_home(item))
+        if item.lower is not None:
+            # Of many that are read before they are used (a recurrent layer's), the first lie below again by then.
+            self.live.add(item, item.lower)
         return home
 
     def _minted(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
@@ -91,6 +94,10 @@ class Gate:
         if mint is None or mint.item is not item:
             mint = self._mints[id(home)] = Mint(home, item, self)
         return mint.on(value)
+
+    def forget_strangers(self) -> None:
+        """Drops the nodes of homes that are looked after no more, or anew: each would keep its home alive."""
+        self._mints = {key: mint for key, mint in self._mints.items() if self.items.get(key) is mint.item}
 
     def home_of(self, value: object) -> object:
         """Returns the home of a minted tensor that somebody stores as a parameter, or the value itself."""

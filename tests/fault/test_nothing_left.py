@@ -1,0 +1,242 @@
+"""Nothing is left behind: no file, no thread, no descriptor, no mapping, however a run ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tieroff
+from tests.fault.twins import Setting, assert_same, follow, look, loss_of, mlp_and_adam
+from tests.fault.twins import usual_step as usual
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def threads() -> int:
+    """Native threads included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def descriptors() -> set[str]:
+    """What this process has open, by what it leads to."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{entry} {os.readlink(f'/proc/self/fd/{entry}')}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return found
+
+
+def mappings(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+def settled(count: Any, expected: int) -> int:
+    """Returns the count once it is down to what is expected, or after a while: threads end a moment after join."""
+    for _ in range(200):
+        if (now := count()) <= expected:
+            return now
+        time.sleep(0.01)
+    return now
+
+
+def warmed_up() -> None:
+    """Has torch start its own threads and open its own files."""
+    follow(mlp_and_adam, usual, 2)
+
+
+def test_nothing_leaks_over_200_steps(each_setting: Setting) -> None:
+    warmed_up()
+    model, optimizer = mlp_and_adam()
+    each_setting.wrap(model, optimizer)
+    for index in range(10):
+        usual(model, optimizer)
+    at_first = threads(), descriptors(), len(mappings(each_setting.dir))
+    held = tieroff.engine(model).stats().nvme_bytes
+    for index in range(200):
+        if index % 50 == 7:  # now and then something else happens
+            with torch.no_grad():
+                model(torch.randn(2, 8))
+            loss_of(model, batch=3)
+        usual(model, optimizer)
+    assert tieroff.engine(model).stats().phase == "planned"
+    assert (threads(), descriptors(), len(mappings(each_setting.dir))) == at_first
+    assert tieroff.engine(model).stats().nvme_bytes == held
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("ending", ["close", "unwrap", "exception", "dropped"])
+def test_nothing_is_left_after_the_end(each_setting: Setting, ending: str) -> None:
+    warmed_up()
+    gc.collect()
+    before = threads(), descriptors()
+    model, optimizer = mlp_and_adam()
+    each_setting.wrap(model, optimizer)
+    engine = weakref.ref(tieroff.engine(model))
+    for _ in range(4):
+        usual(model, optimizer)
+    if ending == "exception":
+        with pytest.raises(RuntimeError):
+            model(torch.randn(4, 9))
+        tieroff.unwrap(model)
+    elif ending == "close":
+        tieroff.engine(model).close()
+        tieroff.engine(model).close() if "forward" in model.__dict__ else None
+    elif ending == "unwrap":
+        tieroff.unwrap(model)
+    del model, optimizer
+    gc.collect()
+    assert settled(threads, before[0]) == before[0]
+    assert settled(lambda: len(descriptors() - before[1]), 0) == 0, descriptors() - before[1]
+    assert mappings(each_setting.dir) == []
+    assert list(each_setting.dir.iterdir()) == []
+    assert engine() is None
+    assert threading.active_count() == 1
+
+
+def test_a_second_engine_after_the_first_was_closed(each_setting: Setting) -> None:
+    plain = follow(mlp_and_adam, usual, 12)
+    torch.manual_seed(0)
+    model, optimizer = mlp_and_adam()
+    seen = []
+    for index in range(12):
+        if index % 4 == 0:
+            each_setting.wrap(model, optimizer)
+        torch.manual_seed(1000 + index)
+        out = usual(model, optimizer)
+        seen.append(look(model, optimizer, out))
+        if index % 4 == 3:
+            tieroff.unwrap(model)
+    assert_same(plain.seen, seen)
+
+
+def test_two_engines_in_one_folder_keep_apart(setting: Setting) -> None:
+    plain = follow(mlp_and_adam, usual, 5)
+    pairs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pairs.append(mlp_and_adam())
+        setting.wrap(*pairs[-1])
+    for index in range(5):
+        for model, optimizer in pairs:
+            torch.manual_seed(1000 + index)
+            assert_same([plain.seen[index]], [look(model, optimizer, usual(model, optimizer))])
+    tieroff.unwrap(pairs[0][0])
+    usual(*pairs[1])
+    tieroff.unwrap(pairs[1][0])
+    assert list(setting.dir.iterdir()) == []
+
+
+def test_a_failed_wrap_leaves_nothing(setting: Setting) -> None:
+    warmed_up()
+    before = threads(), descriptors()
+    for _ in range(3):
+        model, _ = mlp_and_adam()
+        with pytest.raises(tieroff.errors.StateError):
+            setting.wrap(model, torch.optim.LBFGS(model.parameters()))
+    del model
+    gc.collect()
+    assert settled(threads, before[0]) == before[0]
+    assert settled(lambda: len(descriptors() - before[1]), 0) == 0
+    assert list(setting.dir.iterdir()) == []
+
+
+TRAIN = """
+import os, sys, time
+import torch
+from pathlib import Path
+import tieroff
+from tests.fault.twins import Setting, mlp_and_adam, usual_step
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        return torch.full((8,), float(index % 7))
+
+def main(folder, ending):
+    setting = Setting(Path(folder), nvme=True)
+    model, optimizer = mlp_and_adam()
+    setting.wrap(model, optimizer)
+    workers = 2 if "workers" in ending else 0
+    context = "fork" if workers else None
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=workers, multiprocessing_context=context)
+    for index, rows in enumerate(loader):
+        optimizer.zero_grad()
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        if index == 4:
+            pids = [w.pid for w in getattr(loader._iterator, "_workers", [])] if workers else []
+            print("planned", tieroff.engine(model).stats().nvme_bytes, *pids, flush=True)
+            if ending == "raises":
+                raise ValueError("user code fails")
+            if ending == "exits":
+                sys.exit(3)
+        if index > 4:
+            time.sleep(0.02)
+
+main(*sys.argv[1:])
+"""
+
+
+def has_mapped(pid: int, folder: Path) -> bool:
+    try:
+        return str(folder) in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("ending", ["killed", "killed with workers", "raises", "exits", "interrupted"])
+def test_the_folder_is_empty_however_the_process_ends(tmp_path: Path, project: Path, ending: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", TRAIN, str(tmp_path), ending],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    free = os.statvfs(tmp_path).f_bavail
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().split()
+        assert said[:1] == ["planned"], process.communicate(timeout=60)[1]
+        assert int(said[1]) > 0
+        workers = [int(pid) for pid in said[2:]]
+        assert len(workers) == (2 if "workers" in ending else 0)
+        assert not any(has_mapped(pid, tmp_path / "nvme") for pid in workers)
+        if ending.startswith("killed"):
+            process.send_signal(signal.SIGKILL)
+        elif ending == "interrupted":
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    expected = {"raises": 1, "exits": 3, "interrupted": -signal.SIGINT}.get(ending, -signal.SIGKILL)
+    assert process.returncode == expected, errors
+    if ending == "raises":
+        assert "ValueError: user code fails" in errors
+    deadline = time.monotonic() + 30
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+    assert list((tmp_path / "nvme").iterdir()) == []
+    assert os.statvfs(tmp_path).f_bavail > free - 2**28 // os.statvfs(tmp_path).f_frsize
