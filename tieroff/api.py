@@ -50,6 +50,7 @@ _CLASSES = {
 _ALLOCATOR_THRESHOLD_BYTES = 1 << 20
 _PAGE_RETURN_S = 0.005
 _MEASURE_S = 1.5
+_SLACK_PART = 8
 _OVERHEAD_SHARE_AT_MOST = 0.25
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
@@ -233,8 +234,10 @@ class _Builder:
             check(self.given_plan, trace, capabilities)
             return self.given_plan
         budget = {
-            Tier.DEVICE: self._device_bytes(trace), Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes,
-        }  # fmt: skip
+            Tier.DEVICE: self._device_bytes(trace),
+            Tier.HOST: _plannable(self.host_bytes),
+            Tier.NVME: _plannable(self.nvme_bytes),
+        }
         return make_plan(trace, self.machine, budget, self.config.plan.policy, self.config.plan.effort, capabilities)
 
     def _device_bytes(self, trace: Trace) -> int:
@@ -248,11 +251,17 @@ class _Builder:
         return limit - min(self.resident.overhead_bytes(self.engine), int(limit * _OVERHEAD_SHARE_AT_MOST))
 
 
+def _plannable(size_bytes: int) -> int:
+    """Returns what a plan may fill of a lower tier: the rest is for free memory in pieces, and for shadow extents."""
+    return size_bytes - size_bytes // _SLACK_PART
+
+
 class _Resident:
     """What the process takes besides tensors, on the CPU backend: library code and scratch, heap, thread stacks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
+        plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
+        tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if type(t) in plain and not t.is_sparse}
         self._baseline_bytes = _resident_bytes() - sum(t.numel() * t.element_size() for t in tensors.values())
 
     def overhead_bytes(self, engine: Engine) -> int:

@@ -225,7 +225,8 @@ def warnings_of_tieroff() -> Iterator[list[str]]:
     recorded = Recorded()
     logger = logging.getLogger("tieroff")
     logger.addHandler(recorded)
-    propagates, logger.propagate = logger.propagate, False  # pytest keeps records, and with them errors and their frames
+    # pytest keeps records, and with them errors, their frames and the tensors in those.
+    propagates, logger.propagate = logger.propagate, False
     try:
         yield recorded.messages
     finally:

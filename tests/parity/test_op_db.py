@@ -12,14 +12,15 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map
 
 from tests.parity.databases import check_step_parity, quiet, tensors_in
-from tests.parity.support import SEED
-from tieroff.runtime.backend import DelayedBackend
-
-pytestmark = pytest.mark.long
+from tests.parity.support import BACKENDS, SEED
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.bfloat16)
 
-LEFT_OUT: dict[str, str] = {}
+# Operators that do not compute the same, and why. A line whose operator does fails the test.
+LEFT_OUT = {
+    "prod": "traced step only: under any dispatch mode torch's backward takes another formula, whose last bit differs",
+    "nn_functional_rrelu": "saves its noise before it writes it, without a new version: any hook that copies gets old bytes",
+}
 
 
 class Applied(nn.Module):
@@ -68,7 +69,7 @@ def first_sample(op: Any) -> Any:
     return None
 
 
-def check_operator(op: Any, folder: Path) -> None:
+def check_operator(op: Any, backend: str, folder: Path) -> None:
     with quiet():
         sample = first_sample(op)
         assert sample is not None, "no sample has an input to move"
@@ -77,21 +78,22 @@ def check_operator(op: Any, folder: Path) -> None:
             model = Applied(op, sample)
             return model, model
 
-        moved = check_step_parity(build, DelayedBackend(SEED), folder)
+        moved = check_step_parity(build, BACKENDS[backend](), folder)
     assert moved["parameter"] > 0
 
 
 OPERATORS = [op for op in op_db if op.supports_autograd and dtype_for(op) is not None]
 
 
+@pytest.mark.parametrize("backend", ["delayed", pytest.param("cpu", marks=pytest.mark.long)])
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.formatted_name)
-def test_operator_computes_the_same_wrapped(op: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_operator_computes_the_same_wrapped(op: Any, backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
     if op.formatted_name not in LEFT_OUT:
-        check_operator(op, folder)
+        check_operator(op, backend, folder)
         return
-    with pytest.raises(BaseException):  # noqa: B017, PT011  # a line in LEFT_OUT that is not needed any more fails here
-        check_operator(op, folder)
+    with pytest.raises(AssertionError, match="differs"):
+        check_operator(op, backend, folder)
 
 
 def test_what_is_left_out_exists() -> None:

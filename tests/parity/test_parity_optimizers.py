@@ -93,7 +93,10 @@ def test_sparse_adam_makes_the_same_updates(tmp_path: Path) -> None:
 
 
 def test_every_optimizer_of_torch_is_tried() -> None:
-    tried = {type(factory([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])) for factory in OPTIMIZERS.values()}
+    tried = {
+        type(factory([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]))
+        for factory in OPTIMIZERS.values()
+    }
     tried |= {optim.Muon, optim.SparseAdam}
     refused = {optim.LBFGS, optim.Optimizer}
     kinds = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)}

@@ -126,6 +126,8 @@ class Custody:
     def _hook_gradient(self, parameter: torch.Tensor) -> None:
         if id(parameter) in self._hooks or not (parameter.requires_grad and parameter.is_leaf):
             return
+        if parameter.layout is not torch.strided:
+            return  # never moved, and a sparse one has no view through which to find its node
 
         def gradient_arrived(home: torch.Tensor) -> None:
             item = self.executor.gate.items.get(id(home))
@@ -245,6 +247,7 @@ class Custody:
         for home in (*self.executor.gradients.values(), *items.values()):
             home.bring_home(self.traffic)
         items.clear()
+        self.executor.gate.forget_strangers()
         self.executor.gate.is_open = False
         self.executor.bring_activations_home()
 

@@ -61,6 +61,7 @@ class Executor:
         self._keys: list[Hashable] = []
         self._names: list[str] = []
         self._held: deque[ParameterItem] = deque()
+        self._written: frozenset[Hashable] = frozenset()
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
         self.recorded: list[Subject] = []
@@ -172,6 +173,7 @@ class Executor:
         self.saw_backward = False
         self.traffic.counts = Counts()
         self.traffic.spans = []
+        self._written = program.written
         self.saved_tensors.forget()
         self.gate.live.sweep()
         if program.phase is not Phase.PLANNED:
@@ -211,7 +213,9 @@ class Executor:
     def fetch(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device value of a parameter that is read in forward, or in a recomputation."""
         self.tick(("param", item.position), lambda: f"param:{item.name}", self.phase)
-        return self._value(item)
+        value = self._value(item)
+        item.may_be_written = self._may_write(item)
+        return value
 
     def fetch_home(self, item: ParameterItem) -> torch.Tensor:
         """Has the home itself lie on the device, and returns it."""
@@ -219,6 +223,7 @@ class Executor:
         with self.lock, torch.inference_mode(False):
             item.refresh(self.traffic)
             item.lift(self.traffic)
+            item.may_be_written = self._may_write(item)
             self.bind(item)
             if self.mode is not Mode.PLANNED:
                 self._hold(item)
@@ -226,6 +231,18 @@ class Executor:
             home = item.tensor
             assert home is not None
             return home
+
+    def _may_write(self, item: ParameterItem) -> bool:
+        """True when the step may write this parameter through `.data`, which no version shows.
+
+        It shows in a trace; while there is none that holds, every parameter counts as written.
+        """
+        program = self.program
+        if program is None or self.mode is Mode.IDLE:
+            return item.key in self._written
+        if program.phase is Phase.RECORD or (program.phase is Phase.PLANNED and self.mode is Mode.DEMAND):
+            return True
+        return item.key in program.written
 
     def fetch_saved(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device bytes of a parameter that backward needs."""

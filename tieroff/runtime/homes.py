@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend import bytes_of, view_of
@@ -57,9 +58,12 @@ class HomeItem(Item):
         value: the device copy in the tensor's geometry; None when there is none.
         is_lifted: `.data` is the device copy.
         version: the tensor's version when its copies were last known to be equal.
+        may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
     """
 
-    __slots__ = ("_ref", "dtype", "is_lifted", "lower", "size", "stride", "value", "value_version", "version")
+    __slots__ = (
+        "_ref", "dtype", "is_lifted", "lower", "may_be_written", "size", "stride", "value", "value_version", "version",
+    )  # fmt: skip
 
     def __init__(self, key: Hashable, name: str, kind: TensorClass, tensor: torch.Tensor, tier: Tier) -> None:
         super().__init__(key, name, kind, tensor.numel() * tensor.element_size(), tier)
@@ -69,6 +73,7 @@ class HomeItem(Item):
         self.value: torch.Tensor | None = None
         self.value_version = 0
         self.is_lifted = True
+        self.may_be_written = False
         self.version = tensor._version
 
     @property
@@ -96,11 +101,14 @@ class HomeItem(Item):
         tensor = self.tensor
         if tensor is None:
             return False
+        if self.may_be_written and self.device is not None:
+            return True
         return tensor._version != self.version or (self.value is not None and self.value._version != self.value_version)
 
     def note(self) -> None:
         """Remembers the versions at which the copies are equal."""
         tensor = self.tensor
+        self.may_be_written = False
         self.version = tensor._version if tensor is not None else 0
         self.value_version = self.value._version if self.value is not None else 0
 
@@ -152,17 +160,23 @@ class HomeItem(Item):
         if self.is_lifted:
             traffic.send(self, Event.TOUCH)
             self.note()
-        elif self.value is not None and self.value._version != self.value_version:
+        elif self.value is not None and self._is_value_newer():
             # A fetched value was written in place inside forward: the home gets it at once.
             tensor = self.tensor
             if tensor is not None:
-                with torch.no_grad():
+                with torch.no_grad(), _disable_current_modes():
                     tensor.data.copy_(self.value)
             self.note()
         elif self.state in ON_DEVICE or self.state is State.ARRIVING:
             # The home below was written: the device copy is old, the home is what counts.
             traffic.send(self, Event.DROP)
             self.note()
+
+    def _is_value_newer(self) -> bool:
+        tensor, value = self.tensor, self.value
+        if value is None or value._version != self.value_version:
+            return value is not None
+        return self.may_be_written and (tensor is None or tensor._version == self.version)
 
     def leave(self, traffic: Traffic) -> None:
         """Has the tensor lie below, with its latest value."""

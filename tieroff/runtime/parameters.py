@@ -146,25 +146,24 @@ class Mint:
     def __init__(self, home: torch.Tensor, item: ParameterItem, gate: Gate) -> None:
         self.home = home
         self.item = item
-        self._value: torch.Tensor | None = None
+        # A list of its own: were the hook to hold this object, the two would keep each other alive through autograd's
+        # memory, where Python's collector does not look.
+        self._value: list[torch.Tensor] = []
+        value = self._value
         with torch.enable_grad(), torch.inference_mode(False):
             source = _Identity.apply(home, gate, item)  # type: ignore[no-untyped-call]
             # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
             source.grad_fn._set_sequence_nr(2**64 - 1)
-            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, self._give):
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: value[0]):
                 self._node = _Keep.apply(source).grad_fn  # type: ignore[no-untyped-call]
-
-    def _give(self, nothing: None) -> torch.Tensor:
-        assert self._value is not None
-        return self._value
 
     def on(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the value's memory through which gradients reach the home."""
-        self._value = value
+        self._value.append(value)
         try:
             minted: torch.Tensor = self._node.saved_tensors[0]
         finally:
-            self._value = None
+            self._value.clear()
         minted.__dict__.update(self.home.__dict__)
         minted._is_param = True  # isinstance(w, nn.Parameter) holds, as for the home
         minted._tieroff_home = self.home  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ class Program:
         births: per op, bytes of activations and gradients that come to life in it.
         mismatches: steps in a row that left the sequence.
         retraces: how often it was traced again.
+        written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
     """
 
     signature: Hashable
@@ -75,6 +76,7 @@ class Program:
     tiers: dict[int, Tier] = field(default_factory=dict)
     mismatches: int = 0
     retraces: int = 0
+    written: frozenset[Hashable] = frozenset()
 
     def adopt(self, plan: Plan) -> None:
         """Makes the plan what the next step of this kind runs."""

@@ -196,6 +196,8 @@ class Steps:
         subjects = self._subjects()
         program.trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
         program.index = {subject.key: i for i, subject in enumerate(subjects)}
+        in_passes = {t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.writes}
+        program.written = frozenset(s.key for i, s in enumerate(subjects) if i in in_passes and s.kind is TensorClass.PARAMETER)
         program.phase = Phase.MEASURE
 
     def _subjects(self) -> list[Subject]:

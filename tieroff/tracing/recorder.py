@@ -95,6 +95,8 @@ class StepRecorder(TorchDispatchMode):
         life, _ = self._life_of(storage)
         if is_new and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
+            life.reads.clear()  # what was seen of it so far is how the engine made it
+            life.writes.clear()
         if key not in life.keys:
             life.keys.append(key)
         life.is_below = is_below
