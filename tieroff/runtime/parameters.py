@@ -22,6 +22,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tieroff.errors import StateError
 from tieroff.runtime.homes import ParameterItem
 
 # The id of the running graph task, or -1 outside a backward.
@@ -40,6 +41,7 @@ class Gate:
         fetch_home: has the home itself lie on the device, and returns it.
         to_home: brings a gradient to the device that its home lies on (only where that is another one).
         live: device values by their storage.
+        cast: ids of host homes that were read under autocast since the running forward began.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Gate:
         self.fetch_home = fetch_home
         self.to_home = to_home
         self.live = LiveValues()
+        self.cast: set[int] = set()
         self._mints: dict[int, Mint] = {}
 
     def value_for(self, home: torch.Tensor) -> torch.Tensor:
@@ -77,7 +80,13 @@ class Gate:
         return self._fetched(item, home)
 
     def _fetched(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
-        if not self.lifts:
+        lifts = self.lifts
+        if not lifts and torch.is_autocast_enabled(item.compute_device.type):
+            # Autocast keeps the casts of leaves only: a minted weight would be cast, and its gradient rounded, per use.
+            lifts = home.device == item.compute_device
+            if not lifts:
+                self._note_cast(item, home)
+        if not lifts:
             return self._minted(item, home)
         self.live.add(item, self.fetch_home(item))
         if item.lower is not None:
@@ -94,6 +103,15 @@ class Gate:
         if mint is None or mint.item is not item:
             mint = self._mints[id(home)] = Mint(home, item, self)
         return mint.on(value)
+
+    def _note_cast(self, item: ParameterItem, home: torch.Tensor) -> None:
+        if id(home) in self.cast and torch.is_autocast_cache_enabled() and home.dtype is torch.float32:
+            raise StateError(
+                f"parameter {item.name} is read twice in one autocast region, and its home lies on the host: torch would sum "
+                'its gradients in another order than without tieroff. Leave "parameters" and "gradients" out of [plan] cover, '
+                "or give autocast cache_enabled=False"
+            )
+        self.cast.add(id(home))
 
     def forget_strangers(self) -> None:
         """Drops the nodes of homes that are looked after no more, or anew: each would keep its home alive."""
