@@ -261,7 +261,8 @@ class _Resident:
 
     def __init__(self, model: torch.nn.Module) -> None:
         plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
-        tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if type(t) in plain and not t.is_sparse}
+        held = (t for t in (*model.parameters(), *model.buffers()) if type(t) in plain and t.layout is torch.strided)
+        tensors = {t.data_ptr(): t for t in held}
         self._baseline_bytes = _resident_bytes() - sum(t.numel() * t.element_size() for t in tensors.values())
 
     def overhead_bytes(self, engine: Engine) -> int:

@@ -150,7 +150,7 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = Mlp()
     before = look(model, None)
     config = {"budget": {"host": 0, "nvme": "1MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
-    with pytest.raises((ConfigError, StoreError), match="[Rr]ead-only") as caught:
+    with pytest.raises((ConfigError, StoreError), match=r"[Rr]ead-only") as caught:
         tieroff.wrap(model, adam(model), config)
     assert str(tmp_path) in str(caught.value)
     monkeypatch.undo()
@@ -188,7 +188,7 @@ def test_lbfgs_is_refused(each_setting: Setting) -> None:
     model = Mlp()
     optimizer = torch.optim.LBFGS(model.parameters())
     before = look(model, None)
-    with pytest.raises(StateError, match="got LBFGS.*use another optimizer"):
+    with pytest.raises(StateError, match=r"got LBFGS.*use another optimizer"):
         each_setting.wrap(model, optimizer)
     assert_untouched(model, before)
 
@@ -210,7 +210,7 @@ def test_wrap_with_no_optimizer_of_torch(each_setting: Setting) -> None:
 def test_a_second_wrap(each_setting: Setting) -> None:
     plain = follow(mlp_and_adam, usual, 5)
     model, optimizer = trained(each_setting)
-    with pytest.raises(StateError, match="wrapped already; tieroff.unwrap"):
+    with pytest.raises(StateError, match=r"wrapped already; tieroff\.unwrap"):
         each_setting.wrap(model, optimizer)
     torch.manual_seed(1004)
     assert_same([plain.seen[4]], [look(model, optimizer, usual(model, optimizer))])
@@ -224,7 +224,7 @@ def test_engine_and_unwrap_of_what_is_not_wrapped(each_setting: Setting) -> None
     model = Mlp()
     for call in (tieroff.engine, tieroff.unwrap):
         for thing in (model, 3, None):
-            with pytest.raises(StateError, match="not wrapped.*call tieroff.wrap first"):
+            with pytest.raises(StateError, match=r"not wrapped.*call tieroff.wrap first"):
                 call(thing)
     each_setting.wrap(model, None)
     with pytest.raises(StateError, match="not wrapped"):

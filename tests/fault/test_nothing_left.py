@@ -63,7 +63,7 @@ def test_nothing_leaks_over_200_steps(each_setting: Setting) -> None:
     warmed_up()
     model, optimizer = mlp_and_adam()
     each_setting.wrap(model, optimizer)
-    for index in range(10):
+    for _ in range(10):
         usual(model, optimizer)
     at_first = threads(), descriptors(), mapped_bytes(each_setting.dir)
     held = tieroff.engine(model).stats().nvme_bytes

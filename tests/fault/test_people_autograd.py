@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import tieroff
-from tests.fault.twins import Mlp, Setting, adam, assert_same, check_twins, follow, loss_of, look, mlp_and_adam, sgd
+from tests.fault.twins import Mlp, Setting, adam, assert_same, check_twins, follow, look, loss_of, mlp_and_adam, sgd
 from tests.fault.twins import usual_step as usual
 
 # Forward mode loads torch's own scripted decompositions, and torch warns of itself.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.fault.twins import Mlp, Setting, adam, check_twins, loss_of, look, sgd
+from tests.fault.twins import Mlp, Setting, adam, check_twins, look, loss_of, sgd
 from tests.fault.twins import usual_step as usual
 
 pytestmark = pytest.mark.timeout(60)
@@ -236,7 +236,7 @@ def test_complex_parameters(each_setting: Setting) -> None:
 
 def test_lazy_modules_are_refused_before_anything_is_touched(each_setting: Setting) -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
-    with pytest.raises(tieroff.errors.StateError, match="LazyLinear has lazy parameters.*run one forward"):
+    with pytest.raises(tieroff.errors.StateError, match=r"LazyLinear has lazy parameters.*run one forward"):
         each_setting.wrap(model, None)
     model(torch.randn(4, 8))
     optimizer = sgd(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import tieroff
-from tests.fault.twins import Mlp, Setting, adam, check_twins, equal, follow, loss_of, look, mlp_and_adam, sgd
+from tests.fault.twins import Mlp, Setting, adam, check_twins, equal, follow, look, loss_of, mlp_and_adam, sgd
 from tests.fault.twins import usual_step as usual
 from tieroff.errors import StateError
 
@@ -373,17 +374,19 @@ def test_two_optimizers_of_which_one_is_attached(each_setting: Setting) -> None:
 
 
 def test_state_loaded_in_mid_training(each_setting: Setting) -> None:
-    kept: dict[int, Any] = {}
+    files: list[io.BytesIO] = []
 
     def step(model: Any, optimizer: Any, index: int) -> Any:
         loss = usual(model, optimizer)
         if index == 2:
-            kept[0] = (look(model, None), {k: v.clone() for k, v in model.state_dict().items()})
-            torch.save(optimizer.state_dict(), file := kept.setdefault(1, __import__("io").BytesIO()))
-            file.seek(0)
+            files.append(io.BytesIO())
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(kept, files[-1])
         if index == 4:
-            model.load_state_dict(kept[0][1])
-            optimizer.load_state_dict(torch.load(kept.pop(1), weights_only=True))
+            files[-1].seek(0)
+            kept = torch.load(files[-1], weights_only=True)
+            model.load_state_dict(kept["model"])
+            optimizer.load_state_dict(kept["optimizer"])
         return loss
 
     check_twins(mlp_and_adam, step, each_setting, steps=9)

@@ -376,7 +376,7 @@ def check_parity(
         wrapped = run_wrapped(workload, config, backend, after_step, **options)
     assert_equal(plain, wrapped)
     if tiers is MIXED:
-        # A host tier that is full to the last page may have its room in pieces: the store then uses the NVMe, and says so.
+        # Sixteen pages of host memory may be free in pieces, whatever is left free: the NVMe takes over, and it is said.
         messages = [message for message in messages if "the free memory is in pieces" not in message]
     assert messages == []
     return engines[0]

@@ -125,7 +125,7 @@ class Engine:
         if not torch.is_grad_enabled() or self._custody.has_substitutes():
             return self._infer(inner, args, kwargs)
         self._steps.begin_forward(args, kwargs)
-        executor.gate.cast.clear()
+        executor.gate.new_forward(self._backend.device)
         executor.gate.depth += 1
         try:
             if executor.mode is Mode.PASS:

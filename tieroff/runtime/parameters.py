@@ -60,10 +60,17 @@ class Gate:
         self.to_home = to_home
         self.live = LiveValues()
         self.cast: set[int] = set()
+        self._region: object = None
+        self._marker: torch.Tensor | None = None
         self._mints: dict[int, Mint] = {}
 
-    def value_for(self, home: torch.Tensor) -> torch.Tensor:
-        """Returns what item access gives for a home: itself, or its fetched value."""
+    def value_for(self, home: torch.Tensor, is_looked_up: bool = False) -> torch.Tensor:
+        """Returns what item access gives for a home: itself, or its fetched value.
+
+        Args:
+            home: what the module's dict holds.
+            is_looked_up: the module only takes rows of it, which autocast does not cast.
+        """
         item = self.items.get(id(home))
         if item is None or item.tensor is not home:
             return home
@@ -76,15 +83,15 @@ class Gate:
         if functorch_is_active():
             # Tensors made under a transform are its wrappers, which no home may lie on.
             with temporarily_clear_interpreter_stack():
-                return self._fetched(item, home)
-        return self._fetched(item, home)
+                return self._fetched(item, home, is_looked_up)
+        return self._fetched(item, home, is_looked_up)
 
-    def _fetched(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
+    def _fetched(self, item: ParameterItem, home: torch.Tensor, is_looked_up: bool) -> torch.Tensor:
         lifts = self.lifts
         if not lifts and torch.is_autocast_enabled(item.compute_device.type):
             # Autocast keeps the casts of leaves only: a minted weight would be cast, and its gradient rounded, per use.
             lifts = home.device == item.compute_device
-            if not lifts:
+            if not lifts and not is_looked_up:
                 self._note_cast(item, home)
         if not lifts:
             return self._minted(item, home)
@@ -112,6 +119,28 @@ class Gate:
                 "or give autocast cache_enabled=False"
             )
         self.cast.add(id(home))
+
+    def new_forward(self, device: torch.device) -> None:
+        """Forgets which homes autocast has cast, unless the region they were cast in goes on."""
+        region = self._autocast_region(device)
+        if region is None or region is not self._region:
+            self.cast.clear()
+        self._region = region
+
+    def _autocast_region(self, device: torch.device) -> object:
+        """Returns what is the same object for as long as one autocast region lasts; None outside of one on CUDA.
+
+        Autocast caches the cast of a leaf for a region: the node of that cast tells regions apart. It is held, or another
+        could get its address.
+        """
+        kind = device.type
+        if kind == "cpu" or not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+            return None
+        if self._marker is None:
+            self._marker = torch.zeros(1, 1, device=device, requires_grad=True)
+        with torch.enable_grad():
+            node = torch.mm(self._marker, self._marker).grad_fn
+        return node.next_functions[0][0] if node is not None else None
 
     def forget_strangers(self) -> None:
         """Drops the nodes of homes that are looked after no more, or anew: each would keep its home alive."""
@@ -191,13 +220,14 @@ class Mint:
 class FetchingDict(dict[str, Any]):
     """A module's `_parameters`; a copy or a pickle of it is a plain dict."""
 
-    __slots__ = ("gate",)
+    __slots__ = ("gate", "is_looked_up")
     gate: Gate
+    is_looked_up: bool
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         gate = self.gate
-        return value if value is None or not gate.is_open else gate.value_for(value)
+        return value if value is None or not gate.is_open else gate.value_for(value, self.is_looked_up)
 
     def __setitem__(self, name: str, value: Any) -> None:
         dict.__setitem__(self, name, self.gate.home_of(value))
@@ -250,6 +280,7 @@ def install(model: torch.nn.Module, gate: Gate) -> None:
             continue
         fetching = FetchingDict(parameters.items())
         fetching.gate = gate
+        fetching.is_looked_up = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         module.__dict__["_parameters"] = fetching
 
 

@@ -15,6 +15,10 @@ from tieroff.core.recording import Subject
 from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError
+from tieroff.tracing.scratch import PeakCounter
+
+# Ops on smaller tensors take no scratch worth a look at the counter (about 0.1 ms).
+_SCRATCH_FROM_BYTES = 1 << 20
 
 
 class _Life:
@@ -37,7 +41,8 @@ class StepRecorder(TorchDispatchMode):
     """A dispatch mode that follows every storage of one device through a step.
 
     It is pushed when the step's first forward begins and popped when the step ends, so that backward and the user's own
-    code between are seen. Not seen: `p.data = t`, writes through NumPy, and scratch memory inside one kernel.
+    code between are seen. Not seen: `p.data = t` and writes through NumPy. Scratch memory inside one kernel shows on the CPU
+    only, by the peak counter of the kernel of the operating system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,6 +55,9 @@ class StepRecorder(TorchDispatchMode):
         self._first_instant: list[int] = []
         self._now = 0
         self._is_on = False
+        counter = PeakCounter() if device.type == "cpu" else None
+        self._counter = counter if counter is not None and counter.works else None
+        self._scratch: dict[int, int] = {}
         self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
     # -- life cycle ----------------------------------------------------------------------------------------------
@@ -112,12 +120,24 @@ class StepRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         for tensor, is_written in self._inputs(func, args, kwargs):
             self._use(tensor, is_written)
-        out = func(*args, **kwargs)
-        self._now += 1
+        out = self._run(func, args, kwargs)
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 self._use(leaf, True, is_output=True)
         self._sweep()
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an op, and notes the scratch memory that it took at the instant it ends."""
+        counter = self._counter
+        if counter is None or not any(_is_large(leaf) for leaf in tree_iter((args, kwargs))):
+            out = func(*args, **kwargs)
+            self._now += 1
+            return out
+        counter.start()
+        out = func(*args, **kwargs)
+        self._now += 1
+        self._scratch[self._now] = counter.stop()
         return out
 
     @property
@@ -244,8 +264,12 @@ class StepRecorder(TorchDispatchMode):
                 op += 1
                 peaks[op] = total
             total += change.get(instant, 0)
-            peaks[op] = max(peaks[op], total)
+            peaks[op] = max(peaks[op], total + self._scratch.get(instant, 0))
         return peaks
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() >= _SCRATCH_FROM_BYTES
 
 
 def _merge(intervals: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

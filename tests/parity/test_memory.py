@@ -1,0 +1,41 @@
+"""The budget, checked by a measure that the engine does not own: the process's peak resident set."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("memory_run.py")
+MARGIN = 1.15  # planner, staging and libraries' work space included
+
+
+def run(folder: Path, budget_bytes: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), str(budget_bytes)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_resident_memory_stays_within_the_budget_when_it_is_a_quarter_of_the_plain_run(tmp_path: Path) -> None:
+    plain = run(tmp_path, 0)
+    assert plain["peak_bytes"] >= 1.5e9, "the model is too small to show anything"
+    budget_bytes = plain["peak_bytes"] // 4
+
+    wrapped = run(tmp_path, budget_bytes)
+
+    assert wrapped["losses"] == plain["losses"]
+    assert wrapped["phase"] == "planned"
+    assert wrapped["fallbacks"] == 0
+    assert wrapped["moved"]["nvme_write"] > 0
+    assert wrapped["peak_bytes"] <= MARGIN * budget_bytes
+    assert wrapped["counted_bytes"] <= wrapped["planned_bytes"] <= budget_bytes
+    assert wrapped["counted_bytes"] >= 0.98 * wrapped["planned_bytes"]
+    assert not list(tmp_path.iterdir())
