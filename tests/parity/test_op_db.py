@@ -19,7 +19,6 @@ DTYPES = (torch.float64, torch.float32, torch.complex128, torch.bfloat16)
 # Operators that do not compute the same, and why. A line whose operator does fails the test.
 LEFT_OUT = {
     "prod": "traced step only: under any dispatch mode torch's backward takes another formula, whose last bit differs",
-    "nn_functional_rrelu": "saves its noise before it writes it, without a new version: any hook that copies gets old bytes",
 }
 
 

@@ -165,7 +165,7 @@ class SavedTensors:
         packed = Packed(tensor, item)
         item.packs += 1
         weakref.finalize(packed, self._dead.append, item).atexit = False
-        self._executor.packed(item)
+        self._executor.packed(item, is_complete=tensor.requires_grad)
         return packed
 
     def unpack(self, packed: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ log = logging.getLogger("tieroff")
 
 # How many fetched parameters are kept at hand while nothing is planned: enough for a weight and its bias.
 _HELD_ON_DEMAND = 2
+# More tensors than any op saves of its inputs before its kernel runs, and fills in that kernel.
+_TICKS_OF_ONE_OP = 3
 
 
 class Executor:
@@ -64,6 +67,7 @@ class Executor:
         self._written: frozenset[Hashable] = frozenset()
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
+        self._incomplete: deque[list[Any]] = deque()
         self.recorded: list[Subject] = []
         self.saw_backward = False
         self.is_closed = False
@@ -83,6 +87,8 @@ class Executor:
             if mode is Mode.PLANNED:
                 self._measure(self.cursor)  # before what died in the op that ends is let go
             self.saved_tensors.drain(self._end_activation)
+            if self._incomplete:
+                self._let_complete_leave()
             program = self.program
             assert program is not None
             if mode is Mode.PLANNED:
@@ -281,7 +287,8 @@ class Executor:
             self._drop(self._held.popleft())
 
     def drop_held(self) -> None:
-        """Lets go of the parameters that were fetched on demand."""
+        """Lets go of what was fetched, or kept for a moment, on demand."""
+        self._let_complete_leave(_TICKS_OF_ONE_OP)
         while self._held:
             self._drop(self._held.popleft())
 
@@ -336,11 +343,28 @@ class Executor:
             self.recorded.append(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
         return item
 
-    def packed(self, item: ActivationItem) -> None:
-        """The item was packed; on demand its bytes leave at once."""
-        if self.mode is Mode.DEMAND and item.state is not State.LOWER:
+    def packed(self, item: ActivationItem, is_complete: bool) -> None:
+        """The item was packed; on demand its bytes leave at once, or as soon as they are complete.
+
+        An op packs its inputs before its kernel runs, and `rrelu` then fills one of them without moving its version. Such
+        a tensor needs no gradient itself; it waits until the ticks of its own op are over.
+        """
+        if self.mode is not Mode.DEMAND or item.state is State.LOWER:
+            return
+        if is_complete:
             self.traffic.leave(item)
-            self.resume()
+        else:
+            self._incomplete.append([item, _TICKS_OF_ONE_OP])
+        self.resume()
+
+    def _let_complete_leave(self, ticks: int = 1) -> None:
+        """So many ticks went by: what was incomplete may be complete now, and leaves."""
+        for entry in self._incomplete:
+            entry[1] -= ticks
+        while self._incomplete and self._incomplete[0][1] <= 0:
+            item, _ = self._incomplete.popleft()
+            if item.device is not None and item.state is not State.ARRIVING:
+                self.traffic.leave(item)
 
     def unpacked(self, item: ActivationItem) -> torch.Tensor:
         """Returns the item's device bytes for backward."""
