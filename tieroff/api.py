@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ class _Builder:
             return load_machine(path)
         return measure_machine(self.backend.device.type, self.dirs, engine=self.config.nvme.engine, seconds=_MEASURE_S)
 
-    def _plan(self, trace: Trace) -> Plan:
+    def _plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
         capabilities = Capabilities(
             tiers=tuple(t for t, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size),
             gradient_follows_parameter=True,
@@ -238,7 +239,14 @@ class _Builder:
             Tier.HOST: _plannable(self.host_bytes),
             Tier.NVME: _plannable(self.nvme_bytes),
         }
-        return make_plan(trace, self.machine, budget, self.config.plan.policy, self.config.plan.effort, capabilities)
+        planning, machine = self.config.plan, self._machine_as_seen(rates)
+        return make_plan(trace, machine, budget, planning.policy, planning.effort, capabilities)
+
+    def _machine_as_seen(self, rates: dict[str, float]) -> Machine:
+        """Returns the machine with links no faster than they were beside compute: a probe has the cores to itself."""
+        seen: dict[str, Any] = {f"{link}_bytes_per_s": int(rate) for link, rate in rates.items()}
+        slower: dict[str, Any] = {key: rate for key, rate in seen.items() if 0 < rate < getattr(self.machine, key)}
+        return replace(self.machine, **slower) if slower else self.machine
 
     def _device_bytes(self, trace: Trace) -> int:
         wanted = self.config.budget.device

@@ -42,8 +42,8 @@ def _recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan name modules to recompute."""
     plan = _Builder._plan
 
-    def with_recompute(self: _Builder, trace: Trace) -> Plan:
-        return replace(plan(self, trace), recompute=RECOMPUTED)
+    def with_recompute(self: _Builder, trace: Trace, rates: dict[str, float]) -> Plan:
+        return replace(plan(self, trace, rates), recompute=RECOMPUTED)
 
     monkeypatch.setattr(_Builder, "_plan", with_recompute)
 

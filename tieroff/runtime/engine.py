@@ -24,7 +24,7 @@ from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.parameters import functorch_is_active, install, uninstall
 from tieroff.runtime.program import Mode
 from tieroff.runtime.stats import Stats
-from tieroff.runtime.steps import Steps
+from tieroff.runtime.steps import MakePlan, Steps
 from tieroff.storage.store import Store
 from tieroff.units import format_bytes, format_seconds
 
@@ -43,7 +43,7 @@ class Engine:
         backend: Backend,
         stores: dict[Tier, Store],
         settings: Settings,
-        make_plan: Callable[[Trace], Plan],
+        make_plan: MakePlan,
         make_recorder: Callable[[], Recorder],
         on_close: Callable[[], None],
     ) -> None:
@@ -142,7 +142,7 @@ class Engine:
             raise
         finally:
             executor.gate.depth -= 1
-            executor.drop_held()
+            executor.on_demand.let_go()
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = self._backend.device
@@ -165,7 +165,7 @@ class Engine:
             return inner(*args, **kwargs)
         finally:
             executor.gate.depth -= 1
-            executor.drop_held()
+            executor.on_demand.let_go()
             executor.mode = mode
 
     def _before_update(self) -> None:

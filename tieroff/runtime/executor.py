@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,6 +15,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.activations import ActivationItem, SavedTensors
 from tieroff.runtime.backend import bytes_of
+from tieroff.runtime.demand import OnDemand
 from tieroff.runtime.gradients import Gradients
 from tieroff.runtime.homes import HomeItem, ParameterItem
 from tieroff.runtime.item import Counts, Item, Traffic
@@ -25,11 +24,6 @@ from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.state import Event, State
 
 log = logging.getLogger("tieroff")
-
-# How many fetched parameters are kept at hand while nothing is planned: enough for a weight and its bias.
-_HELD_ON_DEMAND = 2
-# More tensors than any op saves of its inputs before its kernel runs, and fills in that kernel.
-_TICKS_OF_ONE_OP = 3
 
 
 class Executor:
@@ -63,11 +57,10 @@ class Executor:
         self.names_by_id: dict[int, str] = {}
         self._keys: list[Hashable] = []
         self._names: list[str] = []
-        self._held: deque[ParameterItem] = deque()
+        self.on_demand = OnDemand(self)
         self._written: frozenset[Hashable] = frozenset()
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
-        self._incomplete: deque[list[Any]] = deque()
         self.recorded: list[Subject] = []
         self.saw_backward = False
         self.is_closed = False
@@ -87,8 +80,7 @@ class Executor:
             if mode is Mode.PLANNED:
                 self._measure(self.cursor)  # before what died in the op that ends is let go
             self.saved_tensors.drain(self._end_activation)
-            if self._incomplete:
-                self._let_complete_leave()
+            self.on_demand.tick()
             program = self.program
             assert program is not None
             if mode is Mode.PLANNED:
@@ -201,7 +193,7 @@ class Executor:
                 self._diverge("end", lambda: "the end of the step")
         if self.recorder is not None:
             self.recorder.stop()
-        self.drop_held()
+        self.on_demand.let_go()
         self.mode = Mode.IDLE
         return self._keys, self._names
 
@@ -210,7 +202,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.stop()
             self.recorder = None
-        self.drop_held()
+        self.on_demand.let_go()
         self.mode = Mode.IDLE
         self.program = None
 
@@ -232,7 +224,8 @@ class Executor:
             item.may_be_written = self._may_write(item)
             self.bind(item)
             if self.mode is not Mode.PLANNED:
-                self._hold(item)
+                self.watch_backward()
+                self.on_demand.hold(item)
             self.resume()
             home = item.tensor
             assert home is not None
@@ -271,30 +264,12 @@ class Executor:
             if self.recorder is not None:
                 self.recorder.bind(device.untyped_storage(), item.key, is_new=True)
             if self.mode is not Mode.PLANNED:
-                self._hold(item)
+                self.watch_backward()
+                self.on_demand.hold(item)
             value = item.value
             assert value is not None
             self.resume()
             return value
-
-    def _hold(self, item: ParameterItem) -> None:
-        """Keeps a fetched parameter at hand for a moment: whoever uses it holds its memory himself."""
-        if item in self._held:
-            return
-        self._held.append(item)
-        self.watch_backward()
-        while len(self._held) > _HELD_ON_DEMAND:
-            self._drop(self._held.popleft())
-
-    def drop_held(self) -> None:
-        """Lets go of what was fetched, or kept for a moment, on demand."""
-        self._let_complete_leave(_TICKS_OF_ONE_OP)
-        while self._held:
-            self._drop(self._held.popleft())
-
-    def _drop(self, item: ParameterItem) -> None:
-        if item.device is not None and not self.keeps(item):
-            item.leave(self.traffic)
 
     def watch_backward(self) -> None:
         """Asks to be told when the running backward ends. A reentrant one inside ends first: that does no harm."""
@@ -309,7 +284,7 @@ class Executor:
         So whatever is moved lies below from here on: what it writes there counts.
         """
         with self.lock:
-            self.drop_held()
+            self.on_demand.let_go()
             for known in self.gradients.values():
                 if known.device is not None and not self.keeps(known):
                     known.leave(self.traffic)
@@ -354,17 +329,8 @@ class Executor:
         if is_complete:
             self.traffic.leave(item)
         else:
-            self._incomplete.append([item, _TICKS_OF_ONE_OP])
+            self.on_demand.wait_for(item)
         self.resume()
-
-    def _let_complete_leave(self, ticks: int = 1) -> None:
-        """So many ticks went by: what was incomplete may be complete now, and leaves."""
-        for entry in self._incomplete:
-            entry[1] -= ticks
-        while self._incomplete and self._incomplete[0][1] <= 0:
-            item, _ = self._incomplete.popleft()
-            if item.device is not None and item.state is not State.ARRIVING:
-                self.traffic.leave(item)
 
     def unpacked(self, item: ActivationItem) -> torch.Tensor:
         """Returns the item's device bytes for backward."""

@@ -127,7 +127,7 @@ class BucketedStep:
 
     def _update(self, args: Any, kwargs: dict[str, Any]) -> None:
         executor = self._executor
-        executor.drop_held()
+        executor.on_demand.let_go()
         executor.gradients.sweep()
         buckets = self.buckets()
         self._let_go_of_strangers()

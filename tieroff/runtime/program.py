@@ -9,6 +9,7 @@ from enum import Enum, auto
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
+from tieroff.units import NS_PER_S
 
 
 class Phase(Enum):
@@ -60,6 +61,10 @@ class Program:
         births: per op, bytes of activations and gradients that come to life in it.
         mismatches: steps in a row that left the sequence.
         retraces: how often it was traced again.
+        shortest_ns: per op, its shortest duration in the first planned steps.
+        planned_steps: how many of those there were.
+        link_spans: per link, (start_ns, stop_ns, bytes) of the transfers of those steps.
+        is_settled: the plan was compared with them.
         written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
     """
 
@@ -76,6 +81,10 @@ class Program:
     tiers: dict[int, Tier] = field(default_factory=dict)
     mismatches: int = 0
     retraces: int = 0
+    shortest_ns: list[int] = field(default_factory=list)
+    planned_steps: int = 0
+    link_spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    is_settled: bool = False
     written: frozenset[Hashable] = frozenset()
 
     def adopt(self, plan: Plan) -> None:
@@ -86,6 +95,18 @@ class Program:
         self.actions = _actions(plan, self.trace, set(self.tiers))
         self.births = _births(self.trace)
         self.phase = Phase.PLANNED
+
+    def link_rates(self) -> dict[str, float]:
+        """Returns bytes per second that each link moved while it was busy, beside compute."""
+        rates = {}
+        for link, spans in self.link_spans.items():
+            busy_ns, end_ns = 0, 0
+            for start_ns, stop_ns, _ in sorted(spans):
+                busy_ns += max(stop_ns - max(start_ns, end_ns), 0)
+                end_ns = max(end_ns, stop_ns)
+            if busy_ns:
+                rates[link] = sum(size_bytes for _, _, size_bytes in spans) * NS_PER_S / busy_ns
+        return rates
 
     @property
     def moves_nothing(self) -> bool:
