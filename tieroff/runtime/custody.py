@@ -165,27 +165,31 @@ class Custody:
         )
 
     def place_for(self, program: Program) -> None:
-        """Puts parameters where this program's plan has them between steps: on the device, or in a lower tier."""
-        planned = program.phase is Phase.PLANNED
-        for item in self.executor.gate.items.values():
-            index = program.index.get(item.key, -1) if planned else -1
-            if planned and (program.moves_nothing or (index >= 0 and index not in program.tiers)):
+        """Puts parameters and optimizer state where this program's plan has them between steps.
+
+        Those that go to files move first and those that go to host memory last, so that host memory is free by then.
+        """
+        items: list[HomeItem] = [*self.executor.gate.items.values()]
+        items += self.stepper.items.values() if self.stepper is not None else ()
+        targets = [(item, self._tier_between_steps(item, program)) for item in items]
+        order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
+        for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
+            if tier is not None:
+                self._send_below(item, tier)
+            elif item.tensor is not None:
                 item.refresh(self.traffic)
                 item.lift(self.traffic)
                 item.leave_place(self.traffic)
-            else:
-                self._send_below(item, program.tiers.get(index, item.tier) if planned else item.tier)
-        if self.stepper is not None:
-            for state in self.stepper.items.values():
-                index = program.index.get(state.key, -1) if planned else -1
-                if planned and index in program.tiers:
-                    self._send_below(state, program.tiers[index])
-                elif not planned:
-                    self._send_below(state, state.tier)
-                elif program.moves_nothing:
-                    state.lift(self.traffic)
-                    state.leave_place(self.traffic)
         self.executor.gate.is_open = not program.moves_nothing
+
+    def _tier_between_steps(self, item: HomeItem, program: Program) -> Tier | None:
+        """Returns the lower tier of an item at the start of a step, or None for the device."""
+        if program.phase is not Phase.PLANNED:
+            return item.tier
+        index = program.index.get(item.key, -1)
+        if program.moves_nothing or (index >= 0 and index not in program.tiers):
+            return None
+        return program.tiers.get(index, item.tier)
 
     def _send_below(self, item: HomeItem, tier: Tier) -> None:
         if item.tensor is None:

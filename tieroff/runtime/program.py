@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from tieroff.core.plan import Plan
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.units import NS_PER_S
 
@@ -93,8 +93,30 @@ class Program:
         self.plan = plan
         self.tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
         self.actions = _actions(plan, self.trace, set(self.tiers))
+        self._bring_back_for_update(plan)
         self.births = _births(self.trace)
         self.phase = Phase.PLANNED
+
+    def _bring_back_for_update(self, plan: Plan) -> None:
+        """Parameters and gradients leave at the end of backward, since user code runs then, whatever the plan says.
+
+        Those that the plan has on the device when the update begins come back at that tick.
+        """
+        assert self.trace is not None
+        update = next((i for i, key in enumerate(self.keys) if key == ("bucket", 0)), -1)
+        if update < 0:
+            return
+        kinds = (TensorClass.PARAMETER, TensorClass.GRADIENT)
+        actions = self.actions[update]
+        back = tuple(
+            r.tensor
+            for r in plan.residencies
+            if r.tier is Tier.DEVICE
+            and r.tensor in self.tiers
+            and r.start < update < r.stop
+            and self.trace.tensors[r.tensor].kind in kinds
+        )
+        self.actions[update] = replace(actions, ins=(*back, *actions.ins))
 
     def link_rates(self) -> dict[str, float]:
         """Returns bytes per second that each link moved while it was busy, beside compute."""
