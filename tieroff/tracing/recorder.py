@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_iter
 
+from tieroff.core.lifetime import merge_intervals
 from tieroff.core.recording import Subject
 from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
@@ -220,7 +221,7 @@ class StepRecorder(TorchDispatchMode):
         )
         tensors = tuple(
             Tensor(
-                s.name, s.size_bytes, s.kind, s.is_persistent, s.is_movable, _merge(holds[i]),
+                s.name, s.size_bytes, s.kind, s.is_persistent, s.is_movable, merge_intervals(holds[i]),
                 index[s.owner] if s.owner is not None else -1,
                 min(self._deaths.get(s.key, count), count),
             )
@@ -270,13 +271,3 @@ class StepRecorder(TorchDispatchMode):
 
 def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() >= _SCRATCH_FROM_BYTES
-
-
-def _merge(intervals: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
