@@ -79,17 +79,6 @@ void close_queue(Queue& queue) {
   queue.changed.notify_all();
 }
 
-// Bytes that go straight between memory and file need no bounce buffer, so their chunks may be larger than one. While
-// compute keeps every core busy, a thread waits milliseconds for its turn after each system call: fewer, larger calls keep
-// the drive busy meanwhile.
-constexpr std::size_t kStraightChunkBytes = std::size_t{8} << 20;
-
-std::size_t chunk_bytes_for(const Request& request, std::size_t chunk_bytes) {
-  const bool is_straight = request.kind != Kind::kCopy && request.memory != nullptr &&
-                           reinterpret_cast<std::uintptr_t>(request.memory) % request.memory_alignment == 0;
-  return is_straight ? std::max(chunk_bytes, kStraightChunkBytes) : chunk_bytes;
-}
-
 bool is_power_of_two(std::size_t value) { return value != 0 && (value & (value - 1)) == 0; }
 
 // Signals are for the program's own threads; one that lands here would only interrupt a transfer.
@@ -166,7 +155,7 @@ std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_rea
     if (request.offset % request.block_bytes != 0)
       throw std::invalid_argument("expected an offset that is a multiple of block_bytes");
   }
-  auto transfer = std::make_shared<Transfer>(request, chunk_bytes_for(request, options_.chunk_bytes), state_->signal);
+  auto transfer = std::make_shared<Transfer>(request, options_.chunk_bytes, state_->signal);
   Queue& queue = is_for_readers ? state_->reads : state_->writes;
   {
     const std::lock_guard lock(queue.mutex);

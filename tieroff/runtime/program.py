@@ -118,6 +118,11 @@ class Program:
         )
         self.actions[update] = replace(actions, ins=(*back, *actions.ins))
 
+    def forget_planned_steps(self) -> None:
+        """The step was recorded anew: what earlier plans of this kind showed is of another sequence."""
+        self.shortest_ns, self.link_spans = [], {}
+        self.planned_steps, self.is_settled = 0, False
+
     def link_rates(self) -> dict[str, float]:
         """Returns bytes per second that each link moved while it was busy, beside compute."""
         rates = {}

@@ -222,6 +222,7 @@ class Steps:
             if program.retraces == _RECORDINGS_AT_MOST + 1:
                 log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
             return
+        program.forget_planned_steps()
         program.keys, program.names = keys, names
         subjects = self._subjects()
         program.trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
