@@ -63,9 +63,6 @@ class Item:
         assert self.device is not None
         return self.device
 
-    def left(self) -> None:
-        """The copy out is complete."""
-
     def freed(self) -> None:
         """The device copy is about to be let go."""
 
@@ -203,6 +200,11 @@ class Traffic:
             return
         try:
             self._wait(arrival, f"copying {item.name} out")
+            if item.kind is not TensorClass.ACTIVATION:
+                self.backend.join(arrival)  # people may touch it next
+            if item.state is State.LEAVING:  # not STALE: then these bytes are no news
+                assert item.place is not None
+                item.place.publish()
         except StoreError as error:
             # The source is intact: try the other tier once, else tell.
             item.leaving = None
@@ -215,14 +217,8 @@ class Traffic:
             self.send(item, Event.STORE)
             self._await_out(item)
             return
-        if item.kind is not TensorClass.ACTIVATION:
-            self.backend.join(arrival)  # people may touch it next
         item.leaving = None
         item.state, _ = transition(item.state, Event.STORED)
-        if item.state is State.BOTH:
-            assert item.place is not None
-            item.place.publish()
-            item.left()
 
     def _start_in(self, item: Item) -> None:
         assert item.place is not None

@@ -55,7 +55,6 @@ class Program:
         signature: of the step's first input.
         keys: the events in order; an op begins with each.
         names: the same for people.
-        durations_ns: compute time of each op.
         activations: ordinal of a saved storage -> (trace index, size).
         actions: per tick, derived from the plan.
         births: per op, bytes of activations and gradients that come to life in it.
@@ -72,7 +71,6 @@ class Program:
     phase: Phase = Phase.RECORD
     keys: list[Hashable] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    durations_ns: list[int] = field(default_factory=list)
     trace: Trace | None = None
     plan: Plan | None = None
     index: dict[Hashable, int] = field(default_factory=dict)

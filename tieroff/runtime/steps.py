@@ -243,7 +243,6 @@ class Steps:
         assert program.trace is not None
         executor = self._custody.executor
         durations = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
-        program.durations_ns = durations
         program.trace = program.trace.with_durations(durations)
         plan = self._make_plan(program.trace, {})
         wanted = set(plan.recompute) - set(self.recomputed)

@@ -1,0 +1,47 @@
+"""A new value that arrived but could not be made visible: the device copy stays the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.errors import StoreError
+from tieroff.runtime.backend import CpuBackend
+from tieroff.runtime.homes import HomeItem
+from tieroff.runtime.item import Traffic
+from tieroff.runtime.place import HomePlace
+from tieroff.runtime.state import State
+from tieroff.storage.engines import choose
+from tieroff.storage.file_store import FileStore
+
+
+def test_a_home_keeps_its_new_value_when_publishing_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = choose("threads")
+    store = FileStore([tmp_path], 1 << 20, engine)
+    traffic = Traffic(CpuBackend(), {Tier.NVME: store}, lambda item, error: False)
+    tensor = torch.ones(1024)
+    item = HomeItem(("state", "x"), "x", TensorClass.OPTIMIZER, tensor, Tier.NVME)
+    item.adopt(traffic)
+    item.leave(traffic)
+    item.lift(traffic)
+    tensor.fill_(2.0)
+
+    def refuse(place: HomePlace) -> None:
+        raise StoreError("the value read back is another")
+
+    with monkeypatch.context() as patched, pytest.raises(StoreError, match="another"):
+        patched.setattr(HomePlace, "publish", refuse)
+        item.leave(traffic)
+
+    assert item.state is State.DEVICE
+    assert torch.equal(tensor, torch.full((1024,), 2.0))
+    item.leave(traffic)
+    assert item.state is State.LOWER
+    assert torch.equal(tensor, torch.full((1024,), 2.0))
+    item.bring_home(traffic)
+    assert torch.equal(tensor, torch.full((1024,), 2.0))
+    store.close()
+    engine.close()
