@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import tieroff
 from peak import PeakMemory
 from progress import Progress
+from tieroff.runtime.backend import settle_vector_math
 
 OnStep = Callable[[int, float, float], None]
 
@@ -184,6 +185,7 @@ def train(options: Options, on_step: OnStep) -> Result:
     """
     device = torch.device(choose_device(options.device))
     memory = PeakMemory(device)
+    settle_vector_math()  # or two plain runs can differ in the last bit
     torch.manual_seed(options.seed)
     text = load_text(options.data)
     batches = torch.Generator().manual_seed(options.seed + 1)

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 import tieroff
 from tests.fault.twins import Mlp, Setting, adam, check_twins, equal, follow, look, loss_of, mlp_and_adam, sgd
 from tests.fault.twins import usual_step as usual
+from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
 
 pytestmark = pytest.mark.timeout(60)
@@ -390,6 +391,43 @@ def test_state_loaded_in_mid_training(each_setting: Setting) -> None:
         return loss
 
     check_twins(mlp_and_adam, step, each_setting, steps=9)
+
+
+def test_state_that_was_there_before_wrap_lies_below_like_any_other(each_setting: Setting) -> None:
+    def trained() -> Any:
+        model, optimizer = mlp_and_adam()
+        for _ in range(2):
+            usual(model, optimizer)
+        return model, optimizer
+
+    torch.manual_seed(0)
+    model, optimizer = trained()
+    each_setting.wrap(model, optimizer)
+    engine = tieroff.engine(model)
+    assert engine.device_bytes == 0
+    for _ in range(3):
+        usual(model, optimizer)
+    held = [t.holds for t in engine.trace.tensors if t.kind is TensorClass.OPTIMIZER]
+    update = next(i for i, op in enumerate(engine.trace.ops) if op.name == "bucket:0")
+    assert held and all(start >= update for holds in held for start, _ in holds)
+    tieroff.unwrap(model)
+    check_twins(trained, usual, each_setting, steps=6, moves=("parameter", "optimizer"))
+
+
+def test_state_loaded_between_steps_lies_below_when_the_next_step_begins(each_setting: Setting) -> None:
+    model, optimizer = mlp_and_adam()
+    each_setting.wrap(model, optimizer)
+    for _ in range(4):
+        usual(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    loss = loss_of(model)
+    stepper = tieroff.engine(model)._custody.stepper
+    moved = {id(item.tensor): item for item in stepper.items.values()}
+    for state in optimizer.state.values():
+        assert moved[id(state["exp_avg"])].device is None
+    loss.backward()
+    optimizer.step()
+    tieroff.unwrap(model)
 
 
 def test_the_optimizer_attached_later_and_released_plain(each_setting: Setting) -> None:

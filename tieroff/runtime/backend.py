@@ -21,6 +21,12 @@ from tieroff.storage import buffers
 # A transfer that has not ended after this long is reported instead of waited for.
 TRANSFER_TIMEOUT_S = 120.0
 
+_VECTOR_MATH = (
+    torch.abs, torch.acos, torch.asin, torch.atan, torch.ceil, torch.cos, torch.cosh, torch.erf, torch.erfc, torch.erfinv,
+    torch.exp, torch.exp2, torch.expm1, torch.floor, torch.lgamma, torch.log, torch.log10, torch.log1p, torch.log2,
+    torch.round, torch.rsqrt, torch.sin, torch.sinh, torch.sqrt, torch.tan, torch.tanh, torch.trunc,
+)  # fmt: skip
+
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
@@ -68,6 +74,9 @@ class Backend(Protocol):
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Makes freed memory leave the process, where that is a matter of settings; None restores the default."""
 
+    def trim(self, kept_bytes: int) -> None:
+        """Keeps no more than this of the memory that `empty` gave and that was freed again."""
+
     def close(self) -> None:
         """Waits for nothing; gives back what the backend itself holds."""
 
@@ -79,11 +88,15 @@ class CpuBackend:
     device = torch.device("cpu")
     lifts_homes = True
 
+    def __init__(self) -> None:
+        self._pool = buffers.BufferPool()
+        settle_vector_math()
+
     def empty(self, size_bytes: int) -> torch.Tensor:
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        # Not torch's allocator: page-aligned memory is read into directly, and it leaves the process when freed.
-        return torch.frombuffer(buffers.allocate(size_bytes), dtype=torch.uint8, count=size_bytes)
+        # Not torch's allocator: page-aligned memory is read into directly, and it leaves the process when it has to.
+        return torch.frombuffer(self._pool.take(size_bytes), dtype=torch.uint8, count=size_bytes)
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
         return place.write(source.data_ptr(), source)
@@ -103,8 +116,12 @@ class CpuBackend:
         libc.mallopt(_M_MMAP_THRESHOLD, threshold)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
 
+    def trim(self, kept_bytes: int) -> None:
+        self._pool.trim(kept_bytes)
+
     def close(self) -> None:
-        """Holds nothing of its own."""
+        """Gives back the memory that was kept for reuse."""
+        self._pool.trim(0)
 
 
 class _LateCopy:
@@ -148,6 +165,7 @@ class DelayedBackend(CpuBackend):
     lifts_homes = False  # as on CUDA, so that minted values are tested where there is none
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__()
         self._random = random.Random(seed)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -159,6 +177,19 @@ class DelayedBackend(CpuBackend):
     def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
         target.fill_(0xFF)
         return _LateCopy(lambda: CpuBackend.copy_in(self, place, target), self._random.randrange(1, 6))
+
+
+def settle_vector_math() -> None:
+    """Has every elementwise function of the vector math library run once, on one thread.
+
+    The library of torch's x86 builds picks a function's kernel in its first call. When several threads make that call at
+    once, one of them can run a kernel of low accuracy (torch issue 188792): in one process of four, AdamW's first square
+    root, and with it all that followed, differed between two runs of the same plain loop on 2 cores.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1,), 0.5, dtype=dtype)
+        for function in _VECTOR_MATH:
+            function(one)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

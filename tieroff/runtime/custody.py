@@ -181,6 +181,8 @@ class Custody:
                 item.lift(self.traffic)
                 item.leave_place(self.traffic)
         self.executor.gate.is_open = not program.moves_nothing
+        # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
+        self.backend.tune_allocator(None if program.moves_nothing else self.settings.allocator_threshold_bytes)
 
     def _tier_between_steps(self, item: HomeItem, program: Program) -> Tier | None:
         """Returns the lower tier of an item at the start of a step, or None for the device."""

@@ -95,6 +95,7 @@ class Engine:
         self._custody.stepper = BucketedStep(
             optimizer, self.executor, self._before_update, self._steps.after_update, self.settings.min_bytes
         )
+        self._custody.stepper.take_over_state()
         self._steps.programs.clear()
 
     def close(self) -> None:

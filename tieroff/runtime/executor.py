@@ -88,13 +88,16 @@ class Executor:
                 if cursor < len(program.keys) and program.keys[cursor] == key:
                     self.cursor = cursor + 1
                     self._act(program, cursor)
+                    self._trim(program, cursor)
                 else:
                     self._diverge(key, name)
-            elif program.phase is not Phase.PLANNED:
-                self._keys.append(key)
-                if self.recorder is not None:
-                    self._names.append(name())
-                    self.recorder.event(self._names[-1], phase)
+            else:
+                self.traffic.backend.trim(0)  # nobody knows how much memory the next op takes
+                if program.phase is not Phase.PLANNED:
+                    self._keys.append(key)
+                    if self.recorder is not None:
+                        self._names.append(name())
+                        self.recorder.event(self._names[-1], phase)
             self.starts_ns.append(time.monotonic_ns())
 
     def pause(self) -> None:
@@ -136,6 +139,13 @@ class Executor:
             if item is not None and item.state is State.LOWER:
                 self.traffic.send(item, Event.FETCH)
 
+    def _trim(self, program: Program, cursor: int) -> None:
+        """Leaves the backend as much freed memory as the op that begins does not need of the plan's peak."""
+        assert program.trace is not None and program.plan is not None
+        unborn_bytes = max(self.unborn_bytes + program.births[cursor], 0)
+        count = self.traffic.device_bytes + unborn_bytes + program.trace.ops[cursor].transient_bytes
+        self.traffic.backend.trim(program.plan.peak_bytes[Tier.DEVICE] - count)
+
     def release(self, item: Item) -> None:
         """Has an item leave the device; a home takes its latest value along."""
         if isinstance(item, HomeItem):
@@ -148,6 +158,7 @@ class Executor:
         assert program is not None
         expected = program.names[self.cursor] if self.cursor < len(program.names) else "the end of the step"
         self.mode = Mode.DEMAND
+        self.traffic.backend.trim(0)
         self.traffic.counts.fallbacks += 1
         program.mismatches += 1
         if program.mismatches == 1:
@@ -194,6 +205,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.stop()
         self.on_demand.let_go()
+        self.traffic.backend.trim(0)  # what runs between steps, and what is planned next, counts on memory being free
         self.mode = Mode.IDLE
         return self._keys, self._names
 
@@ -203,6 +215,7 @@ class Executor:
             self.recorder.stop()
             self.recorder = None
         self.on_demand.let_go()
+        self.traffic.backend.trim(0)
         self.mode = Mode.IDLE
         self.program = None
 

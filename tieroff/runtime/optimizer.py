@@ -63,6 +63,7 @@ class BucketedStep:
         self._buckets: list[list[torch.Tensor]] = []
         self._bucketed_ids: tuple[int, ...] = ()
         self._positions: dict[int, int] = {}
+        self._state_taken_over: Any = None
         self.is_split = self._can_be_split()
         self._install()
 
@@ -203,6 +204,26 @@ class BucketedStep:
         self._buckets, self._bucketed_ids = buckets, ids
         self._positions = {key: position for position, key in enumerate(ids)}
         return buckets
+
+    def take_over_state(self) -> None:
+        """Puts state that exists already below: that of a resumed run, or what `load_state_dict` put in its place.
+
+        State that the optimizer makes in a step is taken over bucket by bucket in that step.
+        """
+        state = self.optimizer.state
+        if state is self._state_taken_over:
+            return
+        self._state_taken_over = state
+        executor = self._executor
+        device = executor.traffic.backend.device
+        for bucket in self.buckets():
+            for param, key, tensor in self.tensors_of(bucket):
+                # A counter of steps may stay on the host; everything else goes where its parameter is updated.
+                is_updated_there = id(param) in executor.gate.items or param.device == device
+                if executor.is_elsewhere(tensor) and is_updated_there and key != "step":
+                    tensor.data = tensor.data.to(device)
+            for item in self._adopt_state(bucket):
+                item.leave(executor.traffic)
 
     def _let_go_of_strangers(self) -> None:
         """Ends the care for state of parameters that left the optimizer."""

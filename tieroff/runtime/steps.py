@@ -87,9 +87,7 @@ class Steps:
 
     def check_model(self) -> None:
         """Adopts what somebody changed from outside: parameters replaced, converted, frozen, assigned."""
-        if self._custody.has_substitutes():
-            return
-        if not self._custody.has_changed():
+        if not self._custody.has_changed() or self._custody.has_substitutes():
             return
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         install(self._custody.model, self._custody.executor.gate)
@@ -112,6 +110,8 @@ class Steps:
                 self.programs.popitem(last=False)
         self.programs.move_to_end(signature)
         self._settle_phase(program)
+        if self._custody.stepper is not None:
+            self._custody.stepper.take_over_state()
         self._custody.place_for(program)
         recorder = None
         if program.phase is Phase.RECORD:
