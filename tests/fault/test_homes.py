@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 import tieroff
+import tieroff.api
 from tests.fault.twins import Setting, adam, assert_same, check_twins, equal, follow, look, mlp_and_adam
 from tests.fault.twins import usual_step as usual
+from tieroff.core.machine import Machine
+from tieroff.core.plan import Plan
+from tieroff.core.tensor import TensorClass
+from tieroff.core.trace import Trace
+from tieroff.planner.auto import make_plan
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -226,3 +232,52 @@ def test_auto_on_a_tight_budget_is_as_right_as_floor(setting: Setting) -> None:
         return seen
 
     assert_same(run(False), run(True))
+
+
+@pytest.mark.parametrize("is_cleared", [True, False], ids=["cleared gradients", "kept gradients"])
+def test_raw_writes_between_backward_and_update_into_what_the_plan_keeps_for_the_update(
+    each_setting: Setting, monkeypatch: pytest.MonkeyPatch, is_cleared: bool
+) -> None:
+    """Under a tight plan some gradients and weights stay on the device from backward to the update, the others do not."""
+
+    def plan_for_steady_speed(trace: Trace, machine: Machine, *others: Any) -> Plan:
+        machines.append(machine)  # later ones hold what links were seen to move
+        return make_plan(trace.with_durations([1_000_000] * len(trace.ops)), machines[0], *others)
+
+    machines: list[Machine] = []
+    monkeypatch.setattr(tieroff.api, "make_plan", plan_for_steady_speed)
+
+    def run(wrap: bool) -> tuple[list[float], dict[str, Any], set[TensorClass]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        if wrap:
+            config = each_setting.config(policy="auto")
+            config["budget"]["device"] = "60%"
+            tieroff.wrap(model, optimizer, config, backend=each_setting.backend())
+        losses = []
+        for _ in range(8):
+            if is_cleared:
+                optimizer.zero_grad()
+            loss = model(torch.randn(256, 128)).square().mean()
+            loss.backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.data.mul_(0.5)
+                p.grad.numpy()[...] += 0.001
+                p.data.add_(0.001)
+            optimizer.step()
+            losses.append(loss.item())
+        kinds = set()
+        if wrap:
+            engine = tieroff.engine(model)
+            assert engine.stats().phase == "planned" and engine.stats().fallbacks == 0
+            kinds = {engine.trace.tensors[index].kind for index in engine._steps.last.needed_by_update}
+            tieroff.unwrap(model)
+        return losses, look(model, optimizer), kinds
+
+    plain_losses, plain, _ = run(wrap=False)
+    losses, wrapped, kept = run(wrap=True)
+    assert kept == {TensorClass.PARAMETER, TensorClass.GRADIENT}
+    assert losses == plain_losses
+    assert_same([plain], [wrapped])

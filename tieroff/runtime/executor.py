@@ -55,8 +55,7 @@ class Executor:
         self.stops_ns: list[int] = []
         self.tier_for = tier_for
         self.names_by_id: dict[int, str] = {}
-        self._keys: list[Hashable] = []
-        self._names: list[str] = []
+        self._keys, self._names = list[Hashable](), list[str]()
         self.on_demand = OnDemand(self)
         self._written: frozenset[Hashable] = frozenset()
         self._activation_count = 0
@@ -180,8 +179,7 @@ class Executor:
         self.cursor = self._activation_count = self.peak_bytes = self.unborn_bytes = 0
         self._keys, self._names, self.starts_ns, self.stops_ns, self.recorded = [], [], [], [], []
         self.saw_backward = False
-        self.traffic.counts = Counts()
-        self.traffic.spans = []
+        self.traffic.counts, self.traffic.spans = Counts(), []
         self._written = program.written
         self.saved_tensors.forget()
         self.gate.live.sweep()
@@ -294,17 +292,30 @@ class Executor:
     def _backward_ended(self) -> None:
         """User code runs next, and may write gradients and parameters in ways that no version shows.
 
-        So whatever is moved lies below from here on: what it writes there counts.
+        So whatever is moved lies below from here on, where writes count, or it stays for the update and counts as written.
         """
         with self.lock:
             self.on_demand.let_go()
             for known in self.gradients.values():
-                if known.device is not None and not self.keeps(known):
+                if known.device is not None and not self.keeps(known) and not self._stays_for_update(known):
                     known.leave(self.traffic)
                     self.bind(known)
-            for item in self.gate.items.values():
-                if item.device is not None and item.is_lifted and not self.keeps(item):
+            for item in self.gate.items.values():  # a copy that nobody lifted leaves too: what lies below may be written
+                if item.device is not None and not self.keeps(item) and not self._stays_for_update(item):
                     item.leave(self.traffic)
+
+    def _stays_for_update(self, item: HomeItem) -> bool:
+        """True for an item that the plan has on the device when the update begins; lifted, it counts as written from here."""
+        program, traffic = self.program, self.traffic
+        if self.mode is not Mode.PLANNED or program is None or item.index not in program.needed_by_update:
+            return False
+        item.refresh(traffic)
+        # User code must not write under a copy that is under way, and has to find a host home on the host.
+        if item.state not in (State.DEVICE, State.BOTH) or not (item.is_lifted or traffic.backend.lifts_homes):
+            return False
+        item.lift(traffic)
+        item.touch(traffic)
+        return True
 
     # -- activations ---------------------------------------------------------------------------------------------
 

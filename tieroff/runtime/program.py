@@ -64,6 +64,7 @@ class Program:
         planned_steps: how many of those there were.
         link_spans: per link, (start_ns, stop_ns, bytes) of the transfers of those steps.
         is_settled: the plan was compared with them.
+        needed_by_update: tensors that the plan has on the device when the update begins, of those that it moves.
         written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
     """
 
@@ -83,6 +84,7 @@ class Program:
     planned_steps: int = 0
     link_spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     is_settled: bool = False
+    needed_by_update: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()
 
     def adopt(self, plan: Plan) -> None:
@@ -96,11 +98,12 @@ class Program:
         self.phase = Phase.PLANNED
 
     def _bring_back_for_update(self, plan: Plan) -> None:
-        """Parameters and gradients leave at the end of backward, since user code runs then, whatever the plan says.
+        """Parameters and gradients may have to leave at the end of backward, since user code runs then.
 
-        Those that the plan has on the device when the update begins come back at that tick.
+        Those that the plan has on the device when the update begins come back at that tick, where they are not there.
         """
         assert self.trace is not None
+        self.needed_by_update = frozenset()
         update = next((i for i, key in enumerate(self.keys) if key == ("bucket", 0)), -1)
         if update < 0:
             return
@@ -114,6 +117,7 @@ class Program:
             and r.start < update < r.stop
             and self.trace.tensors[r.tensor].kind in kinds
         )
+        self.needed_by_update = frozenset(back)
         self.actions[update] = replace(actions, ins=(*back, *actions.ins))
 
     def forget_planned_steps(self) -> None:
