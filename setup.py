@@ -1,12 +1,48 @@
 """Builds the native module; everything else about the package is in pyproject.toml."""
 
+import tempfile
 from pathlib import Path
 
 import pybind11
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 ROOT = Path(__file__).parent
 NATIVE = Path("native")
+
+# Of the calls that the module makes, the ones that liburing got last (2.3).
+LIBURING_PROBE = """
+#include <liburing.h>
+int main() {
+  io_uring ring{};
+  (void)IORING_SETUP_DEFER_TASKRUN;
+  return io_uring_ring_dontfork(&ring) + io_uring_register_ring_fd(&ring) + io_uring_submit_and_get_events(&ring);
+}
+"""
+
+
+class BuildNative(build_ext):
+    """With io_uring where liburing and its header are there; without, the engine `uring` says that it is missing."""
+
+    def build_extension(self, extension: Extension) -> None:
+        """Builds one module."""
+        if self._has_liburing():
+            extension.define_macros.append(("TIEROFF_WITH_LIBURING", None))
+            extension.libraries.append("uring")
+        super().build_extension(extension)
+
+    def _has_liburing(self) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "probe.cpp"
+            source.write_text(LIBURING_PROBE)
+            try:
+                # Under "/" the object lies beside its source, whose whole path the compiler object appends.
+                objects = self.compiler.compile([str(source)], output_dir="/", extra_postargs=["-std=c++20"])
+                self.compiler.link_executable(objects, "probe", output_dir=folder, libraries=["uring"], target_lang="c++")
+            except (CompileError, LinkError):
+                return False
+            return True
 
 
 def _files(pattern: str) -> list[str]:
@@ -14,6 +50,7 @@ def _files(pattern: str) -> list[str]:
 
 
 setup(
+    cmdclass={"build_ext": BuildNative},
     ext_modules=[
         Extension(
             "tieroff._native",
@@ -32,5 +69,5 @@ setup(
             extra_link_args=["-pthread"],
             language="c++",
         )
-    ]
+    ],
 )

@@ -24,9 +24,13 @@ has_torch() {
   "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
 }
 
-# What an installation depends on: the build files and the native sources.
+# What an installation depends on: the build files, the native sources, and whether liburing is there.
 fingerprint() {
-  { cat pyproject.toml setup.py; find native -type f -print0 | sort -z | xargs -0 cat; } | sha256sum | cut -d' ' -f1
+  {
+    cat pyproject.toml setup.py tests/gds/requirements.txt
+    find native -type f -print0 | sort -z | xargs -0 cat
+    find /usr/include /usr/local/include -maxdepth 1 -name liburing.h || true
+  } 2>/dev/null | sha256sum | cut -d' ' -f1
 }
 
 is_installed() {
@@ -52,5 +56,8 @@ ensure_env() {
     "$python" -m pip install --quiet --disable-pip-version-check "torch==$TORCH_VERSION"
   fi
   "$python" -m pip install --quiet --disable-pip-version-check -e ".$extra"
+  if [ "$extra" = "[test]" ]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps -r tests/gds/requirements.txt
+  fi
   fingerprint > ".venv/.installed$extra"
 }

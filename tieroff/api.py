@@ -170,19 +170,22 @@ class _Builder:
         stores: dict[Tier, Store] = {}
         try:
             if self.host_bytes or self.dirs:
-                self.io = choose(self.config.nvme.engine)
+                self.io = choose(self.config.nvme.engine, measured=self._measured_engine())
             if self.host_bytes:
                 assert self.io is not None
                 register, unregister = getattr(self.backend, "register", None), getattr(self.backend, "unregister", None)
                 stores[Tier.HOST] = HostStore(self.host_bytes, self.io, register, unregister)
             if self.dirs:
                 assert self.io is not None
-                files = FileStore(self.dirs, self.nvme_bytes, self.io, checksum=self.config.nvme.checksum)
+                speeds = self.machine.write_rates(self.dirs) if self.config.plan.machine is not None else None
+                checksum = self.config.nvme.checksum
+                files = FileStore(self.dirs, self.nvme_bytes, self.io, checksum, write_bytes_per_s=speeds)
                 files.return_pages(_PAGE_RETURN_S)
                 stores[Tier.NVME] = files
             self.granule_bytes = max((store.alignment_bytes for store in stores.values()), default=1)
             if hasattr(self.backend, "use_staging"):
-                self.backend.use_staging(self.config.nvme.staging if self.dirs else 0)
+                is_staged = self.dirs and self.io is not None and self.io.name != "gds"
+                self.backend.use_staging(self.config.nvme.staging if is_staged else 0)
             self.resident = _Resident(model) if self.is_cpu else None
             self.engine = Engine(
                 model, self.backend, stores, self._settings(stores), self._plan,
@@ -192,6 +195,10 @@ class _Builder:
         except BaseException:
             self._close(stores)
             raise
+
+    def _measured_engine(self) -> str | None:
+        """Returns the I/O engine that a machine file found fastest in the folders; None without such a file."""
+        return self.machine.best_engine(self.dirs) if self.config.plan.machine is not None else None
 
     def _settings(self, stores: dict[Tier, Store]) -> Settings:
         planning = self.config.plan
@@ -215,8 +222,11 @@ class _Builder:
     def machine(self) -> Machine:
         path = self.config.plan.machine
         if path is not None:
-            return load_machine(path)
-        return measure_machine(self.backend.device.type, self.dirs, engine=self.config.nvme.engine, seconds=_MEASURE_S)
+            machine = load_machine(path)
+        else:
+            engine = self.config.nvme.engine
+            machine = measure_machine(self.backend.device.type, self.dirs, engine=engine, seconds=_MEASURE_S)
+        return machine.with_checksums() if self.config.nvme.checksum == "always" else machine
 
     def _plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
         capabilities = Capabilities(

@@ -5,10 +5,11 @@ What a command needs is imported inside it, so that `tieroff --version` loads ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tieroff.core.trace import Trace
     from tieroff.planner.rows import Result
     from tieroff.probe.doctor import Diagnosis
+    from tieroff.probe.survey import Survey
 
 EXIT_ERROR = 1
 EXIT_INFEASIBLE = 3
@@ -116,34 +118,64 @@ def _root(
 @_reports_errors
 def probe(
     dirs: Annotated[list[Path], typer.Option("--dir", help="A folder on a drive to measure; may be repeated.")],
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Time to spend, roughly.")] = 3.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Time to spend, roughly.")] = 30.0,
     out: Annotated[Path | None, typer.Option("--out", help="Write a machine.toml.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measures folders and the link between device and host memory."""
+    """Measures folders, every engine in each, and the link between device and host memory.
+
+    Takes at most a tenth of a folder's free bytes, and leaves nothing there. Close what else uses the drives.
+    """
     from tieroff.core.machine import save_machine
-    from tieroff.probe.links import measure_links
-    from tieroff.probe.machine import compose_machine
-    from tieroff.probe.nvme import measure_dirs
-    from tieroff.storage.engines import available
+    from tieroff.probe.machine import surveyed_machine
+    from tieroff.probe.survey import survey
 
     device = _device()
-    engines = available()
-    share = seconds / (2 + len(dirs) * len(engines))
-    links = measure_links(device, share)
-    together = measure_dirs(dirs, "auto", share)
-    rates = [(folder, measure_dirs([folder], name, share)) for folder in dirs for name in engines]
-    tables = {f"{folder} {measured.engine}": measured for folder, measured in rates}
-    machine = compose_machine(device, links, dirs, together, tables)
+    with _progress() as report:
+        found = survey(device, dirs, seconds, report)
+    machine = surveyed_machine(device, dirs, found, seconds)
     if out is not None:
         save_machine(machine, out)
-    rows = [{"dir": str(folder), "gds": measured.engine == "gds", **asdict(measured)} for folder, measured in rates]
     if as_json:
-        _print_json({"dirs": rows, "links": asdict(links), "machine": str(out) if out else None})
+        _print_json({**_probe_document(found), "machine": str(out) if out else None})
         return
-    _print_probe(machine, rows)
+    _print_probe(machine, found)
     if out is not None:
         print(f"written to {out}")
+
+
+def _probe_document(found: Survey) -> dict[str, Any]:
+    rows = [
+        {
+            "dir": str(row.dir),
+            "gds": row.gds,
+            **asdict(row.rates),
+            "is_best": found.best[row.dir] == row.rates.engine,
+            "file_system": found.file_systems[row.dir],
+            "drive": found.drives[row.dir],
+            "cells": [asdict(cell) for cell in row.cells],
+        }
+        for row in found.rows
+    ]
+    return {
+        "dirs": rows,
+        "refused": [{"dir": str(row.dir), "engine": row.engine, "reason": row.reason} for row in found.refused],
+        "links": asdict(found.links),
+        "memory_bytes_per_s": found.memory_bytes_per_s,
+        "checksum_bytes_per_s": found.checksum_bytes_per_s,
+    }
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Gives a function that shows what is being done and the share that is over: a bar on a terminal, else nothing."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
 @app.command()
@@ -277,43 +309,59 @@ def _print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[st
     console.print(table)
 
 
-def _print_probe(machine: Machine, rows: Sequence[dict[str, Any]]) -> None:
+def _print_probe(machine: Machine, found: Survey) -> None:
     speeds = ("write_bytes_per_s", "read_bytes_per_s", "both_write_bytes_per_s", "both_read_bytes_per_s")
+    lines = [
+        (
+            str(row.dir),
+            row.rates.engine + (" (best)" if found.best[row.dir] == row.rates.engine else ""),
+            "direct" if row.rates.is_direct else "buffered",
+            f"{row.rates.depth} x {format_bytes(row.rates.block_bytes)}",
+            *(_rate(getattr(row.rates, key)) for key in speeds),
+        )
+        for row in found.rows
+    ]
     _print_table(
         "folders",
-        ("folder", "engine", "path", "write", "read", "write, both ways", "read, both ways"),
-        [
-            (
-                row["dir"],
-                row["engine"],
-                "direct" if row["is_direct"] else "buffered",
-                *(_rate(row[key]) for key in speeds),
-            )
-            for row in rows
-        ],
+        ("folder", "engine", "path", "transfers", "write", "read", "write, both ways", "read, both ways"),
+        lines,
+    )
+    if found.refused:
+        refused = [(str(row.dir), row.engine, row.reason) for row in found.refused]
+        _print_table("refused", ("folder", "engine", "why"), refused)
+    cells = [
+        (str(row.dir), row.rates.engine, format_bytes(cell.block_bytes), str(cell.depth),
+         _rate(cell.write_bytes_per_s), _rate(cell.read_bytes_per_s))
+        for row in found.rows
+        for cell in row.cells
+    ]  # fmt: skip
+    _print_table("sizes of transfers", ("folder", "engine", "size", "under way", "write", "read"), cells)
+    drives = [(str(folder), found.file_systems[folder], found.drives[folder] or "not told") for folder in found.best]
+    _print_table("drives", ("folder", "file system", "drive"), drives)
+    link = (
+        machine.name,
+        _rate(machine.d2h_bytes_per_s),
+        _rate(machine.h2d_bytes_per_s),
+        f"{machine.duplex_share:.0%} of the sum",
+        f"{1e9 / machine.checksum_bytes_per_s:.2f} s/GB" if machine.checksum_bytes_per_s else "not measurable",
     )
     _print_table(
         "link between device and host memory",
-        ("machine", "device to host", "host to device", "both ways at once"),
-        [
-            (
-                machine.name,
-                _rate(machine.d2h_bytes_per_s),
-                _rate(machine.h2d_bytes_per_s),
-                f"{machine.duplex_share:.0%} of the sum",
-            )
-        ],
+        ("machine", "device to host", "host to device", "both ways at once", "checksum, per core"),
+        [link],
     )
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
     lines = [(fact.name, "yes" if fact.is_ok else "no", fact.detail) for fact in found.facts]
     _print_table("machine", ("what", "there", "detail"), lines)
-    _print_table(
-        "folders",
-        ("folder", "path", "file system", "free", "why not direct"),
-        [(row.dir, row.path, row.file_system, format_bytes(row.free_bytes), row.reason) for row in found.dirs],
-    )
+    folders = [
+        (row.dir, row.path, row.file_system, row.drive or "not told", format_bytes(row.free_bytes), row.reason)
+        for row in found.dirs
+    ]
+    _print_table("folders", ("folder", "path", "file system", "drive", "free", "why not direct"), folders)
+    engines = [(row.dir, engine.engine, engine.path, engine.reason) for row in found.dirs for engine in row.engines]
+    _print_table("engines", ("folder", "engine", "path", "why not a better one"), engines)
 
 
 def _print_rows(rows: Sequence[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@
 
 #include "tieroff/crc32c.hpp"
 #include "tieroff/engine.hpp"
+#include "tieroff/errors.hpp"
 #include "tieroff/page_returner.hpp"
 
 namespace py = pybind11;
@@ -83,7 +84,8 @@ Kind parse_kind(const std::string& name) {
   if (name == "read") return Kind::kRead;
   if (name == "write") return Kind::kWrite;
   if (name == "copy") return Kind::kCopy;
-  throw std::invalid_argument("expected kind to be read, write or copy, got " + name);
+  if (name == "flush") return Kind::kFlush;
+  throw std::invalid_argument("expected kind to be read, write, copy or flush, got " + name);
 }
 
 void raise_from_project(const char* type, const char* message) {
@@ -116,13 +118,7 @@ void bind_transfer(py::module_& module) {
 }
 
 void bind_engine(py::module_& module) {
-  const tieroff::EngineOptions defaults;
-  py::class_<Engine, std::shared_ptr<Engine>>(module, "ThreadEngine")
-      .def(py::init([](std::size_t read_threads, std::size_t write_threads, std::size_t chunk_bytes) {
-             return std::make_shared<Engine>(tieroff::EngineOptions{read_threads, write_threads, chunk_bytes});
-           }),
-           py::arg("read_threads") = defaults.read_thread_count, py::arg("write_threads") = defaults.write_thread_count,
-           py::arg("chunk_bytes") = defaults.chunk_bytes)
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(
           "read",
           [](const std::shared_ptr<Engine>& self, int fd, std::uint64_t offset, std::uintptr_t address,
@@ -165,9 +161,36 @@ void bind_engine(py::module_& module) {
           [](Engine& self, std::size_t count, double timeout_s) { return self.faults().wait_hanging(count, timeout_s); },
           py::arg("count"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("is_closed", &Engine::is_closed)
-      .def_property_readonly("read_threads", [](const Engine& self) { return self.options().read_thread_count; })
-      .def_property_readonly("write_threads", [](const Engine& self) { return self.options().write_thread_count; })
-      .def_property_readonly("chunk_bytes", [](const Engine& self) { return self.options().chunk_bytes; });
+      .def_property_readonly("peak_call_count", &Engine::peak_call_count)
+      .def_property_readonly("bounced_bytes", &Engine::bounced_bytes)
+      .def_property_readonly("chunk_bytes", &Engine::chunk_bytes);
+}
+
+void bind_thread_engine(py::module_& module) {
+  using tieroff::ThreadEngine;
+  const tieroff::ThreadOptions defaults;
+  py::class_<ThreadEngine, Engine, std::shared_ptr<ThreadEngine>>(module, "ThreadEngine")
+      .def(py::init([](std::size_t read_threads, std::size_t write_threads, std::size_t chunk_bytes) {
+             return std::make_shared<ThreadEngine>(tieroff::ThreadOptions{read_threads, write_threads, chunk_bytes});
+           }),
+           py::arg("read_threads") = defaults.read_thread_count, py::arg("write_threads") = defaults.write_thread_count,
+           py::arg("chunk_bytes") = defaults.chunk_bytes)
+      .def_property_readonly("read_threads", [](const ThreadEngine& self) { return self.options().read_thread_count; })
+      .def_property_readonly("write_threads", [](const ThreadEngine& self) { return self.options().write_thread_count; });
+}
+
+void bind_ring_engine(py::module_& module) {
+  using tieroff::RingEngine;
+  const tieroff::RingOptions defaults;
+  py::class_<RingEngine, Engine, std::shared_ptr<RingEngine>>(module, "RingEngine")
+      .def(py::init([](std::size_t queue_depth, std::size_t bounce_count, std::size_t chunk_bytes) {
+             return std::make_shared<RingEngine>(tieroff::RingOptions{queue_depth, bounce_count, chunk_bytes});
+           }),
+           py::arg("queue_depth") = defaults.queue_depth, py::arg("bounce_count") = defaults.bounce_count,
+           py::arg("chunk_bytes") = defaults.chunk_bytes)
+      .def_property_readonly("queue_depth", [](const RingEngine& self) { return self.options().queue_depth; })
+      .def_property_readonly("bounce_count", [](const RingEngine& self) { return self.options().bounce_count; });
+  module.def("ring_refusal", &tieroff::ring_refusal);
 }
 
 void bind_page_returner(py::module_& module) {
@@ -186,10 +209,12 @@ void bind_page_returner(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "Threads that move bytes between memory and files.";
+  module.doc() = "Engines that move bytes between memory and files.";
   py::register_local_exception_translator(&translate);
   bind_transfer(module);
   bind_engine(module);
+  bind_thread_engine(module);
+  bind_ring_engine(module);
   bind_page_returner(module);
   module.def(
       "crc32c",

@@ -1,145 +1,55 @@
 #include "tieroff/engine.hpp"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cerrno>
-#include <condition_variable>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
 #include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
-#include "tieroff/chunk.hpp"
+#include "tieroff/errors.hpp"
+#include "tieroff/thread_lane.hpp"
 
 namespace tieroff {
 namespace {
 
-using TransferPtr = std::shared_ptr<Transfer>;
-
-// Transfers of one direction, first in, first out; several threads work on the chunks of the first one.
-struct Queue {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<TransferPtr> waiting;  // those with chunks that nobody has claimed
-  bool is_closing = false;
-};
-
-struct Claim {
-  TransferPtr transfer;  // empty: the queue is closing
-  std::size_t chunk = 0;
-};
-
-// Takes the next chunk to run, waiting for one. What is left of transfers that failed is dropped on the way.
-Claim take(Queue& queue) {
-  std::unique_lock lock(queue.mutex);
-  for (;;) {
-    queue.changed.wait(lock, [&] { return queue.is_closing || !queue.waiting.empty(); });
-    if (queue.waiting.empty()) return {};
-    TransferPtr transfer = queue.waiting.front();
-    if (transfer->error() != 0) {
-      queue.waiting.pop_front();
-      transfer->end_chunks(transfer->drop_unclaimed());
-      continue;
-    }
-    const std::size_t chunk = transfer->claim();
-    if (transfer->claimed_count() == transfer->chunk_count()) queue.waiting.pop_front();
-    return {std::move(transfer), chunk};
-  }
-}
-
-void work(Queue& queue, FaultTable& faults, const BounceBuffer& bounce) {
-  for (Claim claim = take(queue); claim.transfer; claim = take(queue)) {
-    run_chunk(*claim.transfer, claim.chunk, bounce, faults);
-    claim.transfer->end_chunks(1);
-  }
-}
-
-void close_queue(Queue& queue) {
-  std::deque<TransferPtr> dropped;
-  {
-    const std::lock_guard lock(queue.mutex);
-    queue.is_closing = true;
-    dropped.swap(queue.waiting);
-    for (const TransferPtr& transfer : dropped) {
-      transfer->fail(ECANCELED);
-      transfer->end_chunks(transfer->drop_unclaimed());
-    }
-  }
-  queue.changed.notify_all();
-}
-
 bool is_power_of_two(std::size_t value) { return value != 0 && (value & (value - 1)) == 0; }
 
-// Signals are for the program's own threads; one that lands here would only interrupt a transfer.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_{};
-};
+constexpr std::size_t kChunkBytesMin = 4096;
+constexpr std::size_t kChunkBytesMax = std::size_t{1} << 30;  // one call moves less than 2 GiB
 
 }  // namespace
 
 struct Engine::State {
-  Queue reads;
-  Queue writes;
   FaultTable faults;
   std::shared_ptr<Signal> signal = std::make_shared<Signal>();
-  std::vector<BounceBuffer> bounce_buffers;
-  std::vector<std::thread> threads;
+  std::unique_ptr<Lane> reads;
+  std::unique_ptr<Lane> writes;
   std::mutex close_mutex;  // the second of two closers waits for the first
   std::atomic<bool> is_closed{false};
 
-  void start(Queue& queue, const char* name, std::size_t index, const BounceBuffer& bounce) {
-    threads.emplace_back([this, &queue, &bounce] { work(queue, faults, bounce); });
-    pthread_setname_np(threads.back().native_handle(), (std::string(name) + std::to_string(index)).c_str());
-  }
+  Lane& lane(bool is_for_readers) { return is_for_readers ? *reads : *writes; }
 };
 
-Engine::Engine(const EngineOptions& options) : options_(options), pid_(getpid()), state_(std::make_unique<State>()) {
-  if (options.read_thread_count == 0 || options.write_thread_count == 0)
-    throw std::invalid_argument("expected at least one thread for each direction");
-  if (!is_power_of_two(options.chunk_bytes) || options.chunk_bytes < 4096)
-    throw std::invalid_argument("expected chunk_bytes to be a power of two, 4096 or more");
-  const std::size_t thread_count = options.read_thread_count + options.write_thread_count;
-  for (std::size_t i = 0; i < thread_count; ++i) state_->bounce_buffers.emplace_back(options.chunk_bytes);
-  const SignalsBlocked blocked;
-  try {
-    for (std::size_t i = 0; i < options.read_thread_count; ++i)
-      state_->start(state_->reads, "tieroff-read", i, state_->bounce_buffers[i]);
-    for (std::size_t i = 0; i < options.write_thread_count; ++i)
-      state_->start(state_->writes, "tieroff-write", i, state_->bounce_buffers[options.read_thread_count + i]);
-  } catch (...) {
-    close();  // a thread that could not be started: join those that were
-    throw;
-  }
+Engine::Engine(std::size_t chunk_bytes, const MakeLane& make_lane)
+    : chunk_bytes_(chunk_bytes), pid_(getpid()), state_(std::make_unique<State>()) {
+  if (!is_power_of_two(chunk_bytes) || chunk_bytes < kChunkBytesMin || chunk_bytes > kChunkBytesMax)
+    throw std::invalid_argument("expected chunk_bytes to be a power of two from 4096 to 2^30, got " +
+                                std::to_string(chunk_bytes));
+  state_->reads = make_lane(true, state_->faults);
+  state_->writes = make_lane(false, state_->faults);
 }
 
 Engine::~Engine() {
-  if (getpid() != pid_) {
-    static_cast<void>(state_.release());  // [Note: one engine, one process]
-    return;
-  }
   close();
+  if (getpid() != pid_) static_cast<void>(state_.release());  // [Note: one engine, one process]
 }
 
 std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_readers) {
@@ -148,59 +58,69 @@ std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_rea
   if (request.memory == nullptr && !(request.kind == Kind::kRead && request.with_crc))
     throw std::invalid_argument("expected an address, or a read with a checksum, got neither");
   if (request.kind != Kind::kCopy) {
-    if (!is_power_of_two(request.block_bytes) || request.block_bytes > options_.chunk_bytes)
-      throw std::invalid_argument("expected block_bytes to be a power of two, not above chunk_bytes");
+    if (!is_power_of_two(request.block_bytes) || request.block_bytes > bounce_bytes(chunk_bytes_))
+      throw std::invalid_argument("expected block_bytes to be a power of two, not above chunk_bytes and 1 MiB");
     if (!is_power_of_two(request.memory_alignment))
       throw std::invalid_argument("expected memory_alignment to be a power of two");
     if (request.offset % request.block_bytes != 0)
       throw std::invalid_argument("expected an offset that is a multiple of block_bytes");
   }
-  auto transfer = std::make_shared<Transfer>(request, options_.chunk_bytes, state_->signal);
-  Queue& queue = is_for_readers ? state_->reads : state_->writes;
-  {
-    const std::lock_guard lock(queue.mutex);
-    if (queue.is_closing) throw StateError("expected an open engine, got one that is closed: make a new one");
-    queue.waiting.push_back(transfer);
-  }
-  if (transfer->chunk_count() > 1)
-    queue.changed.notify_all();
-  else
-    queue.changed.notify_one();
+  const bool is_by_processor = request.kind == Kind::kCopy || is_bounced(request);
+  auto transfer = std::make_shared<Transfer>(request, is_by_processor ? bounce_bytes(chunk_bytes_) : chunk_bytes_,
+                                             state_->signal);
+  state_->lane(is_for_readers).submit(transfer);
   return transfer;
 }
 
 bool Engine::cancel(const std::shared_ptr<Transfer>& transfer) {
   check_process();
-  for (Queue* queue : {&state_->reads, &state_->writes}) {
-    const std::lock_guard lock(queue->mutex);
-    const auto found = std::find(queue->waiting.begin(), queue->waiting.end(), transfer);
-    if (found == queue->waiting.end()) continue;
-    if (transfer->claimed_count() != 0) return false;
-    queue->waiting.erase(found);
-    transfer->fail(ECANCELED);
-    transfer->end_chunks(transfer->drop_unclaimed());
-    return true;
-  }
+  for (Lane* lane : {state_->reads.get(), state_->writes.get()})
+    if (const std::optional<bool> is_cancelled = lane->cancel(transfer)) return *is_cancelled;
   return false;
 }
 
 void Engine::close() {
-  if (getpid() != pid_) return;
+  Lane* const lanes[] = {state_->reads.get(), state_->writes.get()};
+  if (getpid() != pid_) {
+    for (Lane* lane : lanes) lane->close_in_child();
+    return;
+  }
   const std::lock_guard lock(state_->close_mutex);
   state_->is_closed.store(true);
-  close_queue(state_->reads);
-  close_queue(state_->writes);
+  for (Lane* lane : lanes) lane->close();
   state_->faults.release(true);
-  for (std::thread& thread : state_->threads)
-    if (thread.joinable()) thread.join();
+  for (Lane* lane : lanes) lane->join();
 }
 
 bool Engine::is_closed() const { return state_->is_closed.load(); }
+
+std::size_t Engine::peak_call_count() const {
+  return std::max(state_->reads->peak_call_count(), state_->writes->peak_call_count());
+}
+
+std::uint64_t Engine::bounced_bytes() const { return state_->reads->bounced_bytes() + state_->writes->bounced_bytes(); }
 
 FaultTable& Engine::faults() {
   check_process();
   return state_->faults;
 }
+
+ThreadEngine::ThreadEngine(const ThreadOptions& options)
+    : Engine(options.chunk_bytes,
+             [&options](bool is_for_readers, FaultTable& faults) {
+               const std::size_t count = is_for_readers ? options.read_thread_count : options.write_thread_count;
+               if (count == 0) throw std::invalid_argument("expected at least one thread for each direction, got none");
+               const char* name = is_for_readers ? "tieroff-read" : "tieroff-write";
+               return std::make_unique<ThreadLane>(name, count, options.chunk_bytes, faults);
+             }),
+      options_(options) {}
+
+RingEngine::RingEngine(const RingOptions& options)
+    : Engine(options.chunk_bytes,
+             [&options](bool is_for_readers, FaultTable& faults) {
+               return make_ring_lane(is_for_readers ? "tieroff-ring-r" : "tieroff-ring-w", options, faults);
+             }),
+      options_(options) {}
 
 void Engine::check_process() const {
   if (getpid() != pid_)

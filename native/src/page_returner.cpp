@@ -1,15 +1,15 @@
 #include "tieroff/page_returner.hpp"
 
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
-#include <csignal>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+
+#include "tieroff/service_thread.hpp"
 
 namespace tieroff {
 
@@ -49,18 +49,7 @@ PageReturner::PageReturner(std::uintptr_t address, std::size_t size_bytes, std::
                                        .interval_ns = interval_ns,
                                        .thread = {}}) {
   if (interval_ns <= 0) throw std::invalid_argument("expected an interval above 0");
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, &before);  // the new thread inherits it: signals are for the program's own threads
-  try {
-    state_->thread = std::thread([state = state_.get()] { state->run(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_setname_np(state_->thread.native_handle(), "tieroff-pages");
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  state_->thread = start_service_thread("tieroff-pages", [state = state_.get()] { state->run(); });
 }
 
 PageReturner::~PageReturner() {

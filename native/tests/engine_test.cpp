@@ -1,4 +1,6 @@
-// The engine under many threads, faults and closes, for the sanitizers. Prints what failed and exits 1, else exits 0.
+// An engine under many threads, faults and closes, for the sanitizers. Prints what failed and exits 1, else exits 0.
+//
+//   engine_test threads|uring [without-fork]
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -11,11 +13,13 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "tieroff/crc32c.hpp"
 #include "tieroff/engine.hpp"
+#include "tieroff/errors.hpp"
 #include "tieroff/page_returner.hpp"
 
 namespace {
@@ -26,6 +30,17 @@ using tieroff::Request;
 
 constexpr std::size_t kChunk = 65536;
 constexpr std::int64_t kWaitNs = 60'000'000'000;
+
+bool is_ring = false;
+
+// An engine that makes this many calls at once in each direction.
+std::unique_ptr<Engine> make_engine(std::size_t call_count) {
+  if (is_ring)
+    return std::make_unique<tieroff::RingEngine>(
+        tieroff::RingOptions{.queue_depth = call_count, .bounce_count = (call_count + 1) / 2, .chunk_bytes = kChunk});
+  return std::make_unique<tieroff::ThreadEngine>(
+      tieroff::ThreadOptions{.read_thread_count = call_count, .write_thread_count = call_count, .chunk_bytes = kChunk});
+}
 
 std::atomic<int> failures{0};
 
@@ -66,7 +81,7 @@ Request request(Kind kind, int fd, std::uint64_t offset, std::vector<std::byte>&
 void test_many_threads() {
   constexpr std::size_t kRange = std::size_t{1} << 20;
   File file(8 * kRange);
-  Engine engine({.read_thread_count = 3, .write_thread_count = 3, .chunk_bytes = kChunk});
+  const auto engine = make_engine(3);
   std::vector<std::thread> threads;
   for (unsigned index = 0; index < 4; ++index) {
     threads.emplace_back([&, index] {
@@ -74,9 +89,9 @@ void test_many_threads() {
         auto source = noise(kRange - 13 * index - round, 100 * index + round);
         std::vector<std::byte> target(source.size());
         const std::size_t alignment = round % 2 == 0 ? 1 : 4096;  // straight, and through the bounce buffers
-        auto write = engine.submit(request(Kind::kWrite, file.fd(), index * kRange, source, alignment), false);
+        auto write = engine->submit(request(Kind::kWrite, file.fd(), index * kRange, source, alignment), false);
         EXPECT(write->wait(kWaitNs));
-        auto read = engine.submit(request(Kind::kRead, file.fd(), index * kRange, target, alignment), true);
+        auto read = engine->submit(request(Kind::kRead, file.fd(), index * kRange, target, alignment), true);
         EXPECT(read->wait(kWaitNs));
         EXPECT(source == target);
         EXPECT(write->crc() == tieroff::crc32c(source.data(), source.size()));
@@ -90,10 +105,10 @@ void test_many_threads() {
 }
 
 void test_copies() {
-  Engine engine({.read_thread_count = 2, .write_thread_count = 2, .chunk_bytes = kChunk});
+  const auto engine = make_engine(2);
   auto source = noise(777'777, 1);
   std::vector<std::byte> target(source.size());
-  auto copy = engine.submit(
+  auto copy = engine->submit(
       {.kind = Kind::kCopy, .memory = target.data(), .source = source.data(), .size_bytes = source.size()}, true);
   EXPECT(copy->wait(kWaitNs));
   EXPECT(source == target);
@@ -102,15 +117,15 @@ void test_copies() {
 // The first error is kept, the rest of the transfer is not run, and the next transfer is not touched.
 void test_errors_under_load() {
   File file(1 << 20);
-  Engine engine({.read_thread_count = 2, .write_thread_count = 3, .chunk_bytes = kChunk});
+  const auto engine = make_engine(3);
   auto source = noise(1 << 20, 2);
   for (unsigned round = 0; round < 20; ++round) {
-    engine.faults().inject({.kind = Kind::kWrite, .after = round % 5, .count = 1, .error = EIO});
-    auto broken = engine.submit(request(Kind::kWrite, file.fd(), 0, source), false);
+    engine->faults().inject({.kind = Kind::kWrite, .after = round % 5, .count = 1, .error = EIO});
+    auto broken = engine->submit(request(Kind::kWrite, file.fd(), 0, source), false);
     EXPECT(broken->wait(kWaitNs));
     EXPECT(broken->error() == EIO && broken->done_bytes() < source.size());
-    engine.faults().clear();
-    auto whole = engine.submit(request(Kind::kWrite, file.fd(), 0, source), false);
+    engine->faults().clear();
+    auto whole = engine->submit(request(Kind::kWrite, file.fd(), 0, source), false);
     EXPECT(whole->wait(kWaitNs));
     EXPECT(whole->error() == 0 && whole->done_bytes() == source.size());
   }
@@ -120,8 +135,7 @@ void test_errors_under_load() {
 void test_cancel_and_close() {
   File file(1 << 20);
   for (unsigned round = 0; round < 20; ++round) {
-    auto engine = std::make_unique<Engine>(
-        tieroff::EngineOptions{.read_thread_count = 1, .write_thread_count = 2, .chunk_bytes = kChunk});
+    auto engine = make_engine(2);
     auto source = noise(5 * kChunk / 2, round);
     std::vector<std::shared_ptr<tieroff::Transfer>> writes;
     for (unsigned i = 0; i < 20; ++i)
@@ -144,21 +158,71 @@ void test_cancel_and_close() {
 
 void test_close_releases_hangs() {
   File file(1 << 20);
-  Engine engine({.read_thread_count = 1, .write_thread_count = 1, .chunk_bytes = kChunk});
+  const auto engine = make_engine(1);
   auto source = noise(3 * kChunk, 3);
-  engine.faults().inject({.kind = Kind::kWrite, .count = 0, .is_hang = true});
-  auto write = engine.submit(request(Kind::kWrite, file.fd(), 0, source), false);
-  EXPECT(engine.faults().wait_hanging(1, 60.0));
+  engine->faults().inject({.kind = Kind::kWrite, .count = 0, .is_hang = true});
+  auto write = engine->submit(request(Kind::kWrite, file.fd(), 0, source), false);
+  EXPECT(engine->faults().wait_hanging(1, 60.0));
   EXPECT(!write->wait(1'000'000));
-  engine.close();
+  engine->close();
   EXPECT(write->is_done() && write->error() == ECANCELED && write->done_bytes() == kChunk);
+}
+
+// Short calls and interrupted ones among many: each transfer is whole all the same.
+void test_short_calls_under_load() {
+  constexpr std::size_t kRange = 8 * kChunk;
+  File file(4 * kRange);
+  const auto engine = make_engine(4);
+  for (const Kind kind : {Kind::kWrite, Kind::kRead}) {
+    engine->faults().inject({.kind = kind, .after = 3, .count = 9, .short_bytes = 5000});
+    engine->faults().inject({.kind = kind, .after = 20, .count = 5, .error = EINTR});
+  }
+  std::vector<std::vector<std::byte>> sources;
+  std::vector<std::vector<std::byte>> targets;
+  std::vector<std::shared_ptr<tieroff::Transfer>> transfers;
+  for (unsigned index = 0; index < 4; ++index) {
+    sources.push_back(noise(kRange - 5 * index, index));
+    targets.emplace_back(sources.back().size());
+    transfers.push_back(engine->submit(request(Kind::kWrite, file.fd(), index * kRange, sources.back()), false));
+  }
+  for (const auto& write : transfers) EXPECT(write->wait(kWaitNs) && write->error() == 0);
+  transfers.clear();
+  for (unsigned index = 0; index < 4; ++index)
+    transfers.push_back(engine->submit(request(Kind::kRead, file.fd(), index * kRange, targets[index]), true));
+  for (const auto& read : transfers) EXPECT(read->wait(kWaitNs) && read->error() == 0);
+  EXPECT(sources == targets);
+}
+
+// The thread that submits is gone before its transfers have run.
+void test_submitting_thread_exits() {
+  File file(1 << 20);
+  const auto engine = make_engine(2);
+  auto source = noise(1 << 20, 5);
+  std::vector<std::shared_ptr<tieroff::Transfer>> writes;
+  engine->faults().inject({.kind = Kind::kWrite, .is_hang = true});
+  std::thread([&] {
+    for (unsigned i = 0; i < 8; ++i)
+      writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source, 4096), false));
+  }).join();
+  EXPECT(engine->faults().wait_hanging(1, 60.0));
+  engine->faults().release();
+  for (const auto& write : writes) EXPECT(write->wait(kWaitNs) && write->error() == 0);
+}
+
+void test_calls_are_bounded() {
+  File file(1 << 20);
+  const auto engine = make_engine(3);
+  auto source = noise(1 << 20, 6);
+  std::vector<std::shared_ptr<tieroff::Transfer>> writes;
+  for (unsigned i = 0; i < 8; ++i) writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source), false));
+  for (const auto& write : writes) EXPECT(write->wait(kWaitNs) && write->error() == 0);
+  EXPECT(engine->peak_call_count() == 3 || (!is_ring && engine->peak_call_count() < 3));
 }
 
 // The child destroys what it inherited, while the parent's threads work and one waits.
 void test_fork() {
   File file(1 << 20);
-  auto engine = std::make_unique<Engine>(
-      tieroff::EngineOptions{.read_thread_count = 1, .write_thread_count = 1, .chunk_bytes = kChunk});
+  auto engine = make_engine(1);
   auto source = noise(8 * kChunk, 4);
   engine->faults().inject({.kind = Kind::kWrite, .is_hang = true});
   auto write = engine->submit(request(Kind::kWrite, file.fd(), 0, source), false);
@@ -204,13 +268,17 @@ void test_page_returner() {
 
 }  // namespace
 
-int main(int argument_count, char**) {
+int main(int argument_count, char** arguments) {
+  is_ring = argument_count > 1 && std::string_view(arguments[1]) == "uring";
   test_many_threads();
   test_copies();
   test_errors_under_load();
+  test_short_calls_under_load();
+  test_submitting_thread_exits();
+  test_calls_are_bounded();
   test_cancel_and_close();
   test_close_releases_hangs();
-  if (argument_count == 1) test_fork();  // any argument leaves it out: the thread sanitizer's own threads do not fork
+  if (argument_count < 3) test_fork();  // left out where the thread sanitizer's own threads do not fork
   test_page_returner();
   return failures.load() == 0 ? 0 : 1;
 }

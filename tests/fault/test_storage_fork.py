@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tieroff.storage.engines import available
+
 PRELUDE = """
 import os, sys, threading
 from tieroff.errors import StateError
@@ -55,6 +57,11 @@ if child == 0:
             bad.append(f"descriptor {fd} is open")
         except OSError:
             pass
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    links = [os.readlink(path) for path in paths if os.path.lexists(path)]
+    with open("/proc/self/maps") as maps:
+        links += [line.split()[-1] for line in maps]
+    bad += [link for link in links if link.startswith(("anon_inode:[io_uring]", "anon_inode:[eventfd]"))]
     homes.clear()
     nvme.close(); host.close(); engine.close()
     del nvme, host, engine, writes, blocks, homes, stores, calls
@@ -129,7 +136,7 @@ print("status", int(total != 8 * 64 * 63 / 2))
 """
 
 
-@pytest.mark.parametrize("name", ["threads", "aiofiles"])
+@pytest.mark.parametrize("name", available())
 @pytest.mark.parametrize(
     "script", [IN_FLIGHT, NEW_ONES, ELSEWHERE, LOADER], ids=["in flight", "new ones", "elsewhere", "loader"]
 )

@@ -143,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
             folder.cleanup()
 
 
-@pytest.mark.parametrize("name", [name for name in ("threads", "aiofiles") if name in available()])
+@pytest.mark.parametrize("name", available())
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_store_holds_what_a_dict_holds(name: str, kind: str) -> None:
     engine = choose(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tieroff
+from tieroff import cli
 from tieroff.cli import app
 from tieroff.core.machine import load_machine
 
@@ -85,6 +87,11 @@ def test_probe_json_has_its_fixed_form_and_writes_no_file(tmp_path: Path) -> Non
         assert row["gds"] is False
         for key in ("write_bytes_per_s", "read_bytes_per_s", "both_write_bytes_per_s", "both_read_bytes_per_s"):
             assert row[key] > 0
+        assert row["cells"]
+    assert len({row["engine"] for row in document["dirs"]}) == len(document["dirs"])
+    assert sum(row["is_best"] for row in document["dirs"]) == 1
+    assert document["refused"] == []
+    assert document["checksum_bytes_per_s"] > 0
     assert document["links"]["d2h_bytes_per_s"] > 0
     assert document["links"]["h2d_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +105,45 @@ def test_probe_out_writes_a_machine_file(tmp_path: Path) -> None:
     assert str(out) in text.replace("\n", "")
     machine = load_machine(out)
     assert machine.nvme_write_bytes_per_s > 0
-    assert machine.dirs
+    assert machine.best_engine([tmp_path]) in text
+    assert machine.checksum_bytes_per_s > 0
+    assert machine.dirs[str(tmp_path)]["file_system"] in text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = os.openpty() if is_terminal else os.pipe()
+    with open(reader, "rb") as shown, open(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with cli._progress() as report:
+            report("first writes", 0.5)
+        terminal.flush()
+        os.set_blocking(shown.fileno(), False)
+        text = (shown.read(65536) if is_terminal else b"") or b""
+        if not is_terminal:
+            terminal.close()
+            text = shown.read()
+    assert (b"first writes" in text) == (b"50%" in text) == is_terminal
+    assert bool(text) == is_terminal
+
+
+def test_script_takes_the_options_of_the_command(tmp_path: Path, project: Path) -> None:
+    command = [sys.executable, str(project / "scripts/nvme_probe.py"), "--dir", str(tmp_path / "nowhere"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(project)}  # also where the library is not installed
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["type"] == "ConfigError"
+
+
+def test_probe_says_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tieroff.probe.survey.is_in_memory", lambda fd: True)
+    status, document = run_json("probe", "--dir", tmp_path, "--out", tmp_path / "machine.toml")
+    assert status == 1
+    assert "file system in memory" in document["error"]["message"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_error_is_a_document_under_json_and_a_message_without(tmp_path: Path) -> None:
@@ -129,7 +174,11 @@ def test_doctor_looks_at_the_folders_of_a_config(tmp_path: Path) -> None:
     assert status == 0
     assert [row["dir"] for row in document["dirs"]] == [str(tmp_path)]
     assert document["dirs"][0]["path"] in ("direct", "buffered")
-    assert {"torch", "cuda", "native module", "memory"} <= {fact["name"] for fact in document["facts"]}
+    assert {row["engine"] for row in document["dirs"][0]["engines"]} == {"gds", "uring", "threads", "aiofiles"}
+    assert {
+        "torch", "cuda", "native module", "memory", "io_uring", "locked memory", "kvikio", "cuFile", "nvidia-fs", "P2PDMA",
+        "cuFile compatibility mode",
+    } <= {fact["name"] for fact in document["facts"]}  # fmt: skip
     status, text = run("doctor", "--config", config)
     assert status == 0
     assert str(tmp_path) in text

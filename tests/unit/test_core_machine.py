@@ -40,9 +40,16 @@ def test_machine_file_gives_back_an_equal_machine(tmp_path: Path) -> None:
     values = {
         **_VALUES,
         "name": 'a "b" \\ \n',
-        "dirs": {"/mnt/x y": {"engine": "uring", "is_direct": True, "rates": [1, 2]}},
+        "kernel": "Linux 6.8",
+        "checksum_bytes_per_s": "10GB",
+        "dirs": {
+            "/mnt/x y": {"engine": "uring", "is_direct": True, "ra te.s": [1, 2], "uring_read_bytes_per_s": "5GB"},
+            "/b": {"engine": "threads", "drive": 'nvme0n1 ("Fast")', "file_system": "ext4", "read_latency_s": 1e-4},
+        },
     }
     machine = machine_from_mapping(values)
+    assert machine.dirs["/mnt/x y"]["uring_read_bytes_per_s"] == 5 * 10**9
+    assert machine.checksum_bytes_per_s == 10**10
     save_machine(machine, tmp_path / "machine.toml")
     assert load_machine(tmp_path / "machine.toml") == machine
 
@@ -61,6 +68,13 @@ def test_machine_file_gives_back_an_equal_machine(tmp_path: Path) -> None:
         ({"duplex_share": 0}, "duplex_share"),
         ({"nvme_shares_host_link": 1}, "nvme_shares_host_link"),
         ({"name": 3}, "name"),
+        ({"kernel": 6.1}, "kernel"),
+        ({"checksum_bytes_per_s": "fast"}, "checksum_bytes_per_s"),
+        ({"dirs": {"/a": 3}}, "'/a'.*expected a table"),
+        ({"dirs": {"/a": {"engine": 3}}}, "'/a'.*engine as text"),
+        ({"dirs": {"/a": {"is_direct": "yes"}}}, "is_direct as true or false"),
+        ({"dirs": {"/a": {"write_bytes_per_s": True}}}, "write_bytes_per_s"),
+        ({"/a": {"read_latency_s": -1}}, "read_latency_s"),
     ],
 )
 def test_machine_refuses_what_it_cannot_use(change: dict[str, object], part: str) -> None:
@@ -81,3 +95,29 @@ def test_link_that_the_machine_lacks_is_an_error_that_names_its_key() -> None:
         machine_from_mapping(_VALUES).link(Tier.DEVICE, Tier.NVME)
     with pytest.raises(ConfigError, match="two different tiers"):
         Machine().link(Tier.HOST, Tier.HOST)
+
+
+def test_best_engine_is_the_one_that_all_directories_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"/a": {"engine": "uring"}, "/b": {"engine": "uring"}, "/c": {"engine": "threads"}, "/d": {"drive": "x"}}
+    tables[str(tmp_path / "e")] = {"engine": "uring"}
+    machine = machine_from_mapping({**_VALUES, "dirs": tables})
+    assert machine.best_engine(["/a"]) == machine.best_engine([Path("/a"), "/b/"]) == "uring"
+    monkeypatch.chdir(tmp_path)
+    assert machine.best_engine(["e", "/a"]) == "uring"
+    assert [machine.best_engine(dirs) for dirs in (["/a", "/c"], ["/a", "/d"], ["/a", "/nowhere"], [])] == [""] * 4
+
+
+def test_write_rates_are_those_of_every_directory_or_none() -> None:
+    tables = {"/a": {"write_bytes_per_s": "2GB"}, "/b": {"write_bytes_per_s": 10**9}, "/c": {"engine": "threads"}}
+    machine = machine_from_mapping({**_VALUES, "dirs": tables})
+    assert machine.write_rates(["/b", Path("/a")]) == [1e9, 2e9]
+    assert [machine.write_rates(dirs) for dirs in (["/a", "/c"], ["/a", "/nowhere"], [])] == [None] * 3
+
+
+def test_checksums_take_their_time_after_the_transfer() -> None:
+    nvme = {"nvme_write_bytes_per_s": 3 * 10**9, "nvme_read_bytes_per_s": 6 * 10**9}
+    machine = machine_from_mapping({**_VALUES, **nvme, "checksum_bytes_per_s": 6 * 10**9}).with_checksums()
+    assert (machine.nvme_write_bytes_per_s, machine.nvme_read_bytes_per_s) == (2 * 10**9, 3 * 10**9)
+    assert machine.d2h_bytes_per_s == round(15.754 * 2**30)
+    unknown = machine_from_mapping({**_VALUES, **nvme})
+    assert unknown.with_checksums() == unknown

@@ -15,8 +15,7 @@ import pytest
 
 from tieroff.errors import StateError, StoreError
 from tieroff.storage import buffers
-from tieroff.storage.engines import Engine, available
-from tieroff.storage.engines.aio import AioEngine
+from tieroff.storage.engines import Engine, available, choose
 from tieroff.storage.file_store import FileStore
 from tieroff.storage.pool import HostStore
 from tieroff.storage.space import SpaceStore
@@ -28,17 +27,10 @@ SIZES = [1, 511, 4096, 4097, MIB - 1, MIB, 3 * MIB + 77]
 MakeStore = Callable[..., SpaceStore]
 
 
-def make_engine(name: str) -> Engine:
-    if name == "aiofiles":
-        return AioEngine()
-    from tieroff.storage.engines.native import NativeEngine
-
-    return NativeEngine()
-
-
-@pytest.fixture(params=[name for name in ("threads", "aiofiles") if name in available()])
+@pytest.fixture(params=available())
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = make_engine(request.param)
+    engine = choose(request.param)
+    assert engine.name == request.param
     yield engine
     engine.close()
 

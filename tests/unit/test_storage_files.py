@@ -17,6 +17,7 @@ from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage import buffers, files
 from tieroff.storage.file_home import FileHome
 from tieroff.storage.file_store import FileStore
+from tieroff.storage.shares import share_out
 
 native_engine = pytest.importorskip("tieroff.storage.engines.native")
 
@@ -150,6 +151,64 @@ def test_extents_are_spread_over_directories(engine: Any, tmp_path: Path) -> Non
     areas = [store.allocate(MIB).area for _ in range(12)]
     assert [areas.count(index) for index in range(3)] == [4, 4, 4]
     store.close()
+
+
+def folders(tmp_path: Path, count: int) -> list[Path]:
+    dirs = [tmp_path / str(index) for index in range(count)]
+    for path in dirs:
+        path.mkdir()
+    return dirs
+
+
+def test_extents_are_spread_by_write_speed(engine: Any, tmp_path: Path) -> None:
+    dirs = folders(tmp_path, 3)
+    store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 2e9], grow_bytes=MIB)
+    blocks = [store.allocate(MIB) for _ in range(12)]
+    areas = [block.area for block in blocks]
+    assert [areas[:6].count(index) for index in range(3)] == [3, 1, 2]  # from the first on, not only in the end
+    assert [areas.count(index) for index in range(3)] == [6, 2, 4]
+    for block in blocks:
+        store.free(block)
+    store.reserve(12 * MIB)
+    assert [os.fstat(file.fd).st_size for file in store._files] == [6 * MIB, 2 * MIB, 4 * MIB]
+    store.close()
+
+
+def test_drive_with_too_little_room_takes_less_and_the_others_more(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirs = folders(tmp_path, 3)
+    monkeypatch.setattr("tieroff.storage.file_store._rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
+    store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 1e9], grow_bytes=MIB)
+    areas = [store.allocate(MIB).area for _ in range(12)]
+    assert [areas.count(index) for index in range(3)] == [2, 5, 5]
+    with pytest.raises(StoreError):
+        store.allocate(MIB)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "speeds", "limits", "expected"),
+    [
+        (100, [1, 1], [1000, 1000], [50, 50]),
+        (100, [3, 1], [1000, 1000], [75, 25]),
+        (100, [3, 1], [60, 1000], [60, 40]),
+        (100, [8, 1, 1], [10, 30, 1000], [10, 30, 60]),
+        (100, [1, 1], [30, 40], [30, 40]),
+        (100, [1, 1], [0, 1000], [0, 100]),
+        (7, [1, 1, 1], [9, 9, 9], [2, 2, 3]),
+    ],
+)
+def test_shares_follow_speed_as_far_as_there_is_room(
+    capacity: int, speeds: list[float], limits: list[int], expected: list[int]
+) -> None:
+    assert share_out(capacity, speeds, limits) == expected
+
+
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
+def test_speed_that_is_missing_is_refused(engine: Any, tmp_path: Path, speeds: list[float]) -> None:
+    with pytest.raises(ConfigError, match="write speed above 0"):
+        FileStore(folders(tmp_path, 2), MIB, engine, write_bytes_per_s=speeds)
 
 
 def test_reserve_allocates_on_the_drive(store: FileStore) -> None:

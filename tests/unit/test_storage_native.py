@@ -19,6 +19,8 @@ from tieroff.storage import buffers
 
 native: Any = pytest.importorskip("tieroff._native")
 
+ENGINES = ["ThreadEngine", *(["RingEngine"] if native.ring_refusal() == 0 else [])]
+
 
 def stub_members(project: Path) -> dict[str, Any]:
     """Names in the stub: for a function its parameter names, for a class the same of its members."""
@@ -99,14 +101,15 @@ def test_crc32c_combines() -> None:
         assert combined == native.crc32c(first + second)
 
 
-def test_transfer_checksum_does_not_depend_on_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_transfer_checksum_does_not_depend_on_chunks(tmp_path: Path, name: str) -> None:
     size = 1_000_003
     source = buffers.allocate(size)
     source[:size] = random.Random(3).randbytes(size)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     found = set()
     for chunk_bytes in (4096, 65536, 2**20):
-        engine = native.ThreadEngine(3, 3, chunk_bytes)
+        engine = getattr(native, name)(3, 3, chunk_bytes)
         write = engine.write(fd, 0, source.address, size, 4096, 1, True)
         assert write.wait(30) and write.errno == 0 and write.done_bytes == size
         read = engine.read(fd, 0, source.address, size, 4096, 1, True)
@@ -130,8 +133,9 @@ def test_transfer_checksum_does_not_depend_on_chunks(tmp_path: Path) -> None:
         {"memory_alignment": 0},
     ],
 )
-def test_engine_refuses_wrong_requests(arguments: dict[str, int]) -> None:
-    engine = native.ThreadEngine()
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_refuses_wrong_requests(name: str, arguments: dict[str, int]) -> None:
+    engine = getattr(native, name)()
     request = {"fd": 0, "offset": 0, "address": 8, "size_bytes": 4096, "block_bytes": 4096, "memory_alignment": 1}
     with pytest.raises(ValueError, match="expected"):
         engine.read(**(request | arguments))
@@ -140,16 +144,21 @@ def test_engine_refuses_wrong_requests(arguments: dict[str, int]) -> None:
         engine.read(**request)
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, 2**20), (1, 0, 2**20), (1, 1, 5000), (1, 1, 1024)])
-def test_engine_refuses_wrong_options(arguments: tuple[int, int, int]) -> None:
-    before = len(os.listdir("/proc/self/task"))
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("arguments", [(0, 1, 2**20), (1, 0, 2**20), (1, 1, 5000), (1, 1, 1024), (1, 1, 2**31)])
+def test_engine_refuses_wrong_options(name: str, arguments: tuple[int, int, int]) -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    before = count()
     with pytest.raises(ValueError, match="expected"):
-        native.ThreadEngine(*arguments)
-    assert len(os.listdir("/proc/self/task")) == before
+        getattr(native, name)(*arguments)
+    assert count() == before
 
 
-def test_bad_descriptor_and_bad_memory_are_errors_of_the_transfer(tmp_path: Path) -> None:
-    engine = native.ThreadEngine()
+@pytest.mark.parametrize("name", ENGINES)
+def test_bad_descriptor_and_bad_memory_are_errors_of_the_transfer(tmp_path: Path, name: str) -> None:
+    engine = getattr(native, name)()
     memory = buffers.allocate(4096)
     read = engine.read(10_000, 0, memory.address, 4096, 4096, 1)
     assert read.wait(30)

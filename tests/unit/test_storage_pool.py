@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import logging
 import mmap
@@ -20,7 +21,7 @@ from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage import buffers, engines
 from tieroff.storage.engines import Engine
 from tieroff.storage.extents import FreeList
-from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 from tieroff.storage.pool import HostStore
 
 MIB = 2**20
@@ -68,6 +69,18 @@ def test_trim_gives_the_longest_unused_buffers_back_to_the_system() -> None:
     pool.trim(0)
     assert pool.kept_bytes == 0
     assert psutil.Process().memory_info().rss <= resident - 6 * MIB
+
+
+def test_after_close_a_buffer_goes_back_with_its_last_reference() -> None:
+    pool = buffers.BufferPool()
+    view = pool.take(64 * MIB)
+    view[:] = b"x" * len(view)
+    pool.close()
+    assert view[-1] == ord("x")
+    resident = psutil.Process().memory_info().rss
+    del view
+    assert psutil.Process().memory_info().rss <= resident - 60 * MIB
+    assert pool.kept_bytes == 0
 
 
 @pytest.fixture
@@ -147,6 +160,28 @@ def test_free_list_refuses_what_is_not_used(wrong: tuple[int, int]) -> None:
     assert area.free_bytes == 7
 
 
+def test_free_list_gives_the_range_freed_last_of_equal_ones() -> None:
+    area = FreeList()
+    area.extend(60)
+    offsets = [area.take(10) for _ in range(6)]
+    assert offsets == [0, 10, 20, 30, 40, 50]
+    for offset in (40, 0, 20):
+        area.give(offset, 10)
+    assert [area.take(10) for _ in range(4)] == [20, 0, 40, None]
+
+
+def test_leases_are_exact_and_the_one_freed_last_comes_next(engine: Engine) -> None:
+    store = HostStore(8 * MIB, engine, slab_bytes=MIB)
+    blocks = [store.allocate(3 * mmap.PAGESIZE - 5) for _ in range(8)]
+    assert store.used_bytes == 8 * 3 * mmap.PAGESIZE  # whole pages, and no power of two
+    assert store.reserved_bytes == MIB
+    addresses = [store.address(block) for block in blocks]
+    for index in (4, 1, 6):
+        store.free(blocks[index])
+    assert [store.address(store.allocate(3 * mmap.PAGESIZE)) for _ in range(3)] == [addresses[i] for i in (6, 1, 4)]
+    store.close()
+
+
 def test_slabs_are_registered_when_made_and_unregistered_at_close(engine: Engine) -> None:
     registered: dict[int, int] = {}
     store = HostStore(8 * MIB, engine, registered.__setitem__, registered.pop, slab_bytes=MIB)
@@ -192,6 +227,68 @@ def test_slab_that_the_system_refuses_is_told(engine: Engine, monkeypatch: pytes
         store.allocate(1)
     assert caught.value.errno == 12
     store.close()
+
+
+def test_slab_is_refused_when_others_took_the_memory_meanwhile(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Asked of the cgroup again for each slab: one that does not fit would have this process killed."""
+    group = {
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": str(4 * MIB),
+        "sys/fs/cgroup/job/memory.current": "0",
+        "proc/meminfo": "MemAvailable: 1000000 kB\n",
+    }
+    root = machine(tmp_path, group)
+    monkeypatch.setattr("tieroff.storage.pool.host_limit_bytes", lambda: host_limit_bytes(root))
+    with pytest.raises(ConfigError, match=r"at most 4\.00 MiB"):
+        HostStore(5 * MIB, engine)
+    store = HostStore(4 * MIB, engine, slab_bytes=MIB)
+    store.allocate(MIB)
+    machine(root, {**group, "sys/fs/cgroup/job/memory.current": str(3 * MIB + 1)})
+    with pytest.raises(StoreError, match="cgroups have left") as caught:
+        store.allocate(MIB)
+    assert caught.value.errno == errno.ENOMEM
+    assert store.reserved_bytes == store.used_bytes == MIB
+    machine(root, group)
+    store.allocate(MIB)
+    store.close()
+
+
+def test_slab_that_cannot_be_pinned_is_given_back_and_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def register(address: int, size_bytes: int) -> None:
+        pinned.append(address)
+        raise StoreError("cudaHostRegister returned 2", errno=2)
+
+    monkeypatch.setattr("tieroff.storage.pool.locked_limit_bytes", lambda: 8 * MIB)
+    store = HostStore(64 * MIB, engine, register, lambda _address: None)
+    with pytest.raises(StoreError, match=r"returned 2; this process has 8\.00 MiB left to lock \(ulimit -l\)") as caught:
+        store.reserve(32 * MIB)
+    assert caught.value.errno == 2
+    del caught
+    gc.collect()
+    assert store.reserved_bytes == 0
+    assert not is_mapped(pinned[0] + 16 * MIB)
+    store.close()
+
+
+LIMITS = "Limit   Soft Limit   Hard Limit   Units\nMax locked memory         {}              8388608              bytes\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/self/limits": LIMITS.format("unlimited")}, None),
+        ({"proc/self/limits": LIMITS.format(8 * MIB)}, 8 * MIB),
+        ({"proc/self/limits": LIMITS.format(8 * MIB), "proc/self/status": "VmLck: 1024 kB\nVmPin: 2048 kB\n"}, 5 * MIB),
+        ({"proc/self/limits": LIMITS.format(MIB), "proc/self/status": "VmLck: 4096 kB\n"}, 0),
+    ],
+)
+def test_locked_limit_is_what_the_process_may_still_lock(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert locked_limit_bytes(machine(tmp_path, files)) == expected
 
 
 def test_capacity_above_the_limit_is_refused(engine: Engine) -> None:
@@ -252,7 +349,7 @@ def test_host_limit_is_the_least_up_the_tree(tmp_path: Path, files: dict[str, st
     assert host_limit_bytes(machine(tmp_path, files)) == expected
 
 
-@pytest.mark.parametrize("name", ["gds", "uring", "Threads", ""])
+@pytest.mark.parametrize("name", ["none such", "Threads", ""])
 def test_engine_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"auto or one of .*aiofiles"):
         engines.choose(name)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import tomllib
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ LINK_NAMES = {
     (Tier.HOST, Tier.NVME): "nvme_write",
     (Tier.NVME, Tier.HOST): "nvme_read",
 }
+
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,10 @@ class Machine:
         duplex_share: what both directions of the host link move at once, over the sum of each alone.
         nvme_shares_host_link: traffic to the NVMe also fills the host link.
         cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.
-        dirs: tables per directory, kept as they are.
+        checksum_bytes_per_s: bytes that one core makes a checksum of per second, 0 if unknown.
+        kernel: the system that it was measured under.
+        dirs: tables per directory, by absolute path. `engine` is the fastest there; see `FOLDER_TEXTS` for what else is
+            checked. Other keys are kept as they are.
     """
 
     name: str = ""
@@ -72,6 +81,8 @@ class Machine:
     duplex_share: float = 1.0
     nvme_shares_host_link: bool = False
     cpu_update_bytes_per_s: int = 0
+    checksum_bytes_per_s: int = 0
+    kernel: str = ""
     dirs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def has_tier(self, tier: Tier) -> bool:
@@ -101,6 +112,31 @@ class Machine:
             )
         return Link(source, target, bandwidth, round(getattr(self, f"{name}_latency_s") * NS_PER_S))
 
+    def best_engine(self, dirs: Iterable[str | os.PathLike[str]]) -> str:
+        """Returns the I/O engine that is fastest in each of these directories.
+
+        "" when they do not agree, or one of them was not measured: a store runs on one engine.
+        """
+        engines = {str(self.dirs.get(os.path.abspath(folder), {}).get("engine", "")) for folder in dirs}
+        return engines.pop() if len(engines) == 1 else ""
+
+    def write_rates(self, dirs: Iterable[str | os.PathLike[str]]) -> list[float] | None:
+        """Returns the bytes per second written to each of these directories, None when one of them was not measured."""
+        rates = [float(self.dirs.get(os.path.abspath(folder), {}).get("write_bytes_per_s", 0)) for folder in dirs]
+        return rates if rates and all(rates) else None
+
+    def with_checksums(self) -> Machine:
+        """Returns the machine as it is when every transfer to and from the NVMe also makes a checksum.
+
+        A byte then takes the link's time and one core's time for the checksum, one after the other. That is the most it
+        can cost: engines with several threads hide a part of it behind other transfers.
+        """
+        if not self.checksum_bytes_per_s:
+            return self
+        rates = {"nvme_write_bytes_per_s": self.nvme_write_bytes_per_s, "nvme_read_bytes_per_s": self.nvme_read_bytes_per_s}
+        sums = self.checksum_bytes_per_s
+        return replace(self, **{key: rate * sums // (rate + sums) for key, rate in rates.items()})  # type: ignore[arg-type]
+
 
 def _number(key: str, value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
@@ -129,11 +165,28 @@ def _convert(key: str, value: object, where: str) -> object:
         return share
     if key == "nvme_shares_host_link" and not isinstance(value, bool):
         raise ConfigError(f"{where}: expected {key} as true or false, got {value!r}")
-    if key in ("name", "measured"):
+    if key in ("name", "measured", "kernel"):
         if not hasattr(value, "isoformat") and not isinstance(value, str):
             raise ConfigError(f"{where}: expected {key} as text, got {value!r}")
         return str(value)
     return value
+
+
+FOLDER_TEXTS = ("engine", "file_system", "drive")
+"""Keys of a directory's table that hold text. Keys that start with `is_` hold true or false, and those that end with
+`_bytes`, `_bytes_per_s` and `_s` what such a key holds elsewhere."""
+
+
+def _folder(name: str, table: object, where: str) -> dict[str, Any]:
+    where = f"{where}: [dirs.{name!r}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: expected a table, got {table!r}")
+    for key, value in table.items():
+        if key in FOLDER_TEXTS and not isinstance(value, str):
+            raise ConfigError(f"{where}: expected {key} as text, got {value!r}")
+        if key.startswith("is_") and not isinstance(value, bool):
+            raise ConfigError(f"{where}: expected {key} as true or false, got {value!r}")
+    return {key: _convert(key, value, where) for key, value in table.items()}
 
 
 def machine_from_mapping(values: dict[str, Any], where: str = "machine") -> Machine:
@@ -147,7 +200,8 @@ def machine_from_mapping(values: dict[str, Any], where: str = "machine") -> Mach
     dirs: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            dirs.update(value if key == "dirs" else {key: value})
+            tables = value if key == "dirs" else {key: value}
+            dirs.update({name: _folder(name, table, where) for name, table in tables.items()})
         elif key not in names:
             nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
             raise ConfigError(f"{where}: unknown key {key!r}; the nearest known one is {nearest[0]!r}")
@@ -189,6 +243,10 @@ def _toml_value(value: object) -> str:
     raise ConfigError(f"expected text, a number, true, false or a list of those in a machine, got {value!r}")
 
 
+def _toml_key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _toml_value(key)
+
+
 def machine_to_toml(machine: Machine) -> str:
     """Returns the text of a machine.toml."""
     values = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name != "dirs"}
@@ -196,7 +254,7 @@ def machine_to_toml(machine: Machine) -> str:
     lines = [f"{key} = {_toml_value(value)}" for key, value in present.items()]
     for name, table in machine.dirs.items():
         lines += ["", f"[dirs.{_toml_value(name)}]"]
-        lines += [f"{_toml_value(key)} = {_toml_value(value)}" for key, value in table.items()]
+        lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -10,14 +10,24 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import psutil
 
-from tieroff.errors import ConfigError, StoreError
+from tieroff.config import EngineName
+from tieroff.errors import ConfigError, StoreError, TieroffError
+from tieroff.probe import kernel
+from tieroff.probe.drives import drive, file_system
+from tieroff.probe.gds import KVIKIO, cuda_version, gds_path, version_of
 from tieroff.storage import buffers, files
-from tieroff.storage.engines import available
+from tieroff.storage.engines import Engine, OpenFile, Transfer, available, choose
 from tieroff.storage.limits import host_limit_bytes
 from tieroff.units import format_bytes
+
+ENGINES: tuple[str, ...] = tuple(name for name in get_args(EngineName) if name != "auto")
+TIMEOUT_S = 10.0
+
+_CUFILE = ("nvidia-cufile", "nvidia-cufile-cu12")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,21 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePath:
+    """How bytes reach a folder by one engine, found by writing some there and reading them back.
+
+    Attributes:
+        engine: its name.
+        path: "direct", "buffered" or "none"; of gds "nvidia-fs", "cufile", "compatibility" or "none".
+        reason: why there is no better path; empty when there is none.
+    """
+
+    engine: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FolderPath:
     """How bytes reach one folder.
 
@@ -45,6 +70,8 @@ class FolderPath:
         reason: why it is not direct; empty when it is.
         file_system: type of the file system, or "".
         free_bytes: what this user may still write there.
+        drive: models or names of the drives, or "".
+        engines: the same for every engine; none where the folder cannot be used.
     """
 
     dir: str
@@ -52,6 +79,8 @@ class FolderPath:
     reason: str
     file_system: str
     free_bytes: int
+    drive: str = ""
+    engines: tuple[EnginePath, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +93,7 @@ class Diagnosis:
 
 def diagnose(dirs: Sequence[Path]) -> Diagnosis:
     """Returns what this machine can do, and how bytes reach each folder. Nothing stays in the folders."""
-    facts = (_platform(), *_torch(), _native(), _engines(), _memory(), _locked_memory())
+    facts = (_platform(), *_torch(), _native(), _engines(), _uring(), *_gpu_storage(), _memory(), _locked_memory())
     return Diagnosis(facts, tuple(folder_path(folder) for folder in dirs))
 
 
@@ -80,7 +109,7 @@ def folder_path(folder: Path) -> FolderPath:
             refused = refused or f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
             raise
 
-    kind = _file_system(folder)
+    kind = file_system(folder)
     try:
         directory = files.open_directory(str(folder), free_bytes_min=0)
         try:
@@ -97,16 +126,74 @@ def folder_path(folder: Path) -> FolderPath:
         return FolderPath(str(folder), "none", f"a write failed: {error.strerror}", kind, free_bytes)
     finally:
         os.close(file.fd)
+    reason = f"O_DIRECT was refused: {refused}" if refused else "the file system is memory, not a drive"
+    engines = tuple(engine_path(folder, name) for name in ENGINES)
     if file.is_direct:
-        return FolderPath(str(folder), "direct", "", kind, free_bytes)
-    return FolderPath(str(folder), "buffered", f"O_DIRECT was refused: {refused}", kind, free_bytes)
+        return FolderPath(str(folder), "direct", "", kind, free_bytes, drive(folder), engines)
+    return FolderPath(str(folder), "buffered", reason, kind, free_bytes, drive(folder), engines)
 
 
-def _file_system(folder: Path) -> str:
-    """Returns the type of the file system that holds a folder, by the longest mount point above it."""
-    real = Path(os.path.realpath(folder))
-    mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""
+def engine_path(folder: Path, name: str) -> EnginePath:
+    """Returns how bytes reach a folder by an engine: a block is written to a nameless file there and read back.
+
+    The gds engine is asked instead, since it moves the device's memory.
+    """
+    if name == "gds":
+        return EnginePath(name, *gds_path(folder))
+    if name not in available():
+        return EnginePath(name, "none", _why_absent(name))
+    try:
+        engine = choose(name)
+        try:
+            if engine.name != name:
+                return EnginePath(name, "none", kernel.uring_refusal() or f"it falls back to {engine.name}")
+            directory = files.open_directory(str(folder), free_bytes_min=0)
+            try:
+                file = files.open_nameless(str(folder), directory, is_direct=engine.is_direct)
+            finally:
+                os.close(directory)
+            try:
+                reason = _round_trip(engine, file)
+            finally:
+                engine.close()  # before the file and the memory: a transfer may still be under way
+                os.close(file.fd)
+        finally:
+            engine.close()
+    except (TieroffError, ImportError, OSError) as error:
+        return EnginePath(name, "none", str(error))
+    if reason:
+        return EnginePath(name, "none", reason)
+    if file.is_direct:
+        return EnginePath(name, "direct", "")
+    return EnginePath(name, "buffered", "O_DIRECT is refused here" if engine.is_direct else "the engine is buffered")
+
+
+def _round_trip(engine: Engine, file: OpenFile) -> str:
+    """Writes a block and reads it back; returns what went wrong, or ""."""
+    size = file.block_bytes
+    source, target = buffers.allocate(size), buffers.allocate(size)
+    source[:size] = os.urandom(size)
+    files.preallocate(file, 0, size)
+    failed = _failure(engine.write(file, 0, source.address, size, with_checksum=False), "write") or _failure(
+        engine.read(file, 0, target.address, size, with_checksum=False, is_mapped=False), "read"
+    )
+    if failed:
+        return failed
+    return "" if source[:size] == target[:size] else "what was read is not what was written"
+
+
+def _failure(transfer: Transfer, what: str) -> str:
+    if not transfer.wait(TIMEOUT_S):
+        return f"a {what} has not ended after {TIMEOUT_S:g} s"
+    if transfer.errno or transfer.done_bytes != transfer.size_bytes:
+        return f"a {what} failed: {os.strerror(transfer.errno)}, {transfer.done_bytes} of {transfer.size_bytes} bytes"
+    return ""
+
+
+def _why_absent(name: str) -> str:
+    if name == "uring":
+        return kernel.uring_refusal() or "the native module was built without it"
+    return "the native module is not built" if name == "threads" else f"{name} is not installed"
 
 
 def _platform() -> Fact:
@@ -144,6 +231,24 @@ def _engines() -> Fact:
     return Fact("I/O engines", bool(names), ", ".join(names) or "none can be imported")
 
 
+def _uring() -> Fact:
+    refusal = kernel.uring_refusal()
+    return Fact("io_uring", not refusal, refusal or "a ring was made")
+
+
+def _gpu_storage() -> tuple[Fact, ...]:
+    """What lies between a GPU and a drive: without any of it, bytes pass through host memory."""
+    kvikio, cufile = version_of(KVIKIO), version_of(_CUFILE)
+    is_allowed, where = kernel.cufile_compatibility()
+    return (
+        Fact("kvikio", kvikio is not None, kvikio or "not installed: pip install tieroff[gds]"),
+        Fact("cuFile", cufile is not None, cufile or "not installed as a Python package; CUDA's own may be there"),
+        Fact("cuFile compatibility mode", is_allowed, where),
+        Fact("nvidia-fs", *kernel.nvidia_fs()),
+        Fact("P2PDMA", *kernel.p2pdma(cuda_version())),
+    )
+
+
 def _memory() -> Fact:
     memory = psutil.virtual_memory()
     left = host_limit_bytes()
@@ -151,6 +256,8 @@ def _memory() -> Fact:
     # The two numbers are read one after the other, so they differ a little even where no group sets a limit.
     if left < 0.9 * memory.available:
         text += f"; the machine has {format_bytes(memory.available)}, a cgroup sets the limit"
+    else:
+        text += "; no cgroup sets a lower limit"
     return Fact("memory", left > 0, text)
 
 

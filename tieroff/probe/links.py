@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
@@ -18,6 +19,7 @@ MEMORY_COPY_BYTES = 8 * 2**20
 """Small, since a run on the CPU is measured within its own budget; larger than what a core's caches keep."""
 
 LATENCY_COPIES = 32
+MEMORY_THREADS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +49,35 @@ def measure_links(device: str, seconds: float) -> LinkRates:
     return _measure_cuda(seconds) if device == "cuda" else _measure_memory(seconds)
 
 
-def _measure_memory(seconds: float) -> LinkRates:
-    """A copy between two buffers on one thread, and on two threads at once, as the CPU backend's workers do."""
-    lanes = [(_touched(MEMORY_COPY_BYTES), _touched(MEMORY_COPY_BYTES)) for _ in range(2)]
+def measure_memory(seconds: float) -> float:
+    """Returns the bytes per second that several cores copy at once: no drive is read faster than that."""
+    count = min(MEMORY_THREADS_MAX, len(os.sched_getaffinity(0)))
+    return sum(_copies_at_once(count, seconds))
 
-    def copies(lane: int) -> Callable[[], None]:
-        source, target = lanes[lane]
-        return lambda: np.copyto(target, source)
 
-    alone = _rate(copies(0), MEMORY_COPY_BYTES, seconds / 2)
-    rates = [0.0, 0.0]
+def _copies_at_once(count: int, seconds: float) -> list[float]:
+    """Returns the bytes per second of each of several threads that copy at the same time."""
+    rates = [0.0] * count
 
     def run(lane: int) -> None:
-        rates[lane] = _rate(copies(lane), MEMORY_COPY_BYTES, seconds / 2)
+        source, target = _touched(MEMORY_COPY_BYTES), _touched(MEMORY_COPY_BYTES)
+        rates[lane] = _rate(lambda: np.copyto(target, source), MEMORY_COPY_BYTES, seconds)
 
-    threads = [threading.Thread(target=run, args=(lane,), name=f"tieroff-probe-{lane}") for lane in range(2)]
+    threads = [threading.Thread(target=run, args=(lane,), name=f"tieroff-probe-{lane}") for lane in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    latency_s = statistics.median(_seconds(lambda: np.copyto(lanes[0][1][:1], lanes[0][0][:1])) for _ in range(9))
-    return LinkRates(int(alone), int(alone), latency_s, latency_s, _share(sum(rates), 2 * alone))
+    return rates
+
+
+def _measure_memory(seconds: float) -> LinkRates:
+    """A copy between two buffers on one thread, and on two threads at once, as the CPU backend's workers do."""
+    [alone] = _copies_at_once(1, seconds / 2)
+    together = sum(_copies_at_once(2, seconds / 2))
+    source, target = _touched(1), _touched(1)
+    latency_s = statistics.median(_seconds(lambda: np.copyto(target[:1], source[:1])) for _ in range(9))
+    return LinkRates(int(alone), int(alone), latency_s, latency_s, _share(together, 2 * alone))
 
 
 def _touched(size_bytes: int) -> npt.NDArray[np.uint8]:

@@ -1,25 +1,30 @@
-"""The minimal measurement of a machine: what its tiers hold and what its links move."""
+"""The machine that measurements describe: what its tiers hold and what its links move."""
 
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tieroff.core.machine import Machine
 from tieroff.probe import limits
+from tieroff.probe.checksum import measure_checksum
 from tieroff.probe.links import LinkRates, measure_links
 from tieroff.probe.nvme import NvmeRates, measure_dirs
 from tieroff.storage.limits import host_limit_bytes
 
-LINKS_SHARE = 0.3
-"""Share of the time that goes to the host link when there are folders to measure too."""
+if TYPE_CHECKING:
+    from tieroff.probe.survey import Survey
+
+LINKS_SHARE, CHECKSUM_SHARE = 0.3, 0.02
+"""Shares of the time that go to the host link and to checksums when there are folders to measure too."""
 
 
 def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "auto", seconds: float = 1.5) -> Machine:
-    """Returns the machine as measured now.
+    """Returns the machine as measured now, in short: one engine, one size of transfers.
 
     Args:
         device: "cuda" or "cpu".
@@ -32,9 +37,49 @@ def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "au
         StoreError: a transfer failed.
     """
     links = measure_links(device, seconds * LINKS_SHARE if dirs else seconds)
-    rates = measure_dirs(dirs, engine, seconds * (1 - LINKS_SHARE)) if dirs else None
-    tables = {",".join(map(str, dirs)): rates} if rates else {}
-    return compose_machine(device, links, dirs, rates, tables)
+    rates = measure_dirs(dirs, engine, seconds * (1 - LINKS_SHARE - CHECKSUM_SHARE)) if dirs else None
+    checksum = measure_checksum(seconds * CHECKSUM_SHARE) if dirs else 0
+    return compose_machine(device, links, dirs, rates, "short copies at the start of a run", checksum)
+
+
+def surveyed_machine(device: str, dirs: Sequence[Path], found: Survey, seconds: float) -> Machine:
+    """Returns the machine that a survey describes, with a table per folder.
+
+    A folder's table has the rates of its best engine, and those of each engine under keys that begin with its name.
+
+    Args:
+        device: "cuda" or "cpu".
+        dirs: the folders of the survey.
+        found: what was measured.
+        seconds: what it was given.
+    """
+    method = f"tieroff probe for {seconds:g} s: files written once before, medians of slices in turn"
+    tables = {os.path.abspath(folder): _table(folder, found) for folder in dirs}
+    return compose_machine(device, found.links, dirs, found.together, method, found.checksum_bytes_per_s, tables)
+
+
+def _table(folder: Path, found: Survey) -> dict[str, Any]:
+    best = found.row(folder, found.best[folder]).rates
+    table: dict[str, Any] = {
+        "engine": best.engine,
+        "is_direct": best.is_direct,
+        "file_system": found.file_systems[folder],
+        "drive": found.drives[folder],
+        "block_bytes": best.block_bytes,
+        "depth": best.depth,
+        **_speeds(best, ""),
+        "write_latency_s": best.write_latency_s,
+        "read_latency_s": best.read_latency_s,
+    }
+    for row in found.rows:
+        if row.dir == folder:
+            table |= _speeds(row.rates, f"{row.rates.engine}_")
+    return table
+
+
+def _speeds(rates: NvmeRates, prefix: str) -> dict[str, int]:
+    names = ("write_bytes_per_s", "read_bytes_per_s", "both_write_bytes_per_s", "both_read_bytes_per_s")
+    return {prefix + name: getattr(rates, name) for name in names}
 
 
 def compose_machine(
@@ -42,7 +87,9 @@ def compose_machine(
     links: LinkRates,
     dirs: Sequence[Path],
     rates: NvmeRates | None,
-    tables: Mapping[str, NvmeRates],
+    method: str,
+    checksum_bytes_per_s: int = 0,
+    tables: Mapping[str, dict[str, Any]] | None = None,
 ) -> Machine:
     """Returns the machine that measurements describe.
 
@@ -51,11 +98,13 @@ def compose_machine(
         links: rates of the host link.
         dirs: folders of the NVMe tier.
         rates: of all folders together, or None without any.
-        tables: rates to keep with the machine, by folder.
+        method: how it was measured; the date is put before it.
+        checksum_bytes_per_s: what one core makes a checksum of, or 0.
+        tables: what to keep with the machine, by folder.
     """
     return Machine(
         name=_device_name(device),
-        measured=f"{datetime.date.today().isoformat()}, short copies at the start of a run",
+        measured=f"{datetime.date.today().isoformat()}, {method}",
         device_bytes=_device_bytes(device),
         host_bytes=limits.default_host_bytes(),
         nvme_bytes=limits.default_nvme_bytes(dirs),
@@ -70,7 +119,9 @@ def compose_machine(
         duplex_share=links.duplex_share,
         # Without direct storage every byte between a GPU and a drive passes through host memory.
         nvme_shares_host_link=device == "cuda",
-        dirs={name: asdict(table) for name, table in tables.items()},
+        checksum_bytes_per_s=checksum_bytes_per_s,
+        kernel=f"{platform.system()} {platform.release()}",
+        dirs=dict(tables or {}),
     )
 
 

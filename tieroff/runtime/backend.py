@@ -121,7 +121,7 @@ class CpuBackend:
 
     def close(self) -> None:
         """Gives back the memory that was kept for reuse."""
-        self._pool.trim(0)
+        self._pool.close()
 
 
 class _LateCopy:

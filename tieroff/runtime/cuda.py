@@ -6,16 +6,22 @@ compute stream's work so far (its source is being written, or its target's memor
 makes the compute stream wait for the copy: whoever frees the source afterwards gives its memory to work that comes later
 on that stream, so no `record_stream` is needed. Only what a person may touch next on the host is waited for by the host
 (`join`).
+
+Where an I/O engine takes device memory itself, no stream knows of its transfers. So the host waits at both ends: a thread
+waits for the event behind compute's work so far before it hands the memory to the engine, and `wait` returns when the
+engine has ended, before anything that comes later is issued to the compute stream.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Protocol
 
 import torch
 
@@ -23,6 +29,7 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend import TRANSFER_TIMEOUT_S, Arrival
 from tieroff.runtime.place import Place
 from tieroff.storage import buffers
+from tieroff.storage.store import Completion
 
 log = logging.getLogger("tieroff")
 
@@ -75,6 +82,74 @@ class _StagedCopy:
         self.wait(TRANSFER_TIMEOUT_S)
 
 
+class Ready(Protocol):
+    """What has to be over before a transfer may start: an event on a stream."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until it is over."""
+
+
+class _EngineCopy:
+    """A copy between device memory and a file that the I/O engine makes by itself, once the memory is ready for it."""
+
+    def __init__(self, start: Future[Completion], what: str, size_bytes: int) -> None:
+        self._start, self._what, self._size_bytes = start, what, size_bytes
+
+    @property
+    def start_ns(self) -> int:
+        completion = self._started()
+        return completion.start_ns if completion is not None else 0
+
+    @property
+    def stop_ns(self) -> int:
+        completion = self._started()
+        return completion.stop_ns if completion is not None else 0
+
+    def done(self) -> bool:
+        completion = self._started()
+        return completion.done() if completion is not None else self._start.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        stop_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            completion = self._start.result(timeout_s)
+        except FutureTimeout:
+            raise StoreError(
+                f"expected {self._what} of {self._size_bytes} bytes to start within {timeout_s} s, the device still works "
+                "on its memory",
+                size_bytes=self._size_bytes, errno=errno.ETIMEDOUT,
+            ) from None  # fmt: skip
+        completion.wait(None if stop_s is None else max(stop_s - time.monotonic(), 0.0))
+
+    def join(self) -> None:
+        """The copy ends on the host: `wait` did it."""
+        self.wait(TRANSFER_TIMEOUT_S)
+
+    def _started(self) -> Completion | None:
+        is_started = self._start.done() and self._start.exception() is None
+        return self._start.result() if is_started else None
+
+
+def copy_by_engine(
+    thread: ThreadPoolExecutor, ready: Ready, start: Callable[[], Completion], what: str, size_bytes: int
+) -> _EngineCopy:
+    """Has a transfer of device memory start as soon as it may.
+
+    Args:
+        thread: waits for `ready`; with one thread transfers start in the order of these calls, and many are under way.
+        ready: what the memory's last user ends with; see [Note: who waits for whom].
+        start: hands the memory to the engine, and keeps it alive until the transfer has ended.
+        what: for messages.
+        size_bytes: of the transfer.
+    """
+
+    def begin() -> Completion:
+        ready.synchronize()
+        return start()
+
+    return _EngineCopy(thread.submit(begin), what, size_bytes)
+
+
 class CudaBackend:
     """One CUDA device."""
 
@@ -119,6 +194,10 @@ class CudaBackend:
         ready = self._ready()
         if place.address is not None:
             return self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
+        if place.takes_device_memory:
+            return copy_by_engine(
+                self._writers, ready, lambda: place.write(source.data_ptr(), source), "a copy to a file", source.numel()
+            )
         staging = self._staging_for()
 
         def job() -> tuple[int, int]:
@@ -134,6 +213,10 @@ class CudaBackend:
         ready = self._ready()
         if place.address is not None:
             return self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
+        if place.takes_device_memory:
+            return copy_by_engine(
+                self._readers, ready, lambda: place.read(target.data_ptr(), target), "a copy from a file", target.numel()
+            )
         staging = self._staging_for()
 
         def job() -> tuple[int, int]:
@@ -147,7 +230,7 @@ class CudaBackend:
 
     def join(self, arrival: Arrival) -> None:
         """Blocks the host until a copy that a person may read next is complete."""
-        if isinstance(arrival, (_StreamCopy, _StagedCopy)):
+        if isinstance(arrival, (_StreamCopy, _StagedCopy, _EngineCopy)):
             arrival.join()
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
@@ -165,7 +248,7 @@ class CudaBackend:
 
     def _ready(self) -> torch.cuda.Event:
         """Returns an event behind everything that compute has been given so far."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a thread of the host that waits for it sleeps
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -109,12 +109,14 @@ class Engine:
         for slot in (*self._slots, *self._steps.recomputed.values()):
             slot.remove()
         uninstall(self.model)
-        if self._custody.stepper is not None:
-            self._custody.stepper.remove()
-        self._custody.give_back()
-        self._backend.tune_allocator(None)
-        self._backend.close()
-        self._on_close()
+        try:
+            if self._custody.stepper is not None:
+                self._custody.stepper.remove()
+            self._custody.give_back()
+        finally:  # also when a drive does not give a value back
+            self._backend.tune_allocator(None)
+            self._backend.close()
+            self._on_close()
 
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's forward."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from tieroff.core.tensor import Tier
+from tieroff.storage.engines.gds import GdsEngine
+from tieroff.storage.file_store import FileStore
 from tieroff.storage.pool import HostStore
 from tieroff.storage.store import Block, Completion, Home, Store
 
@@ -19,17 +21,25 @@ class Place(Protocol):
     def address(self) -> int | None:
         """Where the bytes lie in host memory, or None when they lie in a file."""
 
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether `write` and `read` take an address in device memory too, once no stream uses it any more."""
+
     def write(self, source_address: int, keep: object) -> Completion:
-        """Starts a copy of `size_bytes` from host-visible memory; the old value stays until `publish`."""
+        """Starts a copy of `size_bytes` from memory; the old value stays until `publish`."""
 
     def publish(self) -> None:
         """After a completed `write`: the place now holds the new value."""
 
     def read(self, target_address: int, keep: object) -> Completion:
-        """Starts a copy of `size_bytes` to host-visible memory."""
+        """Starts a copy of `size_bytes` to memory."""
 
     def free(self) -> None:
         """Gives the room back; nothing may be in flight."""
+
+
+def _takes_device_memory(store: Store) -> bool:
+    return isinstance(store, FileStore) and isinstance(store.engine, GdsEngine)
 
 
 class BlockPlace:
@@ -38,6 +48,7 @@ class BlockPlace:
     def __init__(self, store: Store, size_bytes: int) -> None:
         self.tier = store.tier
         self.size_bytes = size_bytes
+        self.takes_device_memory = _takes_device_memory(store)
         self._store = store
         self._block: Block | None = store.allocate(size_bytes)
 
@@ -70,6 +81,7 @@ class HomePlace:
     def __init__(self, store: Store, size_bytes: int) -> None:
         self.tier = store.tier
         self.size_bytes = size_bytes
+        self.takes_device_memory = _takes_device_memory(store)
         self.home: Home = store.home(size_bytes)
 
     @property

@@ -57,6 +57,7 @@ class BufferPool:
         # A last reference can die anywhere, in the middle of a method of this pool too: that only adds to a queue.
         self._returned: deque[Buffer] = deque()
         self._watched: dict[int, weakref.ref[memoryview]] = {}
+        self._is_closed = False
 
     def take(self, size_bytes: int) -> memoryview:
         """Returns memory as `allocate` does, its content undefined; it comes back with the view's last reference."""
@@ -69,8 +70,13 @@ class BufferPool:
             buffer = self._free.pop(address)
             self.kept_bytes -= whole_bytes
         view = memoryview(buffer)
-        self._watched[buffer.address] = weakref.ref(view, lambda _: self._returned.append(buffer))
+        self._watched[buffer.address] = weakref.ref(view, lambda _: self._give_back(buffer))
         return view
+
+    def close(self) -> None:
+        """Keeps nothing any more: what is still referred to goes to the system with its last reference."""
+        self._is_closed = True
+        self.trim(0)
 
     def trim(self, limit_bytes: int) -> None:
         """Gives the longest unused buffers back to the system until no more than `limit_bytes` are kept."""
@@ -78,6 +84,10 @@ class BufferPool:
         while self.kept_bytes > max(limit_bytes, 0):
             _, buffer = self._free.popitem(last=False)
             self.kept_bytes -= buffer.size_bytes
+
+    def _give_back(self, buffer: Buffer) -> None:
+        if not self._is_closed:
+            self._returned.append(buffer)
 
     def _collect(self) -> None:
         while self._returned:

@@ -10,6 +10,9 @@ from tieroff.errors import StateError
 class FreeList:
     """The free ranges of an area that only grows; neighbours are always merged.
 
+    The smallest range that does is taken, so that large ones stay whole; of equal ones the one freed last, whose bytes
+    are the likeliest to be in a cache.
+
     Attributes:
         length_bytes: the area's size.
         free_bytes: sum of its free ranges.
@@ -20,6 +23,8 @@ class FreeList:
         self.free_bytes = 0
         self._offsets: list[int] = []  # sorted; _sizes runs along
         self._sizes: list[int] = []
+        self._turns: list[int] = []  # when a range last grew
+        self._turn = 0
 
     @property
     def used_bytes(self) -> int:
@@ -46,13 +51,14 @@ class FreeList:
 
     def take(self, size_bytes: int) -> int | None:
         """Returns the offset of a range that is now used, from the smallest free one that holds it, or None."""
-        fitting = [(size, index) for index, size in enumerate(self._sizes) if size >= size_bytes]
+        ranges = enumerate(zip(self._sizes, self._turns, strict=True))
+        fitting = [(size, -turn, index) for index, (size, turn) in ranges if size >= size_bytes]
         if not fitting:
             return None
-        size, index = min(fitting)
+        size, _, index = min(fitting)
         offset = self._offsets[index]
         if size == size_bytes:
-            del self._offsets[index], self._sizes[index]
+            self._drop(index)
         else:
             self._offsets[index] += size_bytes
             self._sizes[index] -= size_bytes
@@ -78,12 +84,19 @@ class FreeList:
     def _insert(self, offset: int, size_bytes: int) -> None:
         index = bisect_left(self._offsets, offset)
         self.free_bytes += size_bytes
+        self._turn += 1
         if index < len(self._offsets) and offset + size_bytes == self._offsets[index]:
             self._offsets[index] = offset
             self._sizes[index] += size_bytes
+            self._turns[index] = self._turn
         else:
             self._offsets.insert(index, offset)
             self._sizes.insert(index, size_bytes)
+            self._turns.insert(index, self._turn)
         if index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset:
             self._sizes[index - 1] += self._sizes[index]
-            del self._offsets[index], self._sizes[index]
+            self._turns[index - 1] = self._turn
+            self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        del self._offsets[index], self._sizes[index], self._turns[index]

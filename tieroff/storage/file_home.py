@@ -67,7 +67,11 @@ class FileHome(HomeMemory):
         self.store.switch(self.place)
 
     def read(self, target_address: int, keep: object) -> StoreTransfer:
-        """Starts to read what the memory shows; changed pages are written to the drive first."""
+        """Starts to read what the memory shows; changed pages are written to the drive first.
+
+        While checksums are on, a value that is not the published one is read until two reads agree, see
+        [Note: values that anybody may change].
+        """
         return self.store.read_home(self.place.shown, target_address, (self, keep))
 
     def trim(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 from tieroff.core.tensor import Tier
@@ -16,6 +18,7 @@ from tieroff.storage.file_home import FileHome, HomePlace
 from tieroff.storage.homes import place_home
 from tieroff.storage.memory import Mapping, align_up, write_back
 from tieroff.storage.pages import PageReturner, return_pages
+from tieroff.storage.shares import share_out
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block
 from tieroff.storage.transfers import StoreTransfer
@@ -34,7 +37,7 @@ _ADDRESS_SPACE_SHARE = 4
 
 
 class FileStore(SpaceStore):
-    """Tier NVME. Whole extents are spread over the directories; the least used one is taken first.
+    """Tier NVME. Whole extents are spread over the directories; the one that is emptiest for its share is taken first.
 
     Attributes:
         dirs: as given.
@@ -50,6 +53,7 @@ class FileStore(SpaceStore):
         engine: Engine,
         checksum: Checksum = "warmup",
         *,
+        write_bytes_per_s: Sequence[float] | None = None,
         min_free_bytes: int = MIN_FREE_BYTES,
         grow_bytes: int = GROW_BYTES,
         opener: files.Opener = os.open,
@@ -58,11 +62,15 @@ class FileStore(SpaceStore):
 
         Args:
             dirs: existing directories, at least one.
-            capacity_bytes: hard limit on extents, padding included, shared out evenly over the directories.
+            capacity_bytes: hard limit on extents, padding included, shared out over the directories.
             engine: moves the bytes; stays the caller's, who closes it after the store.
             checksum: "always", "warmup" (until end_warmup()) or "off". Blocks are compared when read; homes, which
-                anybody may change, when published: publish() then reads the new value back.
-            min_free_bytes: what must be free beyond the capacity.
+                anybody may change, when published, which then reads the new value back. A home that is read is compared
+                too, but what twice comes back the same is taken for a change by somebody. With "off", and after the
+                warm-up, bytes that a drive changes without an error are not noticed.
+            write_bytes_per_s: of each directory, in which proportion they are filled; None: alike. A directory with too
+                little room for its share takes less, and the others more.
+            min_free_bytes: what must stay free on each drive beyond the capacity.
             grow_bytes: the least by which a file grows at once.
 
         Raises:
@@ -74,7 +82,8 @@ class FileStore(SpaceStore):
         self.dirs = [os.fspath(path) for path in dirs]
         if not self.dirs:
             raise ConfigError("expected at least one directory under [nvme] dirs, got none")
-        self._files = _open_files(self.dirs, capacity_bytes, min_free_bytes, engine.is_direct, opener)
+        speeds = write_bytes_per_s or [1.0] * len(self.dirs)
+        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, min_free_bytes, engine.is_direct, opener)
         try:
             super().__init__(capacity_bytes, engine, max(file.block_bytes for file in self._files))
         except BaseException:
@@ -84,7 +93,7 @@ class FileStore(SpaceStore):
         self._checksum = checksum
         self._is_checking = checksum != "off"
         self._grow_bytes = align_up(grow_bytes, self.alignment_bytes)
-        self._share_bytes = align_up(-(-capacity_bytes // len(self._files)), self.alignment_bytes)
+        self._shares = [align_up(max(share, 1), self.alignment_bytes) for share in shares]
         self._areas = [FreeList() for _file in self._files]
         self._home_types: dict[int, Any] = {}
         self._addresses = FreeList()
@@ -97,19 +106,19 @@ class FileStore(SpaceStore):
         self._is_checking = self._checksum == "always"
 
     def reserve(self, size_bytes: int) -> None:
-        """Grows the files to this many bytes in all, spread evenly, so that a full drive is known now.
+        """Grows the files to this many bytes in all, by their shares, so that a full drive is known now.
 
         Raises:
             StateError: more than the capacity.
             StoreError: a drive is full.
         """
         with self._open():
-            share = align_up(-(-size_bytes // len(self._files)), self.alignment_bytes)
-            if share > self._share_bytes:
+            if size_bytes > align_up(self.capacity_bytes, self.alignment_bytes):
                 raise StateError(f"expected to reserve at most {self.capacity_bytes} bytes, got {size_bytes}")
-            for index, area in enumerate(self._areas):
-                if share > area.length_bytes:
-                    self._extend(index, share - area.length_bytes)
+            for index, (area, share) in enumerate(zip(self._areas, self._shares, strict=True)):
+                wanted = min(align_up(-(-size_bytes * share // self.capacity_bytes), self.alignment_bytes), share)
+                if wanted > area.length_bytes:
+                    self._extend(index, wanted - area.length_bytes)
 
     def return_pages(self, interval_s: float | None) -> None:
         """Keeps the homes' pages from staying resident: a thread gives them back every so often.
@@ -166,21 +175,48 @@ class FileStore(SpaceStore):
             if shadow is None:
                 raise StateError("expected a written value to publish, got none")
             file = self._files[shadow.area]
-            place.space.map_file(place.position, shadow.extent_bytes, file.fd, shadow.offset)
+            with self._telling("map", shadow):
+                place.space.map_file(place.position, shadow.extent_bytes, file.fd, shadow.offset)
             old, place.shown, place.shadow = place.shown, shadow, None
             self._forget_pages(old)
             old.is_freed = True
             self._freed.append(old)
             self._drain()
 
+    def _home_check(self, block: Block, target_address: int) -> tuple[int | None, Callable[[], Transfer] | None]:
+        written = block.written
+        if not self._is_checking or not isinstance(written, StoreTransfer) or not written.has_succeeded():
+            return None, None
+        return written.checksum, functools.partial(self._submit_read, block, target_address)
+
     def trim(self, place: HomePlace) -> None:
-        """Drops the pages of a home from memory and page cache."""
+        """Drops the pages of a home from memory and page cache.
+
+        Raises:
+            StoreError: the drive did not take changed pages.
+        """
         with self._open():
             block = place.shown
             fd = self._files[block.area].fd
-        place.space.give_back(place.position, block.extent_bytes)
-        write_back(fd, block.offset, block.extent_bytes)
+        with self._telling("write back", block):
+            place.space.give_back(place.position, block.extent_bytes)
+            write_back(fd, block.offset, block.extent_bytes)
         self._forget_pages(block)
+
+    @contextmanager
+    def _telling(self, action: str, block: Block) -> Iterator[None]:
+        """Turns an error of the system into one that names the place."""
+        try:
+            yield
+        except OSError as error:
+            path, offset = self._place(block)
+            raise StoreError(
+                f"expected to {action} {block.size_bytes} bytes, {path} at offset {offset}, got {error}",
+                path=path,
+                offset=offset,
+                size_bytes=block.size_bytes,
+                errno=error.errno,
+            ) from error
 
     def _forget_pages(self, block: Block) -> None:
         os.posix_fadvise(self._files[block.area].fd, block.offset, block.extent_bytes, os.POSIX_FADV_DONTNEED)
@@ -193,7 +229,8 @@ class FileStore(SpaceStore):
         return self._range
 
     def _map_new(self, block: Block) -> HomePlace:
-        space = self._address_range()
+        with self._telling("map", block):
+            space = self._address_range()
         position = self._addresses.take(block.extent_bytes)
         if position is None:
             raise StoreError(
@@ -201,7 +238,8 @@ class FileStore(SpaceStore):
                 size_bytes=block.size_bytes,
             )
         try:
-            space.map_file(position, block.extent_bytes, self._files[block.area].fd, block.offset)
+            with self._telling("map", block):
+                space.map_file(position, block.extent_bytes, self._files[block.area].fd, block.offset)
         except BaseException:
             self._addresses.give(position, block.extent_bytes)
             raise
@@ -217,15 +255,15 @@ class FileStore(SpaceStore):
     # Room.
 
     def _area_order(self) -> list[int]:
-        # Least used first, growing it if need be, so that directories fill evenly.
-        return sorted(range(len(self._areas)), key=lambda index: self._areas[index].used_bytes)
+        # The one that is emptiest for its share first, growing it if need be: so slow drives get less to do.
+        return sorted(range(len(self._areas)), key=lambda index: self._areas[index].used_bytes / self._shares[index])
 
     def _grow(self, extent_bytes: int) -> str:
         reason = "the free room is in pieces"
         for index in self._area_order():
             area = self._areas[index]
             needed = extent_bytes - area.tail_bytes
-            left = self._share_bytes - area.length_bytes
+            left = self._shares[index] - area.length_bytes
             if needed > left:
                 continue
             try:
@@ -264,7 +302,7 @@ class FileStore(SpaceStore):
             block.offset,
             target_address,
             block.size_bytes,
-            with_checksum=self._is_checking and not block.is_home,
+            with_checksum=self._is_checking,
             is_mapped=block.is_home,
         )
 
@@ -290,18 +328,26 @@ class FileStore(SpaceStore):
 
 
 def _open_files(
-    dirs: Sequence[str], capacity_bytes: int, min_free_bytes: int, is_direct: bool, opener: files.Opener
-) -> list[OpenFile]:
-    """Checks all directories before it makes a file in any."""
-    share = -(-capacity_bytes // len(dirs))
+    dirs: Sequence[str],
+    capacity_bytes: int,
+    speeds: Sequence[float],
+    min_free_bytes: int,
+    is_direct: bool,
+    opener: files.Opener,
+) -> tuple[list[OpenFile], list[int]]:
+    """Checks all directories before it makes a file in any; returns the files, and the bytes that each may take."""
     directory_fds: list[int] = []
     opened: list[OpenFile] = []
     try:
-        shares_on: dict[int, int] = {}  # by device: directories on one drive share its space
         for path in dirs:
-            device = os.stat(path).st_dev if os.path.isdir(path) else -1
-            shares_on[device] = shares_on.get(device, 0) + share
-            directory_fds.append(files.open_directory(path, free_bytes_min=shares_on[device] + min_free_bytes))
+            directory_fds.append(files.open_directory(path))
+        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, min_free_bytes))
+        if sum(shares) < capacity_bytes:
+            raise ConfigError(
+                f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
+                f"{format_bytes(sum(shares))}; {format_bytes(capacity_bytes + min_free_bytes)} are needed, "
+                f"{format_bytes(min_free_bytes)} of them to stay free on each drive: free some, or lower [budget] nvme"
+            )
         for path, directory_fd in zip(dirs, directory_fds, strict=True):
             opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=opener))
     except BaseException:
@@ -310,7 +356,16 @@ def _open_files(
     finally:
         for directory_fd in directory_fds:
             os.close(directory_fd)
-    return opened
+    return opened, shares
+
+
+def _rooms(directory_fds: Sequence[int], min_free_bytes: int) -> list[int]:
+    """Returns the bytes that each directory may take; directories on one drive share its room alike."""
+    drives = [os.fstat(fd).st_dev for fd in directory_fds]
+    return [
+        max(0, files.free_bytes(fd) - min_free_bytes) // drives.count(drive)
+        for fd, drive in zip(directory_fds, drives, strict=True)
+    ]
 
 
 def _close_files(opened: Sequence[OpenFile]) -> None:

@@ -1,4 +1,4 @@
-"""How much memory this process may take: the machine's, and the smallest cgroup limit up the tree."""
+"""How much memory this process may take: the machine's, the smallest cgroup limit up the tree, and what it may lock."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ def host_limit_bytes(root: Path = Path("/")) -> int:
     return max(0, min(left))
 
 
+def locked_limit_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the bytes that this process may still lock in memory (RLIMIT_MEMLOCK), or None without a limit.
+
+    Slabs are never locked with mlock. A driver that pins them may count them here, and io_uring counts its rings on
+    kernels before 5.12.
+
+    Args:
+        root: where /proc is found.
+    """
+    for line in _lines(root / "proc/self/limits"):
+        if line.startswith("Max locked memory"):
+            soft = line.split()[3]
+            return max(0, int(soft) - _locked_bytes(root)) if soft.isdigit() else None
+    return None
+
+
+def _locked_bytes(root: Path) -> int:
+    fields = (line.split() for line in _lines(root / "proc/self/status") if line.startswith(("VmLck:", "VmPin:")))
+    return sum(int(field[1]) * 1024 for field in fields)
+
+
 def _machine_left(root: Path) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -30,11 +51,7 @@ def _machine_left(root: Path) -> int:
 
 
 def _groups(root: Path) -> list[tuple[str, str]]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    parts = [line.split(":", 2) for line in lines]
+    parts = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
     return [(part[1], part[2]) for part in parts if len(part) == 3]
 
 
@@ -60,9 +77,13 @@ def _number(path: Path) -> int | None:
 
 
 def _inactive_file(group: Path) -> int:
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    values = {name: value for name, _, value in (line.partition(" ") for line in lines)}
+    values = {name: value for name, _, value in (line.partition(" ") for line in _lines(group / "memory.stat"))}
     return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a file; none where there is no such file, as on older kernels and in containers."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -8,6 +8,7 @@ mapped them, which `mmap.mmap` cannot promise; hence the calls by ctypes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -18,6 +19,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000  # the same on x86-64 and aarch64
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _PROT_NONE = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
@@ -117,11 +119,17 @@ class Mapping:
         advise(self.address + position, size_bytes, mmap.MADV_DONTNEED)
 
     def populate(self) -> None:
-        """Gives every page its memory now, so that no transfer waits for it later."""
+        """Gives every page its memory now, so that no transfer waits for it later.
+
+        Raises:
+            OSError: the system has not that much.
+        """
         advise_huge_pages(self.address, self.size_bytes)
         try:
-            advise(self.address, self.size_bytes, 23)  # MADV_POPULATE_WRITE, since Linux 5.14
-        except OSError:
+            advise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
             for position in range(0, self.size_bytes, PAGE_BYTES):
                 ctypes.memset(self.address + position, 0, 1)
 

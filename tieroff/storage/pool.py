@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,7 +12,7 @@ from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.engines import Direction, Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import HomeMemory, check_published, place_home
-from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 from tieroff.storage.memory import PAGE_BYTES, Mapping, align_up
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block
@@ -26,10 +27,12 @@ class HostStore(SpaceStore):
     """Tier HOST. Leases are page-aligned ranges of slabs of anonymous memory.
 
     A slab is populated and, with `register`, pinned when it is made. No lease spans two slabs: a copy by the device
-    must not cross two registrations.
+    must not cross two registrations. A lease never moves either, since people may hold tensors over it: so free memory
+    can come to lie in pieces, and a lease that none of them holds is refused.
     """
 
     tier = Tier.HOST
+    _other_way = "or name a folder under [nvme] dirs for what finds no room, or let less be moved there"
 
     def __init__(
         self,
@@ -45,7 +48,8 @@ class HostStore(SpaceStore):
         Args:
             capacity_bytes: hard limit on the leases, in bytes; whole pages of it are used.
             engine: makes the copies; stays the caller's, who closes it after the store.
-            register: called with (address, size in bytes) of each slab when it is made, such as cudaHostRegister.
+            register: called with (address, size in bytes) of each slab when it is made, such as cudaHostRegister;
+                raises StoreError when it cannot.
             unregister: called with the address of each slab at close().
             slab_bytes: the least that is taken from the system at once, when nothing was reserved.
 
@@ -99,21 +103,29 @@ class HostStore(SpaceStore):
         return home
 
     def _make_slab(self, size_bytes: int) -> None:
+        left = host_limit_bytes()
+        if size_bytes > left:  # asked before, since the system would end this process instead of refusing
+            raise _no_memory(size_bytes, f"{format_bytes(left)} that the machine and its cgroups have left", errno.ENOMEM)
         try:
             slab = Mapping(size_bytes, is_reserved=False)
+            slab.populate()
         except OSError as error:
-            raise StoreError(
-                f"expected {format_bytes(size_bytes)} of host memory, got: {error}; lower [budget] host",
-                size_bytes=size_bytes,
-                errno=error.errno,
-            ) from error
-        slab.populate()
+            raise _no_memory(size_bytes, str(error), error.errno) from error
         if self._register is not None:
-            self._register(slab.address, slab.size_bytes)
+            self._pin(slab)
         area = FreeList()
         area.extend(slab.size_bytes)
         self._slabs.append(slab)
         self._areas.append(area)
+
+    def _pin(self, slab: Mapping) -> None:
+        assert self._register is not None
+        try:
+            self._register(slab.address, slab.size_bytes)
+        except OSError as error:
+            limit = locked_limit_bytes()
+            may_lock = "no limit on locked memory" if limit is None else f"{format_bytes(limit)} left to lock (ulimit -l)"
+            raise _no_memory(slab.size_bytes, f"{error}; this process has {may_lock}", error.errno) from error
 
     def _grow(self, extent_bytes: int) -> str:
         left = align_up(self.capacity_bytes, PAGE_BYTES) - self.reserved_bytes
@@ -137,6 +149,14 @@ class HostStore(SpaceStore):
                 self._unregister(slab.address)
         self._slabs.clear()  # homes that are still referred to hold their slab
         self._areas.clear()
+
+
+def _no_memory(size_bytes: int, found: str, number: int | None) -> StoreError:
+    return StoreError(
+        f"expected {format_bytes(size_bytes)} of host memory, got {found}; lower [budget] host, or give this process more",
+        size_bytes=size_bytes,
+        errno=number,
+    )
 
 
 class HostHome(HomeMemory):

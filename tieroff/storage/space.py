@@ -8,7 +8,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ class SpaceStore(ABC):
     """
 
     tier: Tier
+    _other_way = "or let less be moved there"  # what else a person can do when it is full
     _is_checking = False  # whether checksums are written and compared
 
     def __init__(self, capacity_bytes: int, engine: Engine, alignment_bytes: int) -> None:
@@ -99,6 +100,10 @@ class SpaceStore(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Gives everything back to the system; all transfers have ended. Under the lock."""
+
+    def _home_check(self, block: Block, target_address: int) -> tuple[int | None, Callable[[], Transfer] | None]:
+        """Returns the checksum that a home was written with, and a call that reads it again; or None where unchecked."""
+        return None, None
 
     def _area_order(self) -> list[int]:
         """Areas in the order in which they are tried."""
@@ -169,7 +174,7 @@ class SpaceStore(ABC):
         return StoreError(
             f"expected room for {format_bytes(size_bytes)} in {self.tier}{f' ({path})' if path else ''}, got none: "
             f"{format_bytes(self._used_bytes)} of {format_bytes(self.capacity_bytes)} are used, the largest free "
-            f"extent is {format_bytes(largest)} ({reason}); raise [budget] {self.tier}, or let less be moved there",
+            f"extent is {format_bytes(largest)} ({reason}); raise [budget] {self.tier}, {self._other_way}",
             path=path,
             size_bytes=size_bytes,
             errno=errno.ENOSPC,
@@ -238,11 +243,18 @@ class SpaceStore(ABC):
         self.in_flight.reap()
         with self._open():
             self._check_block(block)
+            expected_checksum, read_again = self._home_check(block, target_address)
             transfer = self._submit_read(block, target_address)
-            return self._started(block, transfer, "read", keep)
+            return self._started(block, transfer, "read", keep, expected_checksum, read_again)
 
     def _started(
-        self, block: Block, transfer: Transfer, action: str, keep: object, expected_checksum: int | None = None
+        self,
+        block: Block,
+        transfer: Transfer,
+        action: str,
+        keep: object,
+        expected_checksum: int | None = None,
+        read_again: Callable[[], Transfer] | None = None,
     ) -> StoreTransfer:
         path, offset = self._place(block)
         started = StoreTransfer(
@@ -253,6 +265,7 @@ class SpaceStore(ABC):
             keep=keep,
             in_flight=self.in_flight,
             expected_checksum=expected_checksum,
+            read_again=read_again,
         )
         block.transfers.append(started)
         if action == "write":

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
+from collections.abc import Callable
 
 from tieroff.errors import StoreError
 from tieroff.storage.engines import Transfer
 
+READS_MAX = 4
+"""How often a home is read until two reads agree."""
+
 
 class StoreTransfer:
-    """An engine's transfer with its place; implements Completion."""
+    """An engine's transfer with its place; implements Completion.
+
+    [Note: values that anybody may change] A home's bytes may differ from those that were written because somebody wrote
+    into its memory, which is allowed and leaves no trace. So one that differs is read again, into the same target: when
+    two reads agree, that is its value. What the way from the drive changes at random does not come back the same twice.
+    Once this store has seen its drive change bytes, a home that differs is not believed any more.
+    """
 
     def __init__(
         self,
@@ -23,6 +34,7 @@ class StoreTransfer:
         keep: object,
         in_flight: InFlight,
         expected_checksum: int | None = None,
+        read_again: Callable[[], Transfer] | None = None,
     ) -> None:
         self._transfer = transfer
         self._action = action
@@ -31,6 +43,10 @@ class StoreTransfer:
         self._keep: object = keep
         self._in_flight = in_flight
         self._expected_checksum = expected_checksum
+        self._read_again = read_again
+        self._checksums: list[int | None] = []  # of reads that came before, under [Note: values that anybody may change]
+        self._believed: tuple[int | None, ...] = ()  # those of them that the last one may equal
+        self._lock = threading.Lock()  # one thread at a time decides on another read
         in_flight.add(self)
 
     @property
@@ -60,7 +76,7 @@ class StoreTransfer:
 
     def done(self) -> bool:
         """Returns whether it has ended, well or not."""
-        if not self._transfer.done():
+        if not self._transfer.done() or not self._is_last():
             return False
         self._settle()
         return True
@@ -79,10 +95,40 @@ class StoreTransfer:
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
         """Waits for its end, well or not; returns False after the time-out."""
-        if not self._transfer.wait(timeout_s):
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if self._is_last():
+                self._settle()
+                return True
+        return False
+
+    def _is_last(self) -> bool:
+        """Returns whether the transfer that has ended is the last one; if not, another read may have been started."""
+        if self._read_again is None:
+            return True
+        # Never waits: a finalizer may ask in the middle of this very method, further up the same thread's stack.
+        if not self._lock.acquire(blocking=False):
             return False
-        self._settle()
-        return True
+        try:
+            return self._decide()
+        finally:
+            self._lock.release()
+
+    def _decide(self) -> bool:
+        if self._read_again is None:
+            return True
+        if not self._transfer.done():
+            return False
+        believed = () if self._in_flight.has_seen_changed_bytes else tuple(self._checksums)
+        is_right = self._transfer.checksum in (self._expected_checksum, *believed)
+        if self._transfer.errno != 0 or is_right or len(self._checksums) == READS_MAX - 1:
+            # Decided for good: from here on nobody keeps the target's memory for another read.
+            self._believed, self._read_again = believed, None
+            return True
+        again = self._read_again()
+        self._checksums.append(self._transfer.checksum)
+        self._transfer = again
+        return False
 
     def cancel(self) -> bool:
         """Takes it back if nothing of it has started."""
@@ -103,8 +149,11 @@ class StoreTransfer:
             return self._error(number, "no space left: free some, or name another directory under [nvme] dirs")
         if number != 0:
             return self._error(number, f"{os.strerror(number)}: see the system's log for this drive")
+        if self._transfer.done_bytes != self.size_bytes:
+            return self._error(errno.EIO, "the engine reported an end before the last byte")
         found, expected = self._transfer.checksum, self._expected_checksum
-        if expected is not None and found != expected:
+        if expected is not None and found not in (expected, *self._believed):
+            self._in_flight.has_seen_changed_bytes = True
             shown = "none" if found is None else f"{found:#010x}"
             return self._error(
                 errno.EBADMSG, f"checksum {shown}, written was {expected:#010x}: the drive or its path changed bytes"
@@ -128,9 +177,13 @@ class InFlight:
     """The transfers of one store that are not known to have ended: the only reference that is sure to stay.
 
     Without a lock: each method is one operation on a set, which is atomic, and finalizers may come in between.
+
+    Attributes:
+        has_seen_changed_bytes: one of them found other bytes than were written.
     """
 
     def __init__(self) -> None:
+        self.has_seen_changed_bytes = False
         self._transfers: set[StoreTransfer] = set()
 
     def __len__(self) -> int:

@@ -1,8 +1,7 @@
-// The seam between the engine and the system's calls: every transfer passes here, and tests make it fail on purpose.
+// The seam between the engines and the system's calls: every call passes here, and tests make it fail on purpose.
 #pragma once
 
 #include <sys/types.h>
-#include <sys/uio.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -12,9 +11,9 @@
 #include <optional>
 #include <vector>
 
-namespace tieroff {
+#include "tieroff/call.hpp"
 
-enum class Kind : std::uint8_t { kRead, kWrite, kCopy };
+namespace tieroff {
 
 // One rule: of the calls of its kind, the first `after` pass, the next `count` (0: all) are hit, the rest pass.
 struct Fault {
@@ -38,9 +37,13 @@ class FaultTable {
   // Waits until `count` calls hang at once; false after `timeout_s`.
   [[nodiscard]] bool wait_hanging(std::size_t count, double timeout_s);
 
-  // As preadv, pwritev and memcpy; -1 and errno on failure.
-  ssize_t read(int fd, const iovec* parts, int part_count, off_t offset);
-  ssize_t write(int fd, const iovec* parts, int part_count, off_t offset);
+  [[nodiscard]] bool is_armed() const noexcept { return is_armed_.load(std::memory_order_acquire); }
+
+  // The fault that hits the next call of this kind, after having hung for as long as it says. An ordinary run reads one
+  // flag here and does nothing else.
+  std::optional<Fault> next(Kind kind) { return is_armed() ? next_armed(kind) : std::nullopt; }
+
+  // memcpy; the negative errno on failure.
   ssize_t copy(void* target, const void* source, std::size_t size_bytes);
 
  private:
@@ -49,10 +52,9 @@ class FaultTable {
     std::uint64_t seen = 0;
   };
 
-  // The fault that hits the next call of this kind, after having hung for as long as it says.
-  std::optional<Fault> next(Kind kind);
+  std::optional<Fault> next_armed(Kind kind);
 
-  std::atomic<bool> is_armed_{false};  // the only thing that an ordinary run looks at
+  std::atomic<bool> is_armed_{false};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Armed> armed_;
@@ -60,5 +62,12 @@ class FaultTable {
   std::size_t hanging_ = 0;
   bool is_released_for_good_ = false;
 };
+
+// Before a call that `fault` hits: cuts it short if it says so. What it returns is the call's result, and then the call
+// is not made.
+[[nodiscard]] std::optional<ssize_t> answer(const Fault& fault, Call& call);
+
+// After such a call: its result as the fault has it.
+[[nodiscard]] ssize_t distort(const Fault& fault, const Call& call, ssize_t result);
 
 }  // namespace tieroff

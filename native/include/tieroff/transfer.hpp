@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "tieroff/faults.hpp"
+#include "tieroff/call.hpp"
 
 namespace tieroff {
 

@@ -1,38 +1,35 @@
-"""The `threads` engine: native threads with direct I/O."""
+"""The native engines with direct I/O: `threads`, and `uring` on the kernel's io_uring."""
 
 from __future__ import annotations
 
+import os
 import weakref
 
 from tieroff import _native
 from tieroff.storage.engines import Direction, OpenFile
 
+# Large enough that a direction has what a drive can take under way when others use it as well, with little processor time.
+_CHUNK_BYTES = 8 * 2**20
 
-class NativeEngine:
-    """Own threads per direction; a transfer is cut into chunks that several of them work on.
+
+class _NativeBase:
+    """What the native engines have in common.
 
     Attributes:
+        name: as in the config.
+        is_direct: both want O_DIRECT.
         native: the native engine, whose fault table tests use.
+        thread_count: threads that move bytes.
     """
 
-    name = "threads"
+    name: str
     is_direct = True
 
-    def __init__(self, *, read_threads: int = 2, write_threads: int = 2, chunk_bytes: int = 2**20) -> None:
-        """Starts the threads.
-
-        Args:
-            read_threads, write_threads: at least one each.
-            chunk_bytes: a power of two; also the size of each thread's bounce buffer.
-        """
-        self.native = _native.ThreadEngine(read_threads, write_threads, chunk_bytes)
+    def __init__(self, native: _native.Engine, thread_count: int) -> None:
+        self.native = native
+        self.thread_count = thread_count
         # At exit, before memory that a transfer still touches is torn down; also when the engine is forgotten.
-        self._close = weakref.finalize(self, self.native.close)
-
-    @property
-    def thread_count(self) -> int:
-        """Threads that move bytes."""
-        return self.native.read_threads + self.native.write_threads
+        self._close = weakref.finalize(self, native.close)
 
     def read(
         self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool, is_mapped: bool
@@ -52,7 +49,7 @@ class NativeEngine:
         )
 
     def verify(self, file: OpenFile, offset: int, size_bytes: int) -> _native.Transfer:
-        """Starts to read for the checksum alone, through the threads' bounce buffers."""
+        """Starts to read for the checksum alone, through the engine's bounce buffers."""
         return self.native.read(file.fd, offset, 0, size_bytes, file.block_bytes, file.memory_alignment, True)
 
     def copy(self, target_address: int, source_address: int, size_bytes: int, direction: Direction) -> _native.Transfer:
@@ -62,3 +59,61 @@ class NativeEngine:
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""
         self.native.close()
+
+
+class NativeEngine(_NativeBase):
+    """Own threads per direction; a transfer is cut into chunks that several of them work on."""
+
+    name = "threads"
+
+    def __init__(self, *, read_threads: int = 4, write_threads: int = 4, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        """Starts the threads.
+
+        Args:
+            read_threads, write_threads: at least one each; with one, the calls of a direction are made in order.
+            chunk_bytes: a power of two; bytes that go through a bounce buffer or are copied move by at most 1 MiB.
+        """
+        super().__init__(_native.ThreadEngine(read_threads, write_threads, chunk_bytes), read_threads + write_threads)
+
+
+class UringEngine(_NativeBase):
+    """One io_uring and one thread per direction; a transfer's chunks, and those of the next ones, are under way at once.
+
+    After a fork the child lets go of the rings. Should the kernel refuse to go on with a ring (a seccomp profile that
+    comes later), new transfers raise StateError with the errno, and those under way end with it at close(): not before,
+    since until the ring's thread has ended the kernel may still use their memory.
+    """
+
+    name = "uring"
+
+    def __init__(self, *, queue_depth: int = 8, bounce_count: int = 4, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        """Sets up the rings and starts the threads.
+
+        Args:
+            queue_depth: calls under way at once per direction, 1 to 1024; with 1 they are made in order.
+            bounce_count: chunks at once, per direction, whose memory is not aligned; each takes up to 1 MiB of memory.
+            chunk_bytes: a power of two, as for NativeEngine.
+
+        Raises:
+            OSError: io_uring is not to be had: ENOSYS from a build without liburing or an old kernel, EPERM from a
+                seccomp profile or kernel.io_uring_disabled.
+        """
+        super().__init__(_native.RingEngine(queue_depth, bounce_count, chunk_bytes), 2)
+        _open_engines.add(self)
+
+
+_open_engines: weakref.WeakSet[UringEngine] = weakref.WeakSet()
+
+
+def _close_rings_in_child() -> None:
+    for engine in list(_open_engines):
+        engine.close()
+
+
+def uring_refusal() -> int:
+    """Returns the errno with which io_uring is refused here, 0 where it works; found by setting up a small ring."""
+    return _native.ring_refusal()
+
+
+# The interpreter keeps such calls for good, so there is one for all engines.
+os.register_at_fork(after_in_child=_close_rings_in_child)

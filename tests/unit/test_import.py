@@ -1,0 +1,48 @@
+"""What importing the library loads: it must not make a program wait for what it does not use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+OWN_WITH_WRAP = {"api", "config", "core", "errors", "planner", "probe", "runtime", "storage", "tracing", "units"}
+"""Packages that running a step needs."""
+
+FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "psutil", "pydantic", "pydantic_core", "torch", "typing_inspection"}
+
+NOT_WITH_WRAP = {
+    "tieroff.probe.survey", "tieroff.probe.doctor", "tieroff.storage.engines.aio", "tieroff.planner.layout",
+    "tieroff.planner.rows", "tieroff.tracing.files",
+}  # fmt: skip
+"""Modules of those packages that other commands or engines need."""
+
+
+def modules_after(before: str, code: str) -> set[str]:
+    """Returns the modules that some code loads in a new process, after other code."""
+    program = (
+        f"import json, sys\n{before}\nloaded = set(sys.modules)\n{code}\n"
+        "print(json.dumps(sorted(set(sys.modules) - loaded)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def foreign(modules: set[str]) -> set[str]:
+    """Returns the top-level packages that neither Python nor this library brings."""
+    tops = {name.partition(".")[0] for name in modules}
+    return {name for name in tops if name not in sys.stdlib_module_names and not name.startswith(("tieroff", "_"))}
+
+
+def test_import_loads_nothing_but_its_errors() -> None:
+    loaded = modules_after("", "import tieroff")
+    assert {name for name in loaded if name.startswith("tieroff")} == {"tieroff", "tieroff.errors"}
+    assert foreign(loaded) == set()
+
+
+def test_wrap_loads_what_a_step_needs_and_nothing_of_the_command_line() -> None:
+    loaded = modules_after("import torch", "import tieroff\ntieroff.wrap")
+    own = {name for name in loaded if name.startswith("tieroff.")}
+    assert {name.split(".")[1] for name in own} <= OWN_WITH_WRAP
+    assert not own & NOT_WITH_WRAP
+    assert foreign(loaded) <= FOREIGN_WITH_WRAP
