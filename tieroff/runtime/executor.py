@@ -49,8 +49,7 @@ class Executor:
         self.saved_tensors.is_covered = TensorClass.ACTIVATION in covers
         self.gradients = Gradients(self)
         self.by_index: list[Item | None] = []
-        self.cursor = 0
-        self.peak_bytes = 0
+        self.cursor = self.peak_bytes = 0
         self.starts_ns: list[int] = []
         self.stops_ns: list[int] = []
         self.tier_for = tier_for
@@ -61,10 +60,8 @@ class Executor:
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
         self.recorded: list[Subject] = []
-        self.saw_backward = False
-        self.is_closed = False
-        self.unborn_bytes = 0
-        self._watched_task = -1
+        self.saw_backward = self.is_closed = False
+        self.unborn_bytes, self._watched_task = 0, -1
         self.lock = threading.RLock()
 
     # -- the clock -----------------------------------------------------------------------------------------------
@@ -300,8 +297,11 @@ class Executor:
                 if known.device is not None and not self.keeps(known) and not self._stays_for_update(known):
                     known.leave(self.traffic)
                     self.bind(known)
-            for item in self.gate.items.values():  # a copy that nobody lifted leaves too: what lies below may be written
-                if item.device is not None and not self.keeps(item) and not self._stays_for_update(item):
+            # Before the update a copy that nobody lifted leaves too: what lies below may be written.
+            is_last = self.program is not None and self.mode is Mode.PLANNED and self.cursor == self.program.update_at
+            for item in self.gate.items.values():
+                may_leave = item.device is not None and (item.is_lifted or is_last) and not self.keeps(item)
+                if may_leave and not self._stays_for_update(item):
                     item.leave(self.traffic)
 
     def _stays_for_update(self, item: HomeItem) -> bool:

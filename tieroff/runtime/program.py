@@ -64,6 +64,7 @@ class Program:
         planned_steps: how many of those there were.
         link_spans: per link, (start_ns, stop_ns, bytes) of the transfers of those steps.
         is_settled: the plan was compared with them.
+        update_at: tick at which the update begins; that of the step's end when it has none.
         needed_by_update: tensors that the plan has on the device when the update begins, of those that it moves.
         written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
     """
@@ -84,6 +85,7 @@ class Program:
     planned_steps: int = 0
     link_spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     is_settled: bool = False
+    update_at: int = -1
     needed_by_update: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()
 
@@ -104,8 +106,9 @@ class Program:
         """
         assert self.trace is not None
         self.needed_by_update = frozenset()
-        update = next((i for i, key in enumerate(self.keys) if key == ("bucket", 0)), -1)
-        if update < 0:
+        count = len(self.keys)
+        update = self.update_at = next((i for i, key in enumerate(self.keys) if key == ("bucket", 0)), count)
+        if update == count:
             return
         kinds = (TensorClass.PARAMETER, TensorClass.GRADIENT)
         actions = self.actions[update]
