@@ -66,6 +66,16 @@ class Trainer:
         except StoreError as error:
             return [], error.with_traceback(None)
 
+    def wrap_and_reach_hit(self) -> None:
+        """Wraps over the drive alone and runs up to the step that is to be hit."""
+        self.wrap(host=0)
+        assert_same(self.plain[:HIT], self.run(range(HIT)))
+
+    def assert_same_and_unwrap(self, step: list[dict[str, Any]]) -> None:
+        """The step that might have failed did not, and shows what the plain loop shows."""
+        assert_same(self.plain[HIT : HIT + 1], step)
+        tieroff.unwrap(self.model)
+
     def assert_whole(self) -> None:
         """Every parameter and state has its value of before or after the step that failed, and no other."""
         tieroff.unwrap(self.model)
@@ -111,8 +121,7 @@ def test_failed_write_without_room_elsewhere_raises_and_loses_nothing(
     trainer = Trainer(tmp_path, available()[0], monkeypatch, delayed=delayed)
     index = 0
     while True:
-        trainer.wrap(host=0)
-        assert_same(trainer.plain[:HIT], trainer.run(range(HIT)))
+        trainer.wrap_and_reach_hit()
         trainer.engine.inject("write", kind, errno=number if kind == "errno" else 0, after=index)
         step, failure = trainer.try_step()
         if failure is not None:
@@ -120,8 +129,7 @@ def test_failed_write_without_room_elsewhere_raises_and_loses_nothing(
             assert str(trainer.setting.dir) in str(failure)
             trainer.assert_whole()
         else:
-            assert_same(trainer.plain[HIT : HIT + 1], step)
-            tieroff.unwrap(trainer.model)
+            trainer.assert_same_and_unwrap(step)
             if not trainer.engine.hits:
                 break
         index += 3 if index > 6 else 1
@@ -132,8 +140,7 @@ def test_failed_write_without_room_elsewhere_raises_and_loses_nothing(
 def test_failed_read_raises_or_is_mended_and_loses_nothing(trainer: Trainer, kind: Any) -> None:
     index = 0
     while True:
-        trainer.wrap(host=0)
-        assert_same(trainer.plain[:HIT], trainer.run(range(HIT)))
+        trainer.wrap_and_reach_hit()
         trainer.engine.inject("read", kind, errno=errno.EIO if kind == "errno" else 0, after=index)
         step, failure = trainer.try_step()
         trainer.engine.clear()
@@ -141,8 +148,7 @@ def test_failed_read_raises_or_is_mended_and_loses_nothing(trainer: Trainer, kin
             assert failure.errno in (errno.EIO, errno.EBADMSG)
             trainer.assert_whole()
         else:
-            assert_same(trainer.plain[HIT : HIT + 1], step)
-            tieroff.unwrap(trainer.model)
+            trainer.assert_same_and_unwrap(step)
             if not trainer.engine.hits:
                 break
         index += 4
@@ -170,8 +176,7 @@ def test_unwrap_that_cannot_read_a_value_ends_threads_and_files_all_the_same(tra
 
 
 def test_hang_raises_with_its_place_and_loses_nothing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer.wrap(host=0)
-    assert_same(trainer.plain[:HIT], trainer.run(range(HIT)))
+    trainer.wrap_and_reach_hit()
     monkeypatch.setattr(backends, "TRANSFER_TIMEOUT_S", 0.05)
     trainer.engine.inject("write", "hang", after=3)
     with pytest.raises(StoreError, match=r"expected to write \d+ bytes, .* at offset \d+, got 0: not ended") as caught:
