@@ -1,5 +1,6 @@
 """Builds the native module; everything else about the package is in pyproject.toml."""
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class BuildNative(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         """Builds one module."""
-        if self._has_liburing():
+        if IS_LINUX and self._has_liburing():
             extension.define_macros.append(("TIEROFF_WITH_LIBURING", None))
             extension.libraries.append("uring")
         super().build_extension(extension)
@@ -49,13 +50,33 @@ def _files(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / NATIVE).glob(pattern))
 
 
+# What the planner uses builds anywhere; the rest calls the Linux kernel.
+PLANNER = ("dispatch", "improve", "layout", "simulate", "windows")
+BINDINGS = ("module", "layout", "simulate", "search", "improve")
+
+
+IS_LINUX = sys.platform == "linux"
+
+
+def _sources() -> list[str]:
+    sources = [*_files("src/*.cpp"), *_files("bindings/*.cpp")]
+    if IS_LINUX:
+        return sources
+    return [
+        name
+        for name in sources
+        if Path(name).stem.startswith(PLANNER if Path(name).parent.name == "src" else BINDINGS)
+    ]
+
+
 setup(
     cmdclass={"build_ext": BuildNative},
     ext_modules=[
         Extension(
             "tieroff._native",
-            sources=[*_files("src/*.cpp"), *_files("bindings/*.cpp")],
-            depends=_files("include/tieroff/*.hpp"),
+            sources=_sources(),
+            depends=[*_files("include/tieroff/*.hpp"), *_files("bindings/*.hpp")],
+            define_macros=[("TIEROFF_WITH_STORAGE", None)] if IS_LINUX else [],
             include_dirs=[str(NATIVE / "include"), pybind11.get_include()],
             extra_compile_args=[
                 "-std=c++20",

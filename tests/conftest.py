@@ -1,13 +1,19 @@
-"""What every test shares: no config from outside, and property tests that print how to repeat them."""
+"""What every test shares: no config from outside, and property tests that say of a tree always the same.
+
+`pytest --hypothesis-profile=explore` draws new examples in each run.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("tieroff", deadline=None, print_blob=True)
+# How long an example takes says more of the machine than of the code.
+_SHARED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", _SHARED)
+settings.register_profile("tieroff", _SHARED, derandomize=True)
 settings.load_profile("tieroff")
 
 

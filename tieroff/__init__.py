@@ -19,10 +19,11 @@ from tieroff.errors import (
 if TYPE_CHECKING:
     from tieroff.api import engine, scope, unwrap, wrap
     from tieroff.config import Config
+    from tieroff.tracing.dry import DryModel
 
 __all__ = [
-    "CaptureError", "Config", "ConfigError", "InfeasiblePlanError", "InvalidPlanError", "StateError", "StoreError",
-    "TieroffError", "TraceMismatchError", "engine", "scope", "unwrap", "wrap",
+    "CaptureError", "Config", "ConfigError", "DryModel", "InfeasiblePlanError", "InvalidPlanError", "StateError",
+    "StoreError", "TieroffError", "TraceMismatchError", "engine", "scope", "unwrap", "wrap",
 ]  # fmt: skip
 
 try:
@@ -30,7 +31,7 @@ try:
 except PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0+unknown"
 
-_LAZY = {"wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "Config": "config"}
+_LAZY = {"wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "Config": "config", "DryModel": "tracing.dry"}
 
 
 def __getattr__(name: str) -> Any:

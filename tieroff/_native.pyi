@@ -1,5 +1,9 @@
 """Types of the native module (native/bindings/module.cpp); a test compares them with what is built."""
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 class Transfer:
@@ -95,3 +99,122 @@ def crc32c_combine(first: int, second: int, second_size_bytes: int) -> int: ...
 def crc32c_is_hardware() -> bool: ...
 def ring_refusal() -> int: ...
 def direct_alignment(fd: int) -> tuple[int, int]: ...
+
+class SimulationResult:
+    # Rows: stalls (op, duration_ns, cause: a transfer, or the number of transfers and an update), the others (index,
+    # start_ns, stop_ns). native/include/tieroff/simulate.hpp says more.
+    @property
+    def step_ns(self) -> int: ...
+    @property
+    def first_step_ns(self) -> int: ...
+    @property
+    def cycle(self) -> int: ...
+    @property
+    def recompute_ns(self) -> int: ...
+    @property
+    def stalls(self) -> NDArray[np.int64]: ...
+    @property
+    def ops(self) -> NDArray[np.int64]: ...
+    @property
+    def repeats(self) -> NDArray[np.int64]: ...
+    @property
+    def transfers(self) -> NDArray[np.int64]: ...
+    @property
+    def updates(self) -> NDArray[np.int64]: ...
+
+# Rows: transfers (source, target, issue_at, ready_by, rank, size_bytes), updates (issue_at, ready_by, duration_ns),
+# repeats (op, at), links d2h, h2d, nvme_write, nvme_read (bytes_per_s, latency_ns). Tiers are 0 device, 1 host, 2 nvme.
+def simulate(
+    op_ns: NDArray[np.int64],
+    transfers: NDArray[np.int64],
+    updates: NDArray[np.int64],
+    repeats: NDArray[np.int64],
+    links: NDArray[np.int64],
+    duplex_share_millionths: int,
+    nvme_shares_host_link: bool,
+    has_exclusive_link: bool,
+    period: int,
+    step_count_max: int,
+    with_spans: bool,
+) -> SimulationResult: ...
+# Rows: residencies (tier, start, stop, size_bytes). Kinds are in the order of AllocationKind. Returns a line per tier.
+def memory_per_op(
+    transient_bytes: NDArray[np.int64],
+    residencies: NDArray[np.int64],
+    repeats: NDArray[np.int64],
+    kind: int,
+    page_bytes: int,
+    addresses: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
+def pack(
+    lower: list[int],
+    upper: list[int],
+    size: list[int],
+    above: list[int],
+    ring: int = 0,
+    alignment: int = 1,
+    capacity: int = -1,
+    node_budget: int = 1_000_000,
+    fit_budget: int = 20_000_000,
+    seed: int = 1,
+    time_limit_ns: int = 0,
+    splits: bool = True,
+    stacks: bool = True,
+    dominates: bool = True,
+    bounds: bool = True,
+    remembers: bool = True,
+    orders_twins: bool = True,
+) -> tuple[list[int], int, int, int, int]: ...
+
+def fit_windows(
+    usage: NDArray[np.int64],
+    starts_ns: NDArray[np.int64],
+    budget_bytes: int,
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    size_bytes: NDArray[np.int64],
+    away_start: NDArray[np.int64],
+    away_stop: NDArray[np.int64],
+    repair: int,
+    load_order: NDArray[np.int64],
+    release_order: NDArray[np.int64],
+    load_from: NDArray[np.int64],
+    release_until: NDArray[np.int64],
+    passes: str,
+) -> bool: ...
+def dispatch(
+    duration_ns: NDArray[np.int64],
+    link: NDArray[np.int64],
+    issue_from: NDArray[np.int64],
+    ready_by: NDArray[np.int64],
+    size_bytes: NDArray[np.int64],
+    bytes_per_ns: Sequence[float],
+    latency_ns: Sequence[float],
+    nvme_shares_host_link: bool,
+    duplex_share: float,
+    step_count: int,
+) -> tuple[float, list[float], NDArray[np.int64], NDArray[np.int64]]: ...
+def improve(
+    *,
+    usage: NDArray[np.int64],
+    duration_ns: NDArray[np.int64],
+    bytes_per_ns: Sequence[float],
+    latency_ns: Sequence[float],
+    nvme_shares_host_link: bool,
+    duplex_share: float,
+    device_bytes: int,
+    lower_bytes: Sequence[int],
+    granule_bytes: int,
+    piece: NDArray[np.int64],
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    size_bytes: NDArray[np.int64],
+    is_last: NDArray[np.int64],
+    copy_from: NDArray[np.int64],
+    is_persistent: NDArray[np.int64],
+    away_start: NDArray[np.int64],
+    away_stop: NDArray[np.int64],
+    tier: NDArray[np.int64],
+    seed: int,
+    work: int,
+) -> tuple[float, float, int]: ...

@@ -17,7 +17,7 @@ from tieroff.config import Config
 from tieroff.core.check import check
 from tieroff.core.files import load_plan
 from tieroff.core.machine import Machine, load_machine
-from tieroff.core.plan import Capabilities, Plan
+from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError, StateError, TraceMismatchError
@@ -229,9 +229,9 @@ class _Builder:
         return machine.with_checksums() if self.config.nvme.checksum == "always" else machine
 
     def _plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
-        capabilities = Capabilities(
+        capabilities = replace(
+            RUNTIME_EXECUTOR,
             tiers=tuple(t for t, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size),
-            gradient_follows_parameter=True,
             recompute=self.config.plan.recompute,
             min_bytes=self.config.plan.min_bytes,
             granule_bytes=self.granule_bytes,

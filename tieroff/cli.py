@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tieroff.errors import TieroffError
-from tieroff.units import format_bytes, format_seconds, parse_bytes
+from tieroff.units import NS_PER_S, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from tieroff.core.machine import Machine
@@ -45,6 +45,13 @@ class Effort(StrEnum):
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 TraceOption = Annotated[
     Path, typer.Option("--trace", help="A saved trace, or a folder of kernels.csv and tensors.csv.")
+]
+AnyTraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="A saved trace, or a folder of kernels.csv and tensors.csv.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="MODULE:FACTORY, a function that returns (model, inputs) or a tieroff.DryModel."),
 ]
 MachineOption = Annotated[Path, typer.Option("--machine", help="A file written by `tieroff probe --out`.")]
 DeviceBudgetOption = Annotated[str, typer.Option("--device-budget", help='Bytes, or a share of the peak ("25%").')]
@@ -199,9 +206,10 @@ def doctor(
 @app.command()
 @_reports_errors
 def plan(
-    trace: TraceOption,
     machine: MachineOption,
     device_budget: DeviceBudgetOption,
+    trace: AnyTraceOption = None,
+    model: ModelOption = None,
     host_budget: HostBudgetOption = None,
     nvme_budget: NvmeBudgetOption = None,
     policy: Annotated[str, typer.Option("--policy", help='"auto" or the name of a policy.')] = "auto",
@@ -209,14 +217,30 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plans a traced step for a machine and a budget."""
-    from tieroff.core.files import save_plan
-    from tieroff.planner.rows import plan_row
+    """Plans a step for a machine and a budget, and says what would make it faster.
 
-    found = plan_row(*_problem(trace, machine, device_budget, host_budget, nvme_budget), policy, effort.value)
+    The step is a traced one, or that of a model that is never materialised, its op times estimated for the machine.
+    """
+    from tieroff.core.files import save_plan
+    from tieroff.core.machine import load_machine
+    from tieroff.planner.advice import advice, explain
+    from tieroff.planner.policies import find_policy
+    from tieroff.planner.rows import plan_row
+    from tieroff.tracing.files import load_trace
+
+    find_policy(policy)
+    loaded = load_machine(machine)
+    if model is not None and trace is None:
+        step = _dry_trace(model, loaded)
+    elif trace is not None and model is None:
+        step = load_trace(trace)
+    else:
+        raise typer.BadParameter("give either --model MODULE:FACTORY or --trace PATH")
+    problem = step, loaded, _budget(step, device_budget, host_budget, nvme_budget)
+    found = plan_row(*problem, policy, effort.value)
     if out is not None and found.plan is not None:
         save_plan(found.plan, out)
-    row, text = found.row.as_dict(), _explain(found)
+    row, text = found.row.as_dict(), "\n".join([*explain(*problem, found), *advice(*problem, found, effort.value)])
     if as_json:
         _print_json({**row, "explain": text})
     else:
@@ -233,16 +257,28 @@ def compare(
     machine: MachineOption,
     device_budget: DeviceBudgetOption,
     host_budget: HostBudgetOption = None,
+    nvme_budget: NvmeBudgetOption = None,
     policies: Annotated[str | None, typer.Option("--policies", help="Names, with commas; all when left out.")] = None,
     effort: EffortOption = Effort.fast,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the rows into this .html file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plans one traced step with several policies, one row each."""
+    """Plans one traced step with several policies, one row each; `auto` runs last and takes every plan as a candidate."""
+    from tieroff.core.machine import load_machine
     from tieroff.planner.policies import POLICIES
     from tieroff.planner.rows import compare_rows
+    from tieroff.report.comparison import check_page
+    from tieroff.tracing.files import load_trace
 
+    if plot is not None:
+        check_page(plot)
     names = [name.strip() for name in policies.split(",")] if policies else sorted(POLICIES, key=lambda n: n == "auto")
-    found = compare_rows(*_problem(trace, machine, device_budget, host_budget, None), names, effort.value)
+    step = load_trace(trace)
+    loaded = load_machine(machine)
+    budget = _budget(step, device_budget, host_budget, nvme_budget)
+    found = compare_rows(step, loaded, budget, names, effort.value)
+    if plot is not None:
+        _write_plot(plot, step, loaded, budget, found)
     rows = [result.row.as_dict() for result in found]
     if as_json:
         _print_json(rows)
@@ -250,42 +286,39 @@ def compare(
         _print_rows(rows)
 
 
-def _problem(
-    trace: Path, machine: Path, device_budget: str, host_budget: str | None, nvme_budget: str | None
-) -> tuple[Trace, Machine, dict[Tier, int]]:
-    """Returns a trace, a machine and the budget per tier; a tier that none is given for has the machine's bytes."""
+def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, int], found: Sequence[Result]) -> None:
+    from tieroff.core.tensor import Tier
+    from tieroff.report.comparison import Compared, write_comparison
+
+    device_bytes = budget[Tier.DEVICE]
+    ideal_s = trace.ideal_ns / NS_PER_S
+    compared = [Compared(r.row.policy, ideal_s, r.row.step_s, r.row.bound_s, r.timeline) for r in found]
+    title = f"{trace.name or 'trace'} on {machine.name or 'the machine'}, device budget {format_bytes(device_bytes)}"
+    write_comparison(path, title, device_bytes, compared)
+
+
+def _dry_trace(model: str, machine: Machine) -> Trace:
+    """Returns the trace of a model's step; modules in the working directory are found too, as by `python -m`."""
+    from tieroff.tracing.dry import dry_trace, find_factory
+
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return dry_trace(find_factory(model), machine, name=model)
+
+
+def _budget(
+    trace: Trace, device_budget: str, host_budget: str | None, nvme_budget: str | None
+) -> dict[Tier, int]:
+    """Returns the budget per tier; a tier that none is given for has the machine's bytes."""
     from tieroff.config import DeviceBudget
-    from tieroff.core.machine import load_machine
     from tieroff.core.tensor import Tier
     from tieroff.planner.problem import live_bytes
-    from tieroff.tracing.files import load_trace
 
     given = DeviceBudget.parse(device_budget)
     lower = {Tier.HOST: host_budget, Tier.NVME: nvme_budget}
     budget = {tier: parse_bytes(text) for tier, text in lower.items() if text is not None}
-    loaded = load_trace(trace)
-    budget[Tier.DEVICE] = given.resolve(int(live_bytes(loaded).max()))
-    return loaded, load_machine(machine), budget
-
-
-def _explain(result: Result) -> str:
-    """Returns text that says what a plan moves and why it does not move the rest, or why there is none."""
-    plan, row = result.plan, result.row
-    if plan is None:
-        return f"{row.policy} found no plan: {result.reason}"
-    step, ideal, bound = (format_seconds(value or 0.0) for value in (row.step_s, row.ideal_s, row.bound_s))
-    lines = [f"{row.policy}: a step of {step}; {ideal} without any wait, and no plan is faster than {bound}."]
-    if plan.moves_nothing:
-        lines.append("Everything fits: nothing moves.")
-    for tier in ("host", "nvme"):
-        moved = {transfer.tensor for transfer in plan.transfers if transfer.target == tier}
-        if moved:
-            peak = format_bytes(getattr(row, f"peak_{tier}_bytes") or 0)
-            lines.append(f"{len(moved)} tensors go to {tier}, which holds at most {peak}.")
-    if plan.recompute:
-        lines.append(f"Recomputed: {', '.join(plan.recompute)}.")
-    lines += [f"{count} tensors stay on the device: {rule}." for rule, count in sorted(plan.skipped.items())]
-    return "\n".join(lines)
+    budget[Tier.DEVICE] = given.resolve(int(live_bytes(trace).max()))
+    return budget
 
 
 def _device() -> str:

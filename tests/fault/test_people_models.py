@@ -352,6 +352,19 @@ def test_recurrent_layers(each_setting: Setting, build: Any) -> None:
     check_twins(made(Model), usual, each_setting)
 
 
+@pytest.mark.parametrize("build", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_that_is_the_whole_model(each_setting: Setting, build: Any) -> None:
+    model = build(8, 8, num_layers=2)
+    optimizer = adam(model)
+    each_setting.wrap(model, optimizer)
+    for _ in range(3):
+        model(torch.randn(5, 2, 8))[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(tieroff.engine(model).trace.ops) > 1
+    tieroff.unwrap(model)
+
+
 def test_a_weight_clamped_through_data_inside_forward(each_setting: Setting) -> None:
     class Model(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

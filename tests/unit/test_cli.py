@@ -250,8 +250,13 @@ def test_plan_that_is_infeasible_prints_its_row_and_ends_with_3(problem: list[st
     assert run("plan", *problem, "--device-budget", "1GiB")[0] == 3
 
 
-def test_plan_without_a_lower_tier_is_infeasible(problem: list[str | Path]) -> None:
-    assert run_json("plan", *problem, "--device-budget", "4GiB", "--host-budget", "0")[0] == 3
+def test_plan_without_a_lower_tier_moves_nothing_and_can_only_recompute(problem: list[str | Path]) -> None:
+    budget = ("--device-budget", "4GiB", "--host-budget", "0")
+    assert run_json("plan", *problem, *budget, "--policy", "greedy")[0] == 3
+    status, row = run_json("plan", *problem, *budget)
+    assert status == 0
+    assert row["recompute_s"] > 0
+    assert row["d2h_bytes"] == row["h2d_bytes"] == 0
 
 
 def test_plan_out_writes_the_plan(problem: list[str | Path], tmp_path: Path) -> None:
@@ -272,6 +277,72 @@ def test_plan_errors_name_what_is_wrong(problem: list[str | Path], tmp_path: Pat
     assert status == 1
     assert document["error"]["type"] == "CaptureError"
     assert run("plan", *problem)[0] == 2
+
+
+MODEL = """
+import torch
+from tieroff import DryModel
+
+def mlp():
+    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))), (torch.randn(4096, 1024),)
+
+def named():
+    model, (x,) = mlp()
+    return DryModel(model.to(torch.bfloat16), {"input": x.bfloat16()}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+"""
+DEVICE = "fp32_flops_per_s = 1e12\nbf16_flops_per_s = 4e12\ndevice_memory_bytes_per_s = '1TB'\n"
+
+
+@pytest.fixture
+def model(problem: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str | Path]:
+    """Options: a module in the working directory, and a machine with a roofline."""
+    (tmp_path / "dry_models.py").write_text(MODEL)
+    (tmp_path / "paper.toml").write_text((tmp_path / "machine.toml").read_text() + DEVICE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "dry_models", raising=False)
+    return ["--model", "dry_models:mlp", "--machine", tmp_path / "paper.toml"]
+
+
+def test_plan_takes_a_model_that_never_runs(model: list[str | Path]) -> None:
+    status, row = run_json("plan", *model, "--device-budget", "50%")
+    assert status == 0
+    assert list(row) == [*ROW_KEYS, "explain"]
+    parameters = 8 * 4 * (1024 * 1024 + 1024)
+    assert 4 * parameters / 2 < row["peak_device_bytes"] < 4 * parameters
+    forward_and_backward = 2 * 4096 * 1024 * 1024 * (8 + 8 + 7)  # the first layer's input needs no gradient
+    assert row["ideal_s"] == pytest.approx(forward_and_backward / 1e12, rel=0.05)
+    assert "Op times are not measured (estimated: roofline of machine test)" in row["explain"]
+    assert "tightest resource" in row["explain"]
+
+
+def test_plan_takes_a_model_with_its_own_optimizer(model: list[str | Path]) -> None:
+    model[1] = "dry_models:named"
+    status, row = run_json("plan", *model, "--device-budget", "100%")
+    assert status == 0
+    assert row["d2h_bytes"] == 0
+    assert row["ideal_s"] < 0.06  # four times as fast as in fp32
+
+
+def test_plan_of_a_model_that_does_not_fit_ends_with_3(model: list[str | Path]) -> None:
+    status, row = run_json("plan", *model, "--device-budget", "1MiB")
+    assert status == 3
+    assert "It does not fit" in row["explain"]
+    assert "bytes would do" in row["explain"]
+
+
+def test_plan_wants_either_a_model_or_a_trace(model: list[str | Path], problem: list[str | Path]) -> None:
+    assert run("plan", *model, *problem[:2], "--device-budget", "4GiB")[0] == 2
+    assert run("plan", *model[2:], "--device-budget", "4GiB")[0] == 2
+
+
+def test_plan_says_what_is_wrong_with_a_model(model: list[str | Path], problem: list[str | Path]) -> None:
+    status, document = run_json("plan", *model[:2], *problem[2:], "--device-budget", "50%")
+    assert status == 1
+    assert "fp32_flops_per_s" in document["error"]["message"]
+    status, document = run_json("plan", "--model", "dry_models:none", *model[2:], "--device-budget", "50%")
+    assert status == 1
+    assert document["error"]["type"] == "ConfigError"
 
 
 def test_compare_prints_a_row_per_policy(problem: list[str | Path]) -> None:

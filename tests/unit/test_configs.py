@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,8 +10,14 @@ import pytest
 
 from runs import fit_budget
 from tieroff.config import Config, DeviceBudget
+from tieroff.core.machine import load_machine, save_machine
+from tieroff.core.tensor import Tier
+from tieroff.tracing.roofline import Roofline
 
 RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml")
+MACHINES = (
+    "a100_40gb.toml", "a100_80gb.toml", "h100_80gb.toml", "h200_4xgen5.toml", "h200_8xgen5.toml", "rtx4090_1xgen4.toml",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUN_CONFIGS)
@@ -68,3 +75,43 @@ def test_demo_budget_on_cuda_is_device_memory_alone(project: Path, tmp_path: Pat
     assert budget_bytes == 10**9
     assert config.budget.host == given.budget.host
     assert config.nvme.staging == given.nvme.staging
+
+
+def test_every_shipped_machine_is_tested(project: Path) -> None:
+    assert {path.name for path in (project / "configs/machines").iterdir()} == set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_shipped_machine_loads_and_can_plan_a_model(project: Path, tmp_path: Path, name: str) -> None:
+    machine = load_machine(project / "configs/machines" / name)
+    save_machine(machine, tmp_path / name)
+    assert load_machine(tmp_path / name) == machine
+    assert machine.measured == "datasheet"
+    assert machine.has_tier(Tier.HOST)
+    assert machine.has_tier(Tier.NVME) == ("gen" in name)
+    roofline = Roofline.of(machine)
+    assert roofline.fp32_flops_per_s < roofline.bf16_flops_per_s < 1e15  # dense: figures with sparsity are twice as high
+    # Drives cannot bring the card more than its own link takes in.
+    assert machine.nvme_write_bytes_per_s <= machine.d2h_bytes_per_s
+    assert machine.nvme_read_bytes_per_s <= machine.h2d_bytes_per_s
+    assert bool(machine.nvme_endurance_bytes) == bool(machine.nvme_bytes)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_each_value_of_a_shipped_machine_has_its_source(project: Path, name: str) -> None:
+    comment: list[str] = []
+    follows_value = False
+    without = []
+    for line in (project / "configs/machines" / name).read_text().splitlines():
+        if line.startswith("#"):
+            comment = [line] if follows_value else [*comment, line]
+            follows_value = False
+        elif " = " in line:
+            follows_value = True
+            key = line.split(" = ")[0]
+            is_sourced = re.search("https://|[Ss]ame page|Assumed", " ".join((*comment, line)))
+            if key not in ("name", "measured", "nvme_shares_host_link") and not is_sourced:
+                without.append(key)
+        else:
+            comment = comment if follows_value else []
+    assert without == []

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tieroff.core import rules
 from tieroff.core.check import check
-from tieroff.core.plan import Capabilities, Plan, Residency, Transfer
+from tieroff.core.check_bytes import check_bytes
+from tieroff.core.plan import (
+    IDEAL_EXECUTOR,
+    Allocation,
+    AllocationKind,
+    Capabilities,
+    HostUpdate,
+    Plan,
+    Repeat,
+    Residency,
+    Transfer,
+)
+from tieroff.core.rules import Rule
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InvalidPlanError
@@ -149,8 +166,202 @@ _SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
 ]
 
 
-def test_good_plan_passes() -> None:
+# x: made again at 4 by its op; y stays; w: a parameter in two parts; g: its gradient; m: state that lives below, with a
+# second copy on the NVMe for a while. The CPU runs the update, and ops from 2 on may repeat.
+_RICH_TRACE = Trace(
+    ops=(
+        Op("make x", 10, (2,), (0,), transient_bytes=7),
+        Op("make y", 10, (0,), (1,)),
+        Op("idle", 10),
+        Op("use y", 10, (1,), ()),
+        Op("make g", 10, (0,), (3,), transient_bytes=5),
+        Op("idle too", 10),
+        Op("update", 10, (2, 3, 4), (2, 4), phase="optimizer"),
+        Op("end", 10),
+    ),
+    tensors=(
+        Tensor("x", 4, TensorClass.ACTIVATION),
+        Tensor("y", 2, TensorClass.ACTIVATION),
+        Tensor("w", 8, TensorClass.PARAMETER, is_persistent=True),
+        Tensor("g", 8, TensorClass.GRADIENT, owner=2),
+        Tensor("m", 8, TensorClass.OPTIMIZER, is_persistent=True),
+    ),
+)
+_W_BACK = Transfer(2, HOST, DEVICE, 3, 4, 2, 4, 8)
+_M_DOWN = Transfer(4, HOST, NVME, 7, 8, 0)
+_UPDATE = HostUpdate(6, 6, 7, 100)
+_RICH_PLAN = Plan(
+    policy="hand",
+    trace_digest=_RICH_TRACE.digest,
+    op_count=8,
+    budget_bytes={DEVICE: 27, HOST: 24, NVME: 8},
+    peak_bytes={DEVICE: 27, HOST: 24, NVME: 8},
+    residencies=(
+        Residency(0, DEVICE, 0, 2),
+        Residency(0, DEVICE, 4, 5),
+        Residency(1, DEVICE, 1, 4),
+        Residency(2, DEVICE, 0, 5, 0, 4),
+        Residency(2, DEVICE, 0, 1, 4, 8),
+        Residency(2, DEVICE, 3, 5, 4, 8),
+        Residency(2, HOST, 0, 8),
+        Residency(3, DEVICE, 4, 6),
+        Residency(3, HOST, 5, 7),
+        Residency(4, HOST, 0, 8),
+        Residency(4, NVME, 7, 9),
+    ),
+    transfers=(
+        Transfer(2, HOST, DEVICE, 0, 0, 0, 0, 4),
+        Transfer(2, HOST, DEVICE, 0, 0, 1, 4, 8),
+        _W_BACK,
+        Transfer(3, DEVICE, HOST, 5, 6, 0),
+        _M_DOWN,
+    ),
+    repeats=(Repeat(0, 4),),
+    host_updates=(_UPDATE,),
+    allocation=Allocation(AllocationKind.ADDRESSES, addresses=(8, 8, 12, 0, 4, 4, -1, 12, -1, -1, -1)),
+    segment=(2, 3),
+)
+
+
+def _addresses(plan: Plan, *addresses: int) -> Plan:
+    return replace(plan, allocation=replace(plan.allocation, addresses=addresses))
+
+
+def _rich(change: Callable[[Plan], Plan]) -> Callable[[Plan], Plan]:
+    """Returns a change of residencies that needs no addresses: bytes are counted as they are."""
+
+    def spoil(plan: Plan) -> Plan:
+        return change(replace(plan, allocation=Allocation()))
+
+    return spoil
+
+
+_RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
+    ("period of no step", "range", lambda p: replace(p, period=0)),
+    ("other period", "digest", lambda p: replace(p, period=2)),
+    ("bytes past the end", "range", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, stop_byte=9))),
+    ("no bytes", "range", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, first_byte=8, stop_byte=0))),
+    ("pages of no bytes", "range", lambda p: replace(p, allocation=Allocation(AllocationKind.PAGES, 0))),
+    ("part nowhere", "required", _rich(lambda p: _residency(p, Residency(1, DEVICE, 1, 4), Residency(1, DEVICE, 1, 4, 1)))),
+    (
+        "part away when used",
+        "required",
+        _rich(lambda p: _residency(p, Residency(2, DEVICE, 0, 1, 4, 8), Residency(2, DEVICE, 0, 1, 5, 8))),
+    ),
+    (
+        "part twice in a tier",
+        "overlap",
+        _rich(lambda p: replace(p, residencies=(*p.residencies, Residency(2, DEVICE, 4, 5, 3, 5)))),
+    ),
+    ("part of a load", "from_nowhere", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, stop_byte=7))),
+    ("load that ends too early", "repeat", _rich(lambda p: replace(p, repeats=(Repeat(0, 3), *p.repeats)))),
+    ("repeat before its op", "repeat", lambda p: replace(p, repeats=(Repeat(4, 4),))),
+    ("repeat that is there twice", "repeat", lambda p: replace(p, repeats=(Repeat(0, 4), Repeat(0, 4)))),
+    ("repeat of an update", "repeat", lambda p: replace(p, repeats=(*p.repeats, Repeat(6, 7)))),
+    ("repeat that writes what lasts", "repeat", lambda p: replace(p, host_updates=(), repeats=(Repeat(6, 7),))),
+    (
+        "repeat without the room for its result",
+        "repeat",
+        _rich(lambda p: replace(p, repeats=(*p.repeats, Repeat(1, 5)), segment=None)),
+    ),
+    ("no repeat", "from_nowhere", lambda p: replace(p, repeats=())),
+    ("repeat that is too late", "lost_data", lambda p: _late_repeat(p)),
+    ("update of another op", "host_update", lambda p: replace(p, host_updates=(replace(_UPDATE, op=5),))),
+    ("update before its op", "host_update", lambda p: replace(p, host_updates=(replace(_UPDATE, issue_at=5),))),
+    ("update twice", "host_update", lambda p: replace(p, host_updates=(_UPDATE, _UPDATE))),
+    ("update in less than no time", "host_update", lambda p: replace(p, host_updates=(replace(_UPDATE, duration_ns=-1),))),
+    ("update past its op in the next step", "host_update", lambda p: replace(p, host_updates=(HostUpdate(6, 7, 15, 1),))),
+    ("update past its data", "host_update", lambda p: replace(p, host_updates=(replace(_UPDATE, ready_by=8),))),
+    (
+        "update before the gradient is there",
+        "host_update",
+        _rich(
+            lambda p: _transfer(
+                _residency(p, Residency(3, DEVICE, 4, 6), Residency(3, DEVICE, 4, 7)),
+                Transfer(3, DEVICE, HOST, 5, 6, 0),
+                Transfer(3, DEVICE, HOST, 5, 7, 0),
+            )
+        ),
+    ),
+    (
+        "copy of what is updated",
+        "invalid_copy",
+        _rich(
+            lambda p: replace(
+                _residency(p, Residency(3, HOST, 5, 7), Residency(3, HOST, 5, 8)),
+                host_updates=(replace(_UPDATE, ready_by=8),),
+            )
+        ),
+    ),
+    ("copy while it is updated", "stale_copy", lambda p: _copy_m(p, 5, 7)),
+    (
+        "load awaited after its source ends",
+        "source",
+        _rich(lambda p: _source_ends(p)),
+    ),
+    ("segment of no op", "segment", lambda p: replace(p, segment=(3, 3))),
+    ("segment with other tensors at its ends", "segment", lambda p: replace(p, segment=(2, 5), repeats=p.repeats)),
+    ("segment with a load under way", "segment", lambda p: replace(p, segment=(0, 4))),
+    ("segment with a copy under way at its end", "segment", lambda p: replace(p, segment=(6, 8))),
+    ("no addresses", "address", lambda p: _addresses(p)),
+    ("address below the device", "address", lambda p: _addresses(p, 8, 8, 12, 0, 4, 4, 0, 12, -1, -1, -1)),
+    ("no address on the device", "address", lambda p: _addresses(p, 8, -1, 12, 0, 4, 4, -1, 12, -1, -1, -1)),
+    ("address twice", "address", lambda p: _addresses(p, 8, 8, 11, 0, 4, 4, -1, 12, -1, -1, -1)),
+    ("peak below the highest end", "peak", lambda p: replace(p, peak_bytes={**p.peak_bytes, DEVICE: 20})),
+    ("peak in bytes of what takes pages", "peak", lambda p: _paged(p, AllocationKind.PAGES)),
+    ("peak in bytes of what takes classes", "peak", lambda p: _paged(p, AllocationKind.CLASSES)),
+    ("address too high", "budget", lambda p: _addresses(p, 8, 8, 12, 0, 4, 4, -1, 13, -1, -1, -1)),
+    ("ranks by pair of tiers", "rank", lambda p: _two_writes(p)),
+]
+
+
+def _copy_m(plan: Plan, issue_at: int, ready_by: int) -> Plan:
+    plan = _residency(replace(plan, allocation=Allocation()), Residency(4, NVME, 7, 9), Residency(4, NVME, issue_at, 9))
+    return _transfer(plan, _M_DOWN, replace(_M_DOWN, issue_at=issue_at, ready_by=ready_by))
+
+
+def _late_repeat(plan: Plan) -> Plan:
+    """Op 4 finds x in a tier that holds nothing of it, since its op runs again one tick later."""
+    plan = replace(plan, repeats=(Repeat(0, 5),), allocation=Allocation(), segment=None)
+    plan = _residency(plan, Residency(0, DEVICE, 4, 5), Residency(0, DEVICE, 4, 6))
+    plan = _residency(plan, Residency(2, DEVICE, 3, 5, 4, 8), Residency(2, DEVICE, 3, 6, 4, 8))
+    return _residency(plan, Residency(2, DEVICE, 0, 5, 0, 4), Residency(2, DEVICE, 0, 6, 0, 4))
+
+
+def _source_ends(plan: Plan) -> Plan:
+    """y goes to the host and back, and its room there is given away at the tick at which the load is awaited."""
+    plan = _residency(plan, Residency(1, DEVICE, 1, 4), *(Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 3, 4)))
+    plan = replace(plan, residencies=(*plan.residencies, Residency(1, HOST, 2, 3)), segment=None)
+    plan = _transfer(plan, Transfer(3, DEVICE, HOST, 5, 6, 0), Transfer(3, DEVICE, HOST, 5, 6, 1))
+    moves = (Transfer(1, DEVICE, HOST, 2, 2, 0), Transfer(1, HOST, DEVICE, 3, 3, 3))
+    return replace(plan, transfers=(*plan.transfers, *moves))
+
+
+def _paged(plan: Plan, kind: AllocationKind) -> Plan:
+    budget = {**plan.budget_bytes, DEVICE: 100}
+    return replace(plan, budget_bytes=budget, allocation=Allocation(kind, page_bytes=16))
+
+
+def _two_writes(plan: Plan) -> Plan:
+    """y is copied to the NVMe from the device, on the link that m's copy takes too, with ranks of its own."""
+    plan = replace(plan, residencies=(*plan.residencies, Residency(1, NVME, 2, 4)), segment=None, allocation=Allocation())
+    return replace(plan, transfers=(*plan.transfers, Transfer(1, DEVICE, NVME, 2, 3, 0)))
+
+
+_DENIED: list[tuple[str, dict[str, object]]] = [
+    ("no tier nvme", {"tiers": (HOST,)}),
+    ("between host and nvme", {"moves_host_nvme": False}),
+    ("repeats no single op", {"repeats_ops": False}),
+    ("updates nothing on the host", {"updates_on_host": False}),
+    ("moves no parts", {"splits": False}),
+    ("cuts tensors at multiples of 3 bytes", {"granule_bytes": 3}),
+    ("below min_bytes", {"min_bytes": 9}),
+]
+
+
+def test_good_plans_pass() -> None:
     check(_PLAN, _TRACE)
+    check(_RICH_PLAN, _RICH_TRACE, IDEAL_EXECUTOR)
 
 
 @pytest.mark.parametrize(("rule", "spoil"), [s[1:] for s in _SPOILED], ids=[s[0] for s in _SPOILED])
@@ -158,6 +369,199 @@ def test_spoiled_plan_is_refused_with_its_rule(rule: str, spoil: Callable[[Plan]
     with pytest.raises(InvalidPlanError) as caught:
         check(spoil(_PLAN), _TRACE)
     assert caught.value.rule == rule, caught.value
+
+
+@pytest.mark.parametrize(("rule", "spoil"), [s[1:] for s in _RICH_SPOILED], ids=[s[0] for s in _RICH_SPOILED])
+def test_spoiled_rich_plan_is_refused_with_its_rule(rule: str, spoil: Callable[[Plan], Plan]) -> None:
+    with pytest.raises(InvalidPlanError) as caught:
+        check(spoil(_RICH_PLAN), _RICH_TRACE, IDEAL_EXECUTOR)
+    assert caught.value.rule == rule, caught.value
+
+
+@pytest.mark.parametrize("rule", [rule.value for rule in Rule])
+def test_every_rule_has_an_example_and_its_line_in_the_table(rule: str) -> None:
+    examples = {s[1] for s in _SPOILED + _RICH_SPOILED} | ({"capability"} if _DENIED else set())
+    assert rule in examples
+    assert f"| {rule} | " in (rules.__doc__ or "")
+
+
+@pytest.mark.parametrize(("told", "denied"), _DENIED, ids=[d[0] for d in _DENIED])
+def test_what_the_executor_cannot_do_is_refused(told: str, denied: dict[str, object]) -> None:
+    with pytest.raises(InvalidPlanError, match=told) as caught:
+        check(_RICH_PLAN, _RICH_TRACE, replace(IDEAL_EXECUTOR, **denied))
+    assert caught.value.rule == "capability"
+
+
+# a makes x and y from w; x is read at once, y at the end; w changes between. u and v are updated one after the other.
+_CHAIN = Trace(
+    ops=(
+        Op("a", 1, (2,), (0,)),
+        Op("b", 1, (0,), (1,)),
+        Op("c", 1, (2,), (0,)),
+        Op("d", 1, (0,), ()),
+        Op("e", 1, (1,), ()),
+        Op("f", 1, (2, 3), (3,), phase="optimizer"),
+        Op("g", 1, (3,), (2,), phase="optimizer"),
+    ),
+    tensors=(
+        Tensor("x", 1, TensorClass.ACTIVATION),
+        Tensor("y", 1, TensorClass.ACTIVATION, lives_until=6),
+        Tensor("w", 1, TensorClass.PARAMETER, is_persistent=True),
+        Tensor("m", 1, TensorClass.OPTIMIZER, is_persistent=True),
+    ),
+)
+
+
+def _chain(residencies: tuple[Residency, ...], **changes: object) -> Plan:
+    """Returns a plan for `_CHAIN` without limits, in which w and m stay unless they are named."""
+    named = {r.tensor for r in residencies}
+    held = residencies + tuple(Residency(t, DEVICE, 0, 7) for t in (2, 3) if t not in named)
+    values: dict[str, object] = {"transfers": (), **changes}
+    used = {tier: [sum(r.tier is tier and (r.start <= op < r.stop) for r in held) for op in range(7)] for tier in Tier}
+    peaks = {tier: max(line) for tier, line in used.items()}
+    return Plan("hand", _CHAIN.digest, 7, dict.fromkeys(Tier, 99), peaks, held, **values)  # type: ignore[arg-type]
+
+
+def _refused(plan: Plan) -> str:
+    """Returns the rule that a plan for `_CHAIN` breaks, or "" for none."""
+    try:
+        check(plan, _CHAIN, IDEAL_EXECUTOR)
+    except InvalidPlanError as error:
+        return error.rule
+    return ""
+
+
+def test_chain_of_repeats_makes_an_old_version_for_the_next() -> None:
+    y = (Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 4, 6))
+    chain = (Repeat(0, 4), Repeat(1, 4))
+    assert _refused(_chain((Residency(0, DEVICE, 0, 5), *y), repeats=chain)) == ""
+    assert _refused(_chain((Residency(0, DEVICE, 0, 5), *y), repeats=chain[1:])) == "repeat"  # x holds what c made
+    assert _refused(_chain((Residency(0, DEVICE, 0, 4), *y), repeats=chain)) == "repeat"
+    assert _refused(_chain((Residency(0, DEVICE, 0, 5), *y), repeats=(Repeat(0, 3), Repeat(1, 4)))) == "lost_data"
+
+
+def test_data_that_a_repeat_brings_back_after_it_was_needed_is_lost() -> None:
+    x = (Residency(0, DEVICE, 0, 7),)
+    late = (Residency(1, DEVICE, 1, 5), Residency(1, DEVICE, 6, 7))
+    assert _refused(_chain((*x, *late), repeats=(Repeat(0, 6), Repeat(1, 6)))) == "lost_data"
+    kept = (Residency(1, DEVICE, 1, 6), Residency(1, DEVICE, 6, 7))
+    assert _refused(_chain((*x, *kept), repeats=(Repeat(0, 6), Repeat(1, 6)))) == ""
+    assert _refused(_chain((*x, Residency(1, DEVICE, 1, 2)))) == "required"
+    assert _refused(_chain((*x, Residency(1, DEVICE, 1, 5)))) == "lost_data"
+
+
+def test_data_that_a_repeat_brings_back_and_that_leaves_again_too_early_is_lost() -> None:
+    y = (Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 4, 5))
+    assert _refused(_chain((Residency(0, DEVICE, 0, 5), *y), repeats=(Repeat(0, 4), Repeat(1, 4)))) == "lost_data"
+
+
+def test_segment_does_not_end_with_a_copy_into_what_begins_after_it() -> None:
+    held = (Residency(0, DEVICE, 0, 4), Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 4, 6), Residency(1, HOST, 2, 5))
+    moves = (Transfer(1, DEVICE, HOST, 2, 2, 0), Transfer(1, HOST, DEVICE, 4, 4, 0))
+    assert _refused(_chain(held, transfers=moves)) == ""
+    assert _refused(_chain(held, transfers=moves, segment=(1, 2))) == "segment"
+    assert _refused(_chain(held, transfers=moves, segment=(3, 4))) == "segment"  # x ends with it
+    assert _refused(_chain(held, transfers=moves, segment=(2, 4))) == "segment"
+    assert _refused(_chain((Residency(0, DEVICE, 0, 5), *held[1:]), transfers=moves, segment=(3, 4))) == ""
+
+
+def test_copy_is_stale_when_a_repeat_overwrites_its_source_with_an_old_version() -> None:
+    y = (Residency(1, DEVICE, 1, 6),)
+    copy = Transfer(0, DEVICE, HOST, 3, 5, 0)
+    held = (Residency(0, DEVICE, 0, 5), Residency(0, HOST, 3, 6), *y)
+    assert _refused(_chain(held, transfers=(copy,))) == ""
+    assert _refused(_chain(held, transfers=(copy,), repeats=(Repeat(0, 4),))) == "stale_copy"
+    assert _refused(_chain(held, transfers=(copy,), repeats=(Repeat(2, 4),))) == ""  # the same bytes once more
+
+
+def test_updates_on_the_host_wait_for_each_other() -> None:
+    stay = (Residency(0, DEVICE, 0, 4), Residency(1, DEVICE, 1, 6), Residency(2, HOST, 0, 7), Residency(3, HOST, 0, 7))
+    loads = (Transfer(2, HOST, DEVICE, 0, 0, 0),)
+    held = (*stay, Residency(2, DEVICE, 0, 3))
+    good = (HostUpdate(5, 5, 6, 1), HostUpdate(6, 6, 7, 1))
+    assert _refused(_chain(held, transfers=loads, host_updates=good)) == ""
+    assert _refused(_chain(held, transfers=loads, host_updates=(HostUpdate(5, 6, 7, 1), good[1]))) == "host_update"
+    blocking = (HostUpdate(5, 5, 6, 1), HostUpdate(6, 7, 7, 1))
+    assert _refused(_chain(held, transfers=loads, host_updates=blocking)) == ""
+    backwards = (HostUpdate(5, 6, 7, 1), HostUpdate(6, 6, 6, 1))
+    assert _refused(_chain(held, transfers=loads, host_updates=backwards)) == "host_update"
+    across = (good[0], HostUpdate(6, 6, 8, 1))
+    assert _refused(_chain(held, transfers=loads, host_updates=across)) == "invalid_copy"  # w is loaded at 0, too early
+
+
+def test_budgets_below_hold_room_in_whole_granules_and_peaks_are_bytes() -> None:
+    can = replace(IDEAL_EXECUTOR, granule_bytes=64)
+    held = (Residency(0, DEVICE, 0, 4), Residency(1, DEVICE, 1, 6), Residency(3, HOST, 0, 7))
+    plan = _chain(held, host_updates=())
+    plan = replace(plan, residencies=(*plan.residencies, Residency(3, DEVICE, 5, 7)), transfers=_THERE_AND_BACK)
+    plan = replace(plan, peak_bytes={**plan.peak_bytes, DEVICE: 3})
+    check(replace(plan, budget_bytes={DEVICE: 9, HOST: 64}), _CHAIN, can)
+    with pytest.raises(InvalidPlanError, match="64 B at op 0"):
+        check(replace(plan, budget_bytes={DEVICE: 9, HOST: 63}), _CHAIN, can)
+
+
+_THERE_AND_BACK = (Transfer(3, HOST, DEVICE, 5, 5, 0), Transfer(3, DEVICE, HOST, 7, 7, 0))
+
+
+@pytest.mark.parametrize(("kind", "peak"), [(AllocationKind.PAGES, 48 + 7), (AllocationKind.CLASSES, 64 + 7)])
+def test_device_bytes_are_rounded_as_the_allocation_says(kind: AllocationKind, peak: int) -> None:
+    trace = Trace((Op("a", 1, (), (0, 1), transient_bytes=7),), (_blob("p", 20), _blob("q", 3)))
+    held = (Residency(0, DEVICE, 0, 1), Residency(1, DEVICE, 0, 1))
+    sizes = {AllocationKind.PAGES: 48, AllocationKind.CLASSES: 32 + 16}
+    plan = Plan("hand", trace.digest, 1, {DEVICE: 99}, {DEVICE: sizes[kind] + 7}, held, (), allocation=Allocation(kind, 16))
+    check(plan, trace)
+    large = replace(trace, tensors=(_blob("p", 33), _blob("q", 3)))
+    sizes = {AllocationKind.PAGES: 64, AllocationKind.CLASSES: 64 + 16}
+    check(replace(plan, trace_digest=large.digest, peak_bytes={DEVICE: sizes[kind] + 7}), large)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_addresses_are_refused_exactly_when_two_meet_and_their_peak_is_the_highest_end(seed: int) -> None:
+    rng = random.Random(seed)
+    n = 6
+    tensors = tuple(_blob(str(i), rng.randint(1, 4)) for i in range(rng.randint(1, 5)))
+    trace = Trace(tuple(Op(str(i), 1, transient_bytes=rng.choice((0, 3))) for i in range(n)), tensors)
+    starts = [rng.randrange(n) for _ in tensors]
+    held = tuple(Residency(i, DEVICE, start, start + rng.randint(1, n)) for i, start in enumerate(starts))
+    addresses = tuple(rng.randint(0, 9) for _ in tensors)
+    spans = [range(a, a + t.size_bytes) for a, t in zip(addresses, tensors, strict=True)]
+    ops = [{op % n for op in range(r.start, r.stop)} for r in held]
+    pairs = itertools.combinations(range(len(tensors)), 2)
+    meets = any(ops[i] & ops[j] and set(spans[i]) & set(spans[j]) for i, j in pairs)
+    ends = [max((span.stop for span, own in zip(spans, ops, strict=True) if op in own), default=0) for op in range(n)]
+    peak = max(end + op.transient_bytes for end, op in zip(ends, trace.ops, strict=True))
+    allocation = Allocation(AllocationKind.ADDRESSES, addresses=addresses)
+    plan = Plan("random", trace.digest, n, {DEVICE: peak}, {DEVICE: peak}, held, (), allocation=allocation)
+    if meets:
+        with pytest.raises(InvalidPlanError, match="are held at once"):
+            check_bytes(plan, trace, 1)
+        return
+    check_bytes(plan, trace, 1)
+    with pytest.raises(InvalidPlanError, match="over its budget"):
+        check_bytes(replace(plan, budget_bytes={DEVICE: peak - 1}), trace, 1)
+
+
+def _blob(name: str, size_bytes: int) -> Tensor:
+    return Tensor(name, size_bytes, TensorClass.ACTIVATION)
+
+
+def test_plan_of_two_steps_is_checked_on_both() -> None:
+    n = len(_TRACE.ops)
+    held = [Residency(t, DEVICE, 0, 2 * n) for t in (1, 2)] + [Residency(0, DEVICE, 0, n), Residency(3, DEVICE, n, 2 * n)]
+    plan = replace(_PLAN, period=2, op_count=2 * n, residencies=tuple(held), transfers=(), peak_bytes={DEVICE: 114})
+    plan = replace(plan, budget_bytes={DEVICE: 114})
+    check(plan, _TRACE)
+    with pytest.raises(InvalidPlanError, match=r"tensor 3 \(x@1\) is required at op 11"):
+        check(replace(plan, residencies=(*held[:3], Residency(3, DEVICE, n, 2 * n - 1))), _TRACE)
+
+
+def test_update_across_the_end_needs_an_executor_that_wraps() -> None:
+    held = (*(Residency(t, DEVICE, 0, 6) for t in (0, 1)), Residency(3, HOST, 0, 7), Residency(3, DEVICE, 5, 7))
+    plan = _chain((*held[:2], Residency(2, HOST, 0, 7), Residency(2, DEVICE, 2, 6), *held[2:]))
+    moves = (Transfer(3, DEVICE, HOST, 6, 6, 0), Transfer(2, HOST, DEVICE, 2, 2, 0), Transfer(3, HOST, DEVICE, 5, 5, 1))
+    plan = replace(plan, transfers=moves, host_updates=(HostUpdate(6, 6, 8, 1),))
+    with pytest.raises(InvalidPlanError, match="across the end of the step"):
+        check(plan, _CHAIN, replace(IDEAL_EXECUTOR, wraps=False))
 
 
 def test_capability_tier_is_checked() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tieroff.core.machine import Link, Machine, load_machine, machine_from_mapping, save_machine
+from tieroff.core.machine import Link, Machine, load_machine, machine_from_mapping, save_machine, validate
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError
 
@@ -59,6 +59,7 @@ def test_machine_file_gives_back_an_equal_machine(tmp_path: Path) -> None:
     [
         ({"d2h_bytes": 1}, "'d2h_bytes_per_s'"),
         ({"d2h_bytes_per_s": 0}, "d2h_bytes_per_s is zero or missing"),
+        ({"nvme_read_bytes_per_s": 5}, "nvme_write_bytes_per_s is zero or missing"),
         ({"nvme_bytes": 5}, "nvme_write_bytes_per_s is zero or missing"),
         ({"d2h_bytes_per_s": True}, "d2h_bytes_per_s"),
         ({"host_bytes": "many"}, "host_bytes"),
@@ -121,3 +122,23 @@ def test_checksums_take_their_time_after_the_transfer() -> None:
     assert machine.d2h_bytes_per_s == round(15.754 * 2**30)
     unknown = machine_from_mapping({**_VALUES, **nvme})
     assert unknown.with_checksums() == unknown
+
+
+@pytest.mark.parametrize(
+    ("machine", "part"),
+    [
+        (Machine(h2d_bytes_per_s=1), "box: d2h_bytes_per_s is zero or missing"),
+        (Machine(host_bytes=1), "d2h_bytes_per_s is zero or missing"),
+        (Machine(nvme_write_bytes_per_s=1, nvme_bytes=1), "nvme_read_bytes_per_s is zero or missing"),
+        (Machine(d2h_bytes_per_s=-1, h2d_bytes_per_s=1), "d2h_bytes_per_s as a number >= 0, got -1"),
+        (Machine(d2h_latency_s=float("nan")), "d2h_latency_s as a number >= 0, got nan"),
+        (Machine(duplex_share=1.5), "duplex_share above 0 and at most 1, got 1.5"),
+    ],
+)
+def test_machine_without_a_link_or_with_a_wrong_value_is_refused(machine: Machine, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        validate(machine, "box")
+
+
+def test_machine_without_lower_tiers_is_sound() -> None:
+    validate(Machine(device_bytes=1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tieroff.core.plan import Plan, Residency, Transfer
+from dataclasses import replace
+
+from tieroff.core.plan import HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.schedule import Tick, make_schedule
 from tieroff.core.tensor import Tier
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
 def _plan(residencies: tuple[Residency, ...], transfers: tuple[Transfer, ...]) -> Plan:
@@ -45,3 +47,42 @@ def test_issues_keep_the_order_of_rank() -> None:
     loads = tuple(Transfer(i, HOST, DEVICE, 1, 2 + i % 2, rank) for i, rank in enumerate((2, 0, 1)))
     issues = make_schedule(_plan((), loads)).ticks[1].issues
     assert [t.rank for t in issues] == [0, 1, 2]
+
+
+def test_moves_between_host_and_nvme_are_awaited_before_residencies_end_either_way() -> None:
+    down, up = Transfer(0, HOST, NVME, 1, 2, 0), Transfer(1, NVME, HOST, 1, 2, 0)
+    at_once = Transfer(2, NVME, HOST, 2, 2, 1)
+    ticks = make_schedule(_plan((), (down, up, at_once))).ticks
+    assert ticks[1] == Tick(issues=(down, up))
+    assert ticks[2] == Tick(issue_first=(at_once,), await_outs=(down, up, at_once))
+
+
+def test_updates_on_the_host_are_issued_in_the_order_of_the_plan_and_come_round() -> None:
+    first, second = HostUpdate(2, 2, 3, 7), HostUpdate(1, 2, 5, 7)
+    blocking, at_end = HostUpdate(3, 3, 3, 7), HostUpdate(0, 4, 4, 7)
+    plan = replace(_plan((), ()), host_updates=(first, second, blocking, at_end))
+    ticks = make_schedule(plan).ticks
+    assert ticks[2] == Tick(updates=(first, second))
+    assert ticks[3] == Tick(update_first=(blocking,), await_updates=(first, blocking))
+    assert ticks[1] == Tick(await_updates=(second,))
+    assert ticks[4] == Tick(update_first=(at_end,), await_updates=(at_end,))
+    assert not ticks[1].is_empty
+
+
+def test_repeats_of_a_tick_are_in_order_of_op() -> None:
+    plan = replace(_plan((), ()), repeats=(Repeat(2, 3), Repeat(0, 3), Repeat(0, 1)))
+    ticks = make_schedule(plan).ticks
+    assert ticks[3] == Tick(repeats=(Repeat(0, 3), Repeat(2, 3)))
+    assert ticks[1] == Tick(repeats=(Repeat(0, 1),))
+
+
+def test_ranks_are_kept_per_link_though_tiers_differ() -> None:
+    from_host, from_device = Transfer(0, HOST, NVME, 1, 2, 1), Transfer(1, DEVICE, NVME, 1, 2, 0)
+    assert make_schedule(_plan((), (from_host, from_device))).ticks[1].issues == (from_device, from_host)
+
+
+def test_ring_of_several_steps_has_a_tick_for_each_of_its_ops() -> None:
+    plan = replace(_plan((), (Transfer(0, DEVICE, HOST, 6, 7, 0),)), op_count=8, period=2)
+    ticks = make_schedule(plan).ticks
+    assert len(ticks) == 9
+    assert not ticks[7].is_empty

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-OWN_WITH_WRAP = {"api", "config", "core", "errors", "planner", "probe", "runtime", "storage", "tracing", "units"}
+OWN_WITH_WRAP = {"_native", "api", "config", "core", "errors", "planner", "probe", "runtime", "storage", "tracing", "units"}
 """Packages that running a step needs."""
 
 FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "psutil", "pydantic", "pydantic_core", "torch", "typing_inspection"}

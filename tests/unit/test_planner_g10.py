@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import statistics
 from pathlib import Path
 
 import pytest
 
-from tieroff.core.machine import Machine
+import g10_cells
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import CaptureError, ConfigError
 from tieroff.planner.auto import make_plan
 from tieroff.planner.policies import find_policy
-from tieroff.planner.rows import compare_rows, plan_row
+from tieroff.planner.rows import Result, compare_rows, plan_row
+from tieroff.planner.sweep import sweep
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB
 
-_FOLDER = Path(__file__).parent.parent / "data" / "g10"
-_HOST_RATE = round(15.754 * GIB)
-_MACHINE = Machine(
-    name="g10",
-    d2h_bytes_per_s=_HOST_RATE,
-    h2d_bytes_per_s=_HOST_RATE,
-    nvme_write_bytes_per_s=round(3.2 * GIB),
-    nvme_read_bytes_per_s=round(3.2 * GIB),
-    nvme_shares_host_link=True,
-)
-_BUDGET = {Tier.DEVICE: 40 * GIB, Tier.HOST: 128 * GIB, Tier.NVME: 0}
+_FOLDER, _MACHINE = g10_cells.FOLDER, g10_cells.MACHINE
+_BUDGET = {**g10_cells.budget_of(g10_cells.HOST_BYTES), Tier.NVME: 0}
+_EFFORTS = ("fast", pytest.param("high", marks=pytest.mark.long))
+_SWEPT = sorted({name for name, host in g10_cells.published_times() if host == 0})
 
 
 def test_folder_gives_a_trace_with_the_published_ideal_time() -> None:
@@ -76,6 +73,71 @@ def test_compare_gives_auto_the_best_row_and_keeps_the_order() -> None:
     assert [r.row.policy for r in results] == ["auto", "floor"]
     assert results[0].plan is not None and results[0].plan.policy == "auto"
     assert (results[0].row.step_s or 0) <= (results[1].row.step_s or 0)
+
+
+# The published cells, with latencies and what is written charged.
+
+
+@functools.cache
+def result_of(name: str, effort: str) -> Result:
+    """Returns what `auto` reaches with the published machine and budgets."""
+    return plan_row(load_trace(_FOLDER / name), _MACHINE, g10_cells.budget_of(g10_cells.HOST_BYTES), "auto", effort)
+
+
+def ideal_share_of(name: str, effort: str) -> float:
+    row = result_of(name, effort).row
+    assert row.ideal_s is not None and row.step_s is not None
+    return row.ideal_s / row.step_s
+
+
+@pytest.mark.parametrize("effort", _EFFORTS)
+@pytest.mark.parametrize("name", g10_cells.published_cells())
+def test_auto_is_never_slower_than_the_published_time(name: str, effort: str) -> None:
+    result = result_of(name, effort)
+    row, budget = result.row, g10_cells.budget_of(g10_cells.HOST_BYTES)
+    assert row.step_s is not None and row.ideal_s is not None and row.bound_s is not None and result.plan is not None
+    assert not g10_cells.is_slower(row.step_s, g10_cells.published_times()[name, g10_cells.HOST_BYTES])
+    assert row.ideal_s <= row.bound_s <= row.step_s
+    assert all(result.plan.peak_bytes[tier] <= budget[tier] for tier in Tier)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("effort", "least"), [("fast", 0.94), pytest.param("high", 0.97, marks=pytest.mark.long)])
+def test_geometric_mean_of_ideal_over_step(effort: str, least: float) -> None:
+    shares = [ideal_share_of(name, effort) for name in g10_cells.published_cells()]
+    assert math.exp(statistics.fmean(math.log(share) for share in shares)) >= least
+
+
+@pytest.mark.parametrize("effort", _EFFORTS)
+@pytest.mark.parametrize(
+    ("name", "fast_s", "high_s"),
+    [("BERT_Base-b1024", 28.0, 22.5), ("BERT_Base-b768", 16.5, 16.0), ("BERT_Base-b512", 10.8, 10.3), ("VIT-b1280", 4.2, 3.8)],
+)
+def test_cells_heavy_in_weights_are_fast(name: str, fast_s: float, high_s: float, effort: str) -> None:
+    step_s = result_of(name, effort).row.step_s
+    assert step_s is not None and step_s <= (fast_s if effort == "fast" else high_s)
+
+
+def sweep_hosts(name: str, hosts: list[int]) -> None:
+    """Asserts that `auto` is never slower than published with any amount of host memory, nor with more of it."""
+    times = g10_cells.published_times()
+    results = sweep(load_trace(_FOLDER / name), _MACHINE, [g10_cells.budget_of(host) for host in hosts])
+    steps = [result.row.step_s or math.inf for result in results]
+    assert [host for host, step_s in zip(hosts, steps, strict=True) if g10_cells.is_slower(step_s, times[name, host])] == []
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_more_host_memory_is_never_slower() -> None:
+    """The published planner is slower with 32 GiB here than with 16."""
+    times = g10_cells.published_times()
+    assert times["VIT-b1280", 16 * GIB] < times["VIT-b1280", 32 * GIB]
+    sweep_hosts("VIT-b1280", [0, 16 * GIB, 32 * GIB])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _SWEPT)
+def test_auto_is_never_slower_than_published_with_any_amount_of_host_memory(name: str) -> None:
+    sweep_hosts(name, sorted(host for cell, host in g10_cells.published_times() if cell == name))
 
 
 def test_unknown_policy_and_effort_are_refused() -> None:

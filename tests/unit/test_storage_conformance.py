@@ -322,5 +322,6 @@ def test_open_and_close_leave_nothing(make_store: MakeStore, tmp_path: Path) -> 
     for _ in range(50):
         cycle()
     assert count()[0] == before[0]
-    assert count()[1] <= before[1] + 2  # aiofiles' pool may still start threads of its own, up to its number
+    # The pool of aiofiles starts its 4 threads as they are needed, so up to 3 of them after the first cycle.
+    assert count()[1] <= before[1] + 3
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []

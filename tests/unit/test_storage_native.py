@@ -26,7 +26,8 @@ def stub_members(project: Path) -> dict[str, Any]:
     """Names in the stub: for a function its parameter names, for a class the same of its members."""
 
     def parameters(node: ast.FunctionDef) -> list[str]:
-        return [argument.arg for argument in node.args.args if argument.arg != "self"]
+        by_name = [argument.arg for argument in node.args.kwonlyargs]
+        return [argument.arg for argument in node.args.args if argument.arg != "self"] + ["*"] * bool(by_name) + by_name
 
     members: dict[str, Any] = {}
     for node in ast.parse((project / "tieroff/_native.pyi").read_text()).body:

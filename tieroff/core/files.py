@@ -1,30 +1,33 @@
-"""Traces, plans and timelines as JSON files: `{"format": "tieroff.trace", "version": 1, ...}`.
+"""Traces, plans and timelines as JSON files: `{"format": "tieroff.trace", "version": 2, ...}`.
 
 A file is written beside its place, flushed to the disk and renamed, so a reader sees the old one or the new one. What
-is read is checked down to each value; the error says where in the file it is.
+is read is checked down to each value against the types of the classes; the error says where in the file it is. Fields
+that have their default are left out. Version 1 wrote them all and knew fewer of them, so one reader does for both.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from tieroff.core.plan import Plan, Residency, Transfer
-from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
-from tieroff.core.trace import Op, Trace
+from tieroff.core.plan import Plan
+from tieroff.core.timeline import Timeline
+from tieroff.core.trace import Trace, validate
 from tieroff.errors import CaptureError, InvalidPlanError, TieroffError
 
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)
 _MISFIT = "a file of another kind, or one that was cut off"
 
-T = TypeVar("T")
 Parse = Callable[[Any, str], Any]
 
 
@@ -53,8 +56,8 @@ def load_trace_json(path: str | Path) -> Trace:
     Raises:
         CaptureError: the file is missing, cut off or of another kind, or the trace in it is not sound.
     """
-    trace: Trace = _load("tieroff.trace", Trace, _TRACE, path, CaptureError)
-    validate_trace(trace, str(path))
+    trace: Trace = _load("tieroff.trace", Trace, path, CaptureError)
+    validate(trace, str(path))
     return trace
 
 
@@ -64,7 +67,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         InvalidPlanError: the file is missing, cut off or of another kind; `rule` is "file".
     """
-    plan: Plan = _load("tieroff.plan", Plan, _PLAN, path, _plan_error)
+    plan: Plan = _load("tieroff.plan", Plan, path, _plan_error)
     return plan
 
 
@@ -74,53 +77,31 @@ def load_timeline(path: str | Path) -> Timeline:
     Raises:
         InvalidPlanError: the file is missing, cut off or of another kind; `rule` is "file".
     """
-    timeline: Timeline = _load("tieroff.timeline", Timeline, _TIMELINE, path, _plan_error)
+    timeline: Timeline = _load("tieroff.timeline", Timeline, path, _plan_error)
     return timeline
-
-
-def validate_trace(trace: Trace, where: str = "trace") -> None:
-    """Returns when a trace is sound in itself.
-
-    Raises:
-        CaptureError: no ops, an unknown tensor, a size or a duration out of range, a name used twice, or holds that
-            are not sorted, disjoint and inside the step.
-    """
-    op_count, tensor_count = len(trace.ops), len(trace.tensors)
-    if not op_count:
-        raise CaptureError(f"{where}: expected at least one op, got none")
-    for index, op in enumerate(trace.ops):
-        at = f"{where}: ops[{index}] ({op.name})"
-        if op.duration_ns < 0 or op.transient_bytes < 0:
-            raise CaptureError(f"{at}: expected duration_ns and transient_bytes >= 0")
-        for tensor in (*op.reads, *op.writes):
-            if not 0 <= tensor < tensor_count:
-                raise CaptureError(f"{at}: expected tensors 0 to {tensor_count - 1}, got {tensor}")
-    names: set[str] = set()
-    for index, tensor_ in enumerate(trace.tensors):
-        at = f"{where}: tensors[{index}] ({tensor_.name})"
-        if tensor_.name in names:
-            raise CaptureError(f"{at}: expected names that are unique, this one is there twice")
-        names.add(tensor_.name)
-        if tensor_.size_bytes <= 0:
-            raise CaptureError(f"{at}: expected size_bytes > 0, got {tensor_.size_bytes}")
-        if not -1 <= tensor_.owner < tensor_count:
-            raise CaptureError(f"{at}: expected owner to be -1 or a tensor below {tensor_count}, got {tensor_.owner}")
-        if not -1 <= tensor_.lives_until <= op_count:
-            raise CaptureError(f"{at}: expected lives_until to be -1 or at most {op_count}, got {tensor_.lives_until}")
-        end = 0
-        for start, stop in tensor_.holds:
-            if not end <= start < stop <= op_count:
-                raise CaptureError(f"{at}: expected holds sorted, disjoint and within 0 to {op_count}")
-            end = stop
 
 
 def _plan_error(message: str) -> InvalidPlanError:
     return InvalidPlanError(message, rule="file")
 
 
+def plan_digest(plan: Plan) -> str:
+    """Returns a hex digest of all that a plan says; equal plans have equal ones, here and read from a file."""
+    return hashlib.sha256(json.dumps(_encode(plan), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass in order, with their defaults; MISSING where there is none."""
+    made = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
+    return {f.name: made[f.name]() if f.name in made else f.default for f in fields(cls)}
+
+
 def _encode(value: Any) -> Any:
     if is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+        cls: Any = type(value)
+        pairs = ((name, getattr(value, name), default) for name, default in _defaults(cls).items())
+        return {name: _encode(content) for name, content, default in pairs if default is MISSING or content != default}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list)):
@@ -151,9 +132,7 @@ def _save(kind: str, value: Any, path: str | Path) -> None:
         os.close(folder)
 
 
-def _load(
-    kind: str, cls: type[T], spec: Mapping[str, Parse], path: str | Path, error_of: Callable[[str], TieroffError]
-) -> T:
+def _load(kind: str, cls: Any, path: str | Path, error_of: Callable[[str], TieroffError]) -> Any:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -169,11 +148,11 @@ def _load(
     found = document.get("format") if isinstance(document, dict) else type(document).__name__
     if found != kind:
         raise error_of(f"{path}: expected format {kind!r}, got {found!r}")
-    if document.get("version") != _VERSION:
-        raise error_of(f"{path}: expected version {_VERSION} of {kind}, got {document.get('version')!r}")
+    if document.get("version") not in _READABLE:
+        raise error_of(f"{path}: expected version {_VERSION} or older of {kind}, got {document.get('version')!r}")
     body = {key: value for key, value in document.items() if key not in ("format", "version")}
     try:
-        return _object(cls, spec)(body, "")  # type: ignore[no-any-return]
+        return _object(cls)(body, "")
     except _Misfit as error:
         raise error_of(f"{path}: {error}") from None
 
@@ -231,8 +210,11 @@ def _mapping_of(key: Parse, item: Parse) -> Parse:
     return parse
 
 
-def _object(cls: type[Any], spec: Mapping[str, Parse]) -> Parse:
-    required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+@cache
+def _object(cls: Any) -> Parse:
+    required = sorted(name for name, default in _defaults(cls).items() if default is MISSING)
+    types = get_type_hints(cls)
+    spec = {f.name: _parse_of(types[f.name]) for f in fields(cls)}
 
     def parse(value: Any, where: str) -> Any:
         at = where or "top level"
@@ -240,64 +222,30 @@ def _object(cls: type[Any], spec: Mapping[str, Parse]) -> Parse:
             raise _Misfit(f"{at}: expected an object, got {value!r:.60}")
         for name in value.keys() - spec.keys():
             raise _Misfit(f"{at}: unknown key {name!r}")
-        for name in sorted(required - value.keys()):
-            raise _Misfit(f"{at}: {name!r} is missing")
+        for name in required:
+            if name not in value:
+                raise _Misfit(f"{at}: {name!r} is missing")
         prefix = f"{where}." if where else ""
         return cls(**{name: spec[name](entry, prefix + name) for name, entry in value.items()})
 
     return parse
 
 
-_TIER = _one_of(Tier)
-_INTEGERS = _tuple_of(_integer)
-_OP: dict[str, Parse] = {
-    "name": _text,
-    "duration_ns": _integer,
-    "reads": _INTEGERS,
-    "writes": _INTEGERS,
-    "transient_bytes": _integer,
-    "phase": _text,
-    "module": _text,
-}
-_TENSOR: dict[str, Parse] = {
-    "name": _text,
-    "size_bytes": _integer,
-    "kind": _one_of(TensorClass),
-    "is_persistent": _flag,
-    "is_movable": _flag,
-    "holds": _tuple_of(_pair),
-    "owner": _integer,
-    "lives_until": _integer,
-}
-_TRACE: dict[str, Parse] = {
-    "ops": _tuple_of(_object(Op, _OP)),
-    "tensors": _tuple_of(_object(Tensor, _TENSOR)),
-    "name": _text,
-    "origin": _text,
-    "meta": _mapping_of(_text, _text),
-}
-_RESIDENCY: dict[str, Parse] = {"tensor": _integer, "tier": _TIER, "start": _integer, "stop": _integer}
-_ENDS: dict[str, Parse] = {"tensor": _integer, "source": _TIER, "target": _TIER}
-_TRANSFER: dict[str, Parse] = {**_ENDS, "issue_at": _integer, "ready_by": _integer, "rank": _integer}
-_PLAN: dict[str, Parse] = {
-    "policy": _text,
-    "trace_digest": _text,
-    "op_count": _integer,
-    "budget_bytes": _mapping_of(_TIER, _integer),
-    "peak_bytes": _mapping_of(_TIER, _integer),
-    "residencies": _tuple_of(_object(Residency, _RESIDENCY)),
-    "transfers": _tuple_of(_object(Transfer, _TRANSFER)),
-    "recompute": _tuple_of(_text),
-    "bucket_order": _INTEGERS,
-    "skipped": _mapping_of(_text, _integer),
-    "step_ns": _integer,
-    "period": _integer,
-}
-_SPAN: dict[str, Parse] = {"start_ns": _integer, "stop_ns": _integer}
-_TIMELINE: dict[str, Parse] = {
-    "ops": _tuple_of(_object(OpSpan, _SPAN)),
-    "transfers": _tuple_of(_object(TransferSpan, {**_ENDS, **_SPAN, "size_bytes": _integer})),
-    "stalls": _tuple_of(_object(Stall, {**_ENDS, "op": _integer, "duration_ns": _integer})),
-    "memory": _mapping_of(_TIER, _INTEGERS),
-    "step_ns": _integer,
-}
+def _parse_of(annotation: Any) -> Parse:
+    """Returns what reads a value of a field's type."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation]
+    if origin is UnionType and NoneType in args:
+        inner = _parse_of(next(arg for arg in args if arg is not NoneType))
+        return lambda value, where: None if value is None else inner(value, where)
+    if annotation == tuple[int, int]:
+        return _pair
+    if origin is tuple:
+        return _tuple_of(_parse_of(args[0]))
+    if origin is dict:
+        return _mapping_of(_parse_of(args[0]), _parse_of(args[1]))
+    return _one_of(annotation) if issubclass(annotation, Enum) else _object(annotation)
+
+
+_SIMPLE: dict[Any, Parse] = {int: _integer, str: _text, bool: _flag}

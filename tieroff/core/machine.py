@@ -60,6 +60,10 @@ class Machine:
         nvme_shares_host_link: traffic to the NVMe also fills the host link.
         cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.
         checksum_bytes_per_s: bytes that one core makes a checksum of per second, 0 if unknown.
+        fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
+            and fp16), in operations per second; 0 if unknown. Op times of a model that never ran come from these.
+        device_memory_bytes_per_s: what the device's own memory reads and writes per second, 0 if unknown.
+        nvme_endurance_bytes: bytes that may be written to all drives together over their life, 0 if unknown.
         kernel: the system that it was measured under.
         dirs: tables per directory, by absolute path. `engine` is the fastest there; see `FOLDER_TEXTS` for what else is
             checked. Other keys are kept as they are.
@@ -82,6 +86,10 @@ class Machine:
     nvme_shares_host_link: bool = False
     cpu_update_bytes_per_s: int = 0
     checksum_bytes_per_s: int = 0
+    fp32_flops_per_s: float = 0.0
+    bf16_flops_per_s: float = 0.0
+    device_memory_bytes_per_s: int = 0
+    nvme_endurance_bytes: int = 0
     kernel: str = ""
     dirs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -208,13 +216,30 @@ def machine_from_mapping(values: dict[str, Any], where: str = "machine") -> Mach
         else:
             known[key] = _convert(key, value, where)
     machine = Machine(**known, dirs=dirs)
-    for tier in (Tier.HOST, Tier.NVME):
-        for source, target in ((Tier.DEVICE, tier), (tier, Tier.DEVICE)):
-            name = f"{LINK_NAMES[source, target]}_bytes_per_s"
-            is_zero = known.get(name) == 0
-            if is_zero or (machine.capacity_bytes(tier) and not getattr(machine, name)):
-                raise ConfigError(f"{where}: {name} is zero or missing: expected bytes per second above 0")
+    for name in (f"{link}_bytes_per_s" for link in dict.fromkeys(LINK_NAMES.values())):
+        if known.get(name) == 0:
+            raise ConfigError(f"{where}: {name} is zero or missing: expected bytes per second above 0")
+    validate(machine, where)
     return machine
+
+
+def validate(machine: Machine, where: str = "machine") -> None:
+    """Returns when a machine can be planned for.
+
+    Raises:
+        ConfigError: a value below 0 or not finite, a `duplex_share` out of range, or a lower tier that has bytes or one
+            link, and no bandwidth on one of its links.
+    """
+    for name, value in ((f.name, getattr(machine, f.name)) for f in fields(machine)):
+        if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
+            raise ConfigError(f"{where}: expected {name} as a number >= 0, got {value!r}")
+    if not 0 < machine.duplex_share <= 1:
+        raise ConfigError(f"{where}: expected duplex_share above 0 and at most 1, got {machine.duplex_share!r}")
+    for tier in (Tier.HOST, Tier.NVME):
+        names = [f"{LINK_NAMES[ends]}_bytes_per_s" for ends in ((Tier.DEVICE, tier), (tier, Tier.DEVICE))]
+        zero = [name for name in names if not getattr(machine, name)]
+        if zero and (len(zero) == 1 or machine.capacity_bytes(tier)):
+            raise ConfigError(f"{where}: {zero[0]} is zero or missing: expected bytes per second above 0")
 
 
 def load_machine(path: str | Path) -> Machine:

@@ -5,39 +5,49 @@ At tick i, before op i runs, in this order:
   1. transfers to a lower tier with `ready_by == i` are awaited (one with `issue_at == i` too is issued first);
   2. residencies with `stop == i` end: their bytes are free;
   3. residencies with `start == i` begin and transfers with `issue_at == i` are issued, in order of rank;
-  4. transfers with `ready_by == i` that lead to the device are awaited.
-Then op i runs. Bytes that count in a tier at op i are those of residencies with `start <= i < stop`, plus, on the
-device, the op's transient bytes.
+  4. transfers with `ready_by == i` that lead to the device are awaited;
+  5. ops that repeat at i run, in order of op.
+Then op i runs. Updates on the host are awaited with 1 and issued with 3. Transfers between HOST and NVME are ones to a
+lower tier when they lead to the NVME, and are awaited in 1 in either direction. Bytes that count in a tier at op i are
+those of residencies with `start <= i < stop`, plus, on the device, the most transient bytes of the op and of those that
+repeat before it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from tieroff.core.tensor import Tier
+
+WHOLE = 0
+"""`stop_byte` of an item that reaches to the end of its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """A tensor's bytes are held in a tier over the half-open op interval [start, stop).
+    """Bytes of a tensor are held in a tier over the half-open op interval [start, stop).
 
-    `0 <= start < n` and `start < stop <= start + n` for a ring of n ops; `stop > n` wraps into the next step. A
-    persistent tensor that never leaves a tier has `(0, n)` there.
+    `0 <= start < n` and `start < stop <= start + n` for a ring of n ops; `stop > n` wraps into the next step. Bytes of
+    a persistent tensor that never leave a tier have `(0, n)` there. The bytes are [first_byte, stop_byte) of the
+    tensor; `stop_byte` WHOLE means up to its end.
     """
 
     tensor: int
     tier: Tier
     start: int
     stop: int
+    first_byte: int = 0
+    stop_byte: int = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One move of a whole tensor along one link.
+    """One move of bytes [first_byte, stop_byte) of a tensor along one link, between any two tiers.
 
     It is issued at tick `issue_at` and complete before op `ready_by` runs, `issue_at <= ready_by <= issue_at + n`.
-    The source must be resident from `issue_at` to `ready_by`, the target from `issue_at` on. Transfers of one link are
-    served in order of `rank`.
+    The source must be resident from `issue_at` to `ready_by`, the target from `issue_at` on. Transfers of one link
+    (see `LINK_NAMES`) are served in order of `rank`.
     """
 
     tensor: int
@@ -46,6 +56,64 @@ class Transfer:
     issue_at: int
     ready_by: int
     rank: int
+    first_byte: int = 0
+    stop_byte: int = WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Recompute: op `op` runs once more at tick `at` (`op < at`), after the tick's transfers and before op `at`.
+
+    What it reads must be on the device and of the version that its first run read; residencies of what it writes
+    may begin at `at`. It writes nothing that is persistent and nothing that it also reads.
+    """
+
+    op: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostUpdate:
+    """Op `op`, an update of the optimizer, is run by the CPU in place on host memory; on the device it takes no time.
+
+    It is issued at tick `issue_at >= op` and complete before op `ready_by` runs, `issue_at <= ready_by <= issue_at + n`,
+    within `duration_ns` of the CPU's time, which serves updates one at a time in order of issue. All that the op reads
+    and writes is resident in HOST over the window and valid there at its start; what it writes is then valid in HOST
+    alone, and no op touches it meanwhile.
+    """
+
+    op: int
+    issue_at: int
+    ready_by: int
+    duration_ns: int
+
+
+class AllocationKind(StrEnum):
+    """How bytes of a residency on the device take room.
+
+    BYTES: as they are. PAGES: in whole pages. CLASSES: in the next power of two, at least a page. ADDRESSES: at planned
+    addresses; the room taken at an op is the highest end of what is held there.
+    """
+
+    BYTES = "bytes"
+    PAGES = "pages"
+    CLASSES = "classes"
+    ADDRESSES = "addresses"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The device's allocator as the plan counts it.
+
+    Attributes:
+        kind: see there.
+        page_bytes: of PAGES and CLASSES.
+        addresses: of ADDRESSES: one per residency of the plan, in its order; -1 for those of other tiers.
+    """
+
+    kind: AllocationKind = AllocationKind.BYTES
+    page_bytes: int = 1
+    addresses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +126,11 @@ class Capabilities:
         moves_host_nvme: transfers between HOST and NVME.
         gradient_follows_parameter: a gradient leaves the device if and only if its parameter does.
         recompute: modules can be recomputed.
+        repeats_ops: single ops can be (`Plan.repeats`).
+        updates_on_host: the CPU can run ops of the optimizer (`Plan.host_updates`).
+        splits: parts of a tensor move on their own.
         min_bytes: smaller tensors stay on the device.
-        granule_bytes: room below is taken in multiples of this.
+        granule_bytes: room below is taken in multiples of this, and parts of tensors are cut at its multiples.
     """
 
     tiers: tuple[Tier, ...] = (Tier.HOST, Tier.NVME)
@@ -67,8 +138,18 @@ class Capabilities:
     moves_host_nvme: bool = False
     gradient_follows_parameter: bool = False
     recompute: bool = True
+    repeats_ops: bool = False
+    updates_on_host: bool = False
+    splits: bool = False
     min_bytes: int = 0
     granule_bytes: int = 1
+
+
+IDEAL_EXECUTOR = Capabilities(wraps=True, moves_host_nvme=True, repeats_ops=True, updates_on_host=True, splits=True)
+"""All that a plan can say: what published policies are compared under, whatever runs their plans."""
+
+RUNTIME_EXECUTOR = Capabilities(gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)
+"""What this project's own runtime can do with its default config."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +159,21 @@ class Plan:
     Attributes:
         policy: name of the policy that made it.
         trace_digest: `Trace.digest` of the trace it is for.
-        op_count: number of ops of that trace.
+        op_count: number of ops of the ring that it is for: `period` times those of the trace.
         budget_bytes: limit per tier that the plan was made for.
         peak_bytes: predicted peak per tier.
-        residencies, transfers: see there; every tensor of the trace has at least one residency.
+        residencies, transfers: see there; every byte of every tensor of the ring has at least one residency.
         recompute: dotted paths of modules whose activations are recomputed in backward.
+        repeats: single ops that run again.
+        host_updates: ops of the optimizer that the CPU runs.
         bucket_order: order in which the optimizer's buckets are updated.
+        allocation: how bytes on the device are counted.
         skipped: rule -> number of tensors that it kept from moving, for people to read.
         step_ns: predicted step time, or 0 when it was not simulated.
-        period: steps that the plan covers.
+        period: steps that the plan covers; its ops and tensors are those of `Trace.repeated(period)`.
+        segment: ops [start, stop) of one micro-batch, which may run any number of times in a row; None: no such part.
+            Nothing moves or stays across its ends otherwise than across those of its neighbours: what is resident at
+            `start` is resident at `stop`, and no transfer or update is under way at either.
     """
 
     policy: str
@@ -97,12 +184,16 @@ class Plan:
     residencies: tuple[Residency, ...]
     transfers: tuple[Transfer, ...]
     recompute: tuple[str, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
+    host_updates: tuple[HostUpdate, ...] = ()
     bucket_order: tuple[int, ...] = ()
+    allocation: Allocation = Allocation()
     skipped: dict[str, int] = field(default_factory=dict)
     step_ns: int = 0
     period: int = 1
+    segment: tuple[int, int] | None = None
 
     @property
     def moves_nothing(self) -> bool:
         """True when every tensor stays on the device."""
-        return not self.transfers and not self.recompute
+        return not (self.transfers or self.recompute or self.repeats or self.host_updates)

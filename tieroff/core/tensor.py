@@ -51,3 +51,7 @@ class Tensor:
     holds: tuple[tuple[int, int], ...] = ()
     owner: int = -1
     lives_until: int = -1
+
+    def part_bytes(self, first_byte: int, stop_byte: int) -> int:
+        """Returns the bytes of a range of the tensor; `stop_byte` 0 means up to its end."""
+        return (stop_byte or self.size_bytes) - first_byte

@@ -17,8 +17,17 @@ class OpSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class RunSpan:
+    """One more run of op `op`, a repeat on the device or an update by the CPU, in ns from the start of the step."""
+
+    op: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferSpan:
-    """One transfer's time on its link, in ns from the start of the step."""
+    """One transfer's time on its link, in ns from the start of the step; its bytes begin at `first_byte` of the tensor."""
 
     tensor: int
     source: Tier
@@ -26,6 +35,7 @@ class TransferSpan:
     start_ns: int
     stop_ns: int
     size_bytes: int
+    first_byte: int = 0
 
     @property
     def link(self) -> str:
@@ -35,30 +45,42 @@ class TransferSpan:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait before op `op` (n: at the end of the step) for the transfer of a tensor."""
+    """A wait before op `op` (n: at the end of the step) for one transfer, or for the CPU's update of op `update`.
+
+    Of all that is awaited at once it names the one that ends last. One of an update has tensor -1 and both tiers HOST.
+    """
 
     op: int
     duration_ns: int
     tensor: int
     source: Tier
     target: Tier
+    first_byte: int = 0
+    update: int = -1
 
     @property
     def link(self) -> str:
-        """One of d2h, h2d, nvme_write, nvme_read."""
-        return LINK_NAMES[self.source, self.target]
+        """One of d2h, h2d, nvme_write, nvme_read; cpu for an update."""
+        return "cpu" if self.update >= 0 else LINK_NAMES[self.source, self.target]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step.
+    """One step, or the `period` steps of a plan that covers several.
 
     Attributes:
         ops: one span per op, in order.
-        transfers: in order of start.
-        stalls: in order of op; their sum is what the step took besides compute.
+        transfers: those issued in the step, in order of start; one that crosses the step's end may stop after it.
+        stalls: in order of op; their sum is what the step took besides compute and recompute.
         memory: per tier, bytes at each op.
-        step_ns: from the start of the step to its end.
+        step_ns: time of one step. Predicted: the mean over the steps after which the state repeats, rounded up.
+        repeats: ops that ran once more, in order.
+        host_updates: updates by the CPU that were issued in the step, in order.
+        recompute_ns: what recompute took of the step.
+        first_step_ns: predicted time of the first step, which waits for nothing from a step before it; 0 if unknown.
+        cycle: steps after which the state at a step's end repeats; 0: it did not within the steps that were simulated,
+            and all values are those of the last of them.
+        period: steps that the spans cover.
     """
 
     ops: tuple[OpSpan, ...]
@@ -66,6 +88,17 @@ class Timeline:
     stalls: tuple[Stall, ...]
     memory: dict[Tier, tuple[int, ...]] = field(default_factory=dict)
     step_ns: int = 0
+    repeats: tuple[RunSpan, ...] = ()
+    host_updates: tuple[RunSpan, ...] = ()
+    recompute_ns: int = 0
+    first_step_ns: int = 0
+    cycle: int = 1
+    period: int = 1
+
+    @property
+    def is_periodic(self) -> bool:
+        """True when the state at a step's end repeats, so that `step_ns` holds for any number of steps."""
+        return self.cycle > 0
 
     @property
     def compute_ns(self) -> int:

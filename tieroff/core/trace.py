@@ -74,6 +74,27 @@ class Trace:
         """The lifetime and the gaps of every tensor, by index."""
         return derive_lifetimes(self)
 
+    def repeated(self, period: int) -> Trace:
+        """Returns the trace of `period` steps in a row as one step; the result is kept, and 1 gives the trace itself.
+
+        Op i of step k is op `i + k n`. Persistent tensors are shared and keep their indices, and so do the tensors of
+        step 0; those of each further step follow in order, as new tensors with the step's number in their names.
+
+        Raises:
+            CaptureError: `period` is below 1.
+        """
+        if period < 1:
+            raise CaptureError(f"expected a period of 1 step or more, got {period}")
+        if period == 1:
+            return self
+        if period not in self._repeated:
+            self._repeated[period] = _repeat(self, period)
+        return self._repeated[period]
+
+    @cached_property
+    def _repeated(self) -> dict[int, Trace]:
+        return {}
+
     def with_durations(self, durations_ns: list[int]) -> Trace:
         """Returns the same structure with other op durations.
 
@@ -84,3 +105,94 @@ class Trace:
             raise CaptureError(f"expected {len(self.ops)} durations, one per op, got {len(durations_ns)}")
         ops = tuple(replace(op, duration_ns=value) for op, value in zip(self.ops, durations_ns, strict=True))
         return replace(self, ops=ops)
+
+
+def _repeat(trace: Trace, period: int) -> Trace:
+    op_count, tensor_count = len(trace.ops), len(trace.tensors)
+    local = [index for index, tensor in enumerate(trace.tensors) if not tensor.is_persistent]
+    mark = "@"
+    while any(mark in tensor.name for tensor in trace.tensors):
+        mark += "@"  # names stay unique whatever they were
+    ops: list[Op] = []
+    tensors: list[Tensor] = []
+    for tensor in trace.tensors:
+        steps = period if tensor.is_persistent else 1
+        holds = tuple((start + k * op_count, stop + k * op_count) for k in range(steps) for start, stop in tensor.holds)
+        tensors.append(replace(tensor, holds=holds))
+    for step in range(period):
+        shift = step * op_count
+        index_of = list(range(tensor_count))
+        if step:
+            for position, index in enumerate(local):
+                index_of[index] = tensor_count + (step - 1) * len(local) + position
+        for index in local if step else ():
+            tensor = trace.tensors[index]
+            tensors.append(
+                replace(
+                    tensor,
+                    name=f"{tensor.name}{mark}{step}",
+                    holds=tuple((start + shift, stop + shift) for start, stop in tensor.holds),
+                    owner=index_of[tensor.owner] if tensor.owner >= 0 else -1,
+                    lives_until=tensor.lives_until + shift if tensor.lives_until >= 0 else -1,
+                )
+            )
+        for op in trace.ops:
+            reads, writes = (tuple(index_of[i] for i in indices) for indices in (op.reads, op.writes))
+            ops.append(replace(op, reads=reads, writes=writes))
+    return replace(trace, ops=tuple(ops), tensors=tuple(tensors))
+
+
+def validate(trace: Trace, where: str = "trace") -> None:
+    """Returns when a trace is sound in itself; linear in its uses and holds.
+
+    Raises:
+        CaptureError: no ops, an unknown tensor, a size, a duration or `lives_until` out of range, a name used twice,
+            holds that are not sorted, disjoint and inside the step, or owners that are unknown or own each other.
+    """
+    op_count, tensor_count = len(trace.ops), len(trace.tensors)
+    if not op_count:
+        raise CaptureError(f"{where}: expected at least one op, got none")
+    for index, op in enumerate(trace.ops):
+        at = f"{where}: ops[{index}] ({op.name})"
+        if op.duration_ns < 0 or op.transient_bytes < 0:
+            raise CaptureError(
+                f"{at}: expected duration_ns and transient_bytes >= 0, got {op.duration_ns} and {op.transient_bytes}"
+            )
+        for used in (*op.reads, *op.writes):
+            if not 0 <= used < tensor_count:
+                raise CaptureError(f"{at}: expected tensors 0 to {tensor_count - 1}, got {used}")
+    names: set[str] = set()
+    for index, tensor in enumerate(trace.tensors):
+        at = f"{where}: tensors[{index}] ({tensor.name})"
+        if tensor.name in names:
+            raise CaptureError(f"{at}: expected names that are unique, this one is there twice")
+        names.add(tensor.name)
+        if tensor.size_bytes <= 0:
+            raise CaptureError(f"{at}: expected size_bytes > 0, got {tensor.size_bytes}")
+        if not -1 <= tensor.owner < tensor_count:
+            raise CaptureError(f"{at}: expected owner to be -1 or a tensor below {tensor_count}, got {tensor.owner}")
+        if not -1 <= tensor.lives_until <= op_count:
+            raise CaptureError(f"{at}: expected lives_until to be -1 or at most {op_count}, got {tensor.lives_until}")
+        end = 0
+        for start, stop in tensor.holds:
+            if not end <= start < stop <= op_count:
+                raise CaptureError(
+                    f"{at}: expected holds sorted, disjoint and within 0 to {op_count}, got ({start}, {stop}) after {end}"
+                )
+            end = stop
+    _validate_owners(trace, where)
+
+
+def _validate_owners(trace: Trace, where: str) -> None:
+    """Follows every chain of owners to its end; a tensor that was followed before is not followed again."""
+    seen_from = [-1] * len(trace.tensors)
+    for first in range(len(trace.tensors)):
+        index = first
+        while index >= 0 and seen_from[index] < 0:
+            seen_from[index] = first
+            index = trace.tensors[index].owner
+        if index >= 0 and seen_from[index] == first:
+            raise CaptureError(
+                f"{where}: tensors[{index}] ({trace.tensors[index].name}): expected owners without a cycle, "
+                "this one owns itself, by others or directly"
+            )

@@ -8,10 +8,12 @@ import numpy as np
 
 from tieroff.core.check import check
 from tieroff.core.machine import Machine
-from tieroff.core.plan import Capabilities, Plan
+from tieroff.core.machine import validate as validate_machine
+from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, Plan
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
+from tieroff.core.trace import validate as validate_trace
 from tieroff.errors import ConfigError, InfeasiblePlanError
 from tieroff.planner.policies import find_policy
 from tieroff.planner.policies.floor import floor_selection
@@ -39,10 +41,11 @@ def make_plan(
         budget: bytes per tier. 0 for a lower tier means: do not use it.
         policy: a name in `tieroff.planner.policies.POLICIES`.
         effort: "fast" or "high".
-        capabilities: what the executor can do; all defaults if None.
+        capabilities: what the executor can do; `default_capabilities` if None.
 
     Raises:
-        ConfigError: an unknown policy or effort, or a budget for a tier that the machine has no links to.
+        CaptureError: the trace is not sound in itself.
+        ConfigError: an unknown policy or effort, a machine that cannot be, or a budget for a tier that it has no links to.
         InfeasiblePlanError: an op needs more than the device's budget with everything away that can be.
     """
     return plan_with_timeline(trace, machine, budget, policy, effort, capabilities)[0]
@@ -59,22 +62,43 @@ def plan_with_timeline(
     """Returns what `make_plan` does, and the predicted timeline."""
     if effort not in _EFFORTS:
         raise ConfigError(f'expected effort "fast" or "high", got {effort!r}')
-    capabilities = capabilities or Capabilities()
+    validate_trace(trace)
+    validate_machine(machine)
+    capabilities = capabilities or default_capabilities(trace)
     make = find_policy(policy)
-    problem = make_problem(trace, machine, budget, capabilities)
+    problem = make_problem(trace, machine, budget, capabilities, effort)
     plan = make(problem)
     if plan.peak_bytes[Tier.DEVICE] > problem.device_bytes:
-        raise infeasible(problem)
+        raise infeasible(problem, policy, plan.peak_bytes[Tier.DEVICE])
     timeline = simulate(plan, trace, machine)
     plan = replace(plan, policy=policy, step_ns=timeline.step_ns)
     check(plan, trace, capabilities)
     return plan, timeline
 
 
-def infeasible(problem: Problem) -> InfeasiblePlanError:
-    """Returns the error that says which op binds, what is on the device there, and which budget would do."""
+def default_capabilities(trace: Trace) -> Capabilities:
+    """Returns what plans of a trace may ask for when nothing is said: all that a plan can say for traces from files.
+
+    A trace that this project's own runtime recorded, or made without running, is planned for that runtime.
+    """
+    return IDEAL_EXECUTOR if trace.origin == "file" else RUNTIME_EXECUTOR
+
+
+def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlanError:
+    """Returns the error that says which op binds, what is on the device there, and which budget would do.
+
+    `peak_bytes` is what the policy's plan has on the device at once: another policy may need less.
+    """
     selection = floor_selection(problem)
     index = int(np.argmax(selection.usage))
+    if int(selection.usage[index]) <= problem.device_bytes:
+        return InfeasiblePlanError(
+            f"expected a plan within {format_bytes(problem.device_bytes)} of device memory, but what the rule of policy "
+            f"{policy!r} moves leaves {format_bytes(peak_bytes)} there at once; policies that may move more meet the "
+            f"budget ('auto' does). A device budget of {peak_bytes} bytes would do for this one",
+            needed_bytes=peak_bytes,
+            available_bytes=problem.device_bytes,
+        )
     slots = [slot for slot in selection.slots if any(a <= index < b for a, b in slot.pieces(problem.op_count))]
     away = {slot.tensor for slot in slots}
     op = problem.trace.ops[index]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import Plan, Residency, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.planner.problem import Problem, Slot
@@ -98,31 +100,48 @@ def _ranked(transfers: list[Transfer]) -> tuple[Transfer, ...]:
         is_first = transfer.target is not Tier.DEVICE and transfer.issue_at == transfer.ready_by
         return transfer.issue_at, not is_first, transfer.ready_by, transfer.tensor
 
-    count: dict[tuple[Tier, Tier], int] = {}
+    count: dict[str, int] = {}
     ranked: list[Transfer] = []
     for t in sorted(transfers, key=key):
-        rank = count.get((t.source, t.target), 0)
-        count[t.source, t.target] = rank + 1
+        link = LINK_NAMES[t.source, t.target]
+        rank = count.get(link, 0)
+        count[link] = rank + 1
         ranked.append(Transfer(t.tensor, t.source, t.target, t.issue_at, t.ready_by, rank))
     return tuple(ranked)
 
 
 def peak_bytes(problem: Problem, residencies: list[Residency]) -> dict[Tier, int]:
     """Returns the peak of each tier over the ops, the device's with the ops' transient bytes."""
-    op_count = problem.op_count
+    op_count, tensors = problem.op_count, problem.trace.tensors
+    rows: dict[Tier, list[tuple[int, int, int]]] = {tier: [] for tier in Tier}
+    for r in residencies:
+        rows[r.tier].append((r.start, r.stop, (r.stop_byte or tensors[r.tensor].size_bytes) - r.first_byte))
     peaks: dict[Tier, int] = {}
-    for tier in Tier:
+    for tier, items in rows.items():
+        start, stop, size = np.array(items, np.int64).reshape(-1, 3).T
         change = np.zeros(2 * op_count + 1, np.int64)
-        for residency in residencies:
-            if residency.tier is tier:
-                change[residency.start] += problem.size_bytes(residency.tensor)
-                change[residency.stop] -= problem.size_bytes(residency.tensor)
+        np.add.at(change, start, size)
+        np.subtract.at(change, stop, size)
         line = np.cumsum(change[:-1])
         used = line[:op_count] + line[op_count:]
         if tier is Tier.DEVICE:
             used = used + np.array([op.transient_bytes for op in problem.trace.ops], np.int64)
         peaks[tier] = int(used.max(initial=0))
     return peaks
+
+
+def plan_from(problem: Problem, policy: str, residencies: list[Residency], transfers: Sequence[Transfer]) -> Plan:
+    """Returns the plan of a problem with these residencies, and transfers that are ranked."""
+    return Plan(
+        policy=policy,
+        trace_digest=problem.trace.digest,
+        op_count=problem.op_count,
+        budget_bytes=dict(problem.budget),
+        peak_bytes=peak_bytes(problem, residencies),
+        residencies=tuple(residencies),
+        transfers=tuple(transfers),
+        skipped=dict(problem.skipped),
+    )
 
 
 def build_plan(
@@ -155,13 +174,4 @@ def build_plan(
         if not problem.trace.tensors[tensor].is_persistent:
             start, stop = mine[0].issue_at, life.death
         residencies.append(Residency(tensor, tier_of[tensor], start, stop))
-    return Plan(
-        policy=policy,
-        trace_digest=problem.trace.digest,
-        op_count=problem.op_count,
-        budget_bytes=dict(problem.budget),
-        peak_bytes=peak_bytes(problem, residencies),
-        residencies=tuple(residencies),
-        transfers=_ranked(transfers),
-        skipped=dict(problem.skipped),
-    )
+    return plan_from(problem, policy, residencies, _ranked(transfers))

@@ -1,27 +1,42 @@
 """Offline addresses: packs buffers with known lifetimes into one range of memory.
 
-[Note: packing]
-Buffers are placed one by one in a fixed order, each at the lowest free offset that suffices (first fit) or in the
-tightest free range (best fit), looking only at placed buffers whose lifetimes overlap its own. Several orders are
-tried; while time is left, the best order is improved by moving the buffers that reach the top further to the front.
-The result is checked by a sweep that knows nothing of how it was found.
+The search is native (native/src/layout*.cpp). Buffers are placed one by one in several orders, each at the lowest free
+offset that suffices or in the tightest free range; orders are then improved by lifting to the front what ends too high.
+Up to 2,000 buffers, an exact search follows where that did not reach the bound or the capacity. The result is
+checked here by a sweep that knows nothing of how it was found.
 """
 
 from __future__ import annotations
 
-import time
-from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tieroff.errors import ConfigError, InfeasiblePlanError
-from tieroff.planner.problem import Bytes
+from tieroff import _native
+from tieroff.errors import ConfigError, InfeasiblePlanError, InvalidPlanError
 from tieroff.units import format_bytes
 
-_LIMIT_S = 1.0
-_ROUNDS = 400
+_NS_PER_S = 1_000_000_000
+_LARGEST = 2**60  # sums of a few of these fit in 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long to search: nodes of the exact search, and steps of placing in order beyond the first orders.
+
+    A node takes about 2 us, a step about 10 ns.
+    """
+
+    nodes: int
+    steps: int
+
+
+QUICK = Budget(nodes=150_000, steps=10_000_000)
+SMALLEST = Budget(nodes=1_000_000, steps=50_000_000)
+WITHIN = Budget(nodes=10_000_000, steps=200_000_000)
 
 Buffer = tuple[int, int, int]
 
@@ -32,8 +47,8 @@ class Layout:
 
     Attributes:
         offsets: one per buffer, in the order given, in bytes.
-        footprint_bytes: the highest end of any buffer.
-        bound_bytes: the most bytes that are live at once; no layout is smaller.
+        footprint_bytes: the highest end of any buffer, with what must stay free above it.
+        bound_bytes: no layout has a smaller footprint; at least the most bytes that are live at once.
     """
 
     offsets: tuple[int, ...]
@@ -49,37 +64,112 @@ def pack(
 ) -> Layout:
     """Returns offsets such that no two buffers that live at the same time overlap.
 
+    Without a time limit the result depends on the arguments alone.
+
     Args:
         buffers: (lower, upper, size) each, with half-open lifetimes [lower, upper).
-        capacity_bytes: the footprint must not be above it.
+        capacity_bytes: the footprint must not be above it. The first layout within it is taken; without one the
+            smallest that is found.
         alignment_bytes: every offset is a multiple of it.
-        time_limit_s: how long to look for a smaller footprint; 1 s if None. The first orders are always tried, and
-            the search ends early when the bound or the capacity is met.
+        time_limit_s: ends the search early; the first order is always tried.
 
     Raises:
-        ConfigError: a buffer whose lifetime or size is not positive, or an alignment below 1.
+        ConfigError: a buffer whose lifetime or size is not positive, numbers too large, or an alignment below 1.
         InfeasiblePlanError: no layout within the capacity was found.
     """
+    budget = SMALLEST if capacity_bytes is None else WITHIN
     items = [_checked(index, buffer) for index, buffer in enumerate(buffers)]
+    layout = _pack(items, [0] * len(items), 0, capacity_bytes, alignment_bytes, time_limit_s, budget)
+    if capacity_bytes is not None and layout.footprint_bytes > capacity_bytes:
+        raise _misses(capacity_bytes, layout)
+    return layout
+
+
+def pack_ring(
+    buffers: Iterable[Sequence[int]],
+    above_bytes: Sequence[int],
+    target_bytes: int | None = None,
+    alignment_bytes: int = 1,
+    budget: Budget = QUICK,
+) -> Layout:
+    """Returns offsets on a ring of time, where `above_bytes[t]` must stay free above all that is live at time t.
+
+    Args:
+        buffers: (lower, upper, size) each, `0 <= lower < n` and `lower < upper <= lower + n` on a ring of
+            `n = len(above_bytes)`; `upper > n` wraps round. Sizes count as whole multiples of the alignment.
+        above_bytes: per time.
+        target_bytes: a footprint that suffices: the search ends there, and at once when no layout can be so small.
+            As small as is found if None.
+        alignment_bytes: every offset is a multiple of it.
+        budget: of the search.
+
+    Raises:
+        ConfigError: as for `pack`, or a lifetime that is not on the ring.
+    """
+    ring = len(above_bytes)
+    items = [_checked(index, buffer) for index, buffer in enumerate(buffers)]
+    for index, (lower, upper, _) in enumerate(items):
+        if not (0 <= lower < ring and upper <= lower + ring):
+            raise ConfigError(
+                f"buffer {index}: expected a lifetime on a ring of {ring}, got {(lower, upper)}; lower is in "
+                f"[0, {ring}), upper at most {ring} above it"
+            )
+    items = [(lower, upper, padded(size, alignment_bytes)) for lower, upper, size in items]
+    twice = np.tile(np.asarray(above_bytes, np.int64), 2)
+    above = [int(twice[lower:upper].max()) for lower, upper, _ in items] if twice.any() else [0] * len(items)
+    return _pack(items, above, ring, target_bytes, alignment_bytes, None, budget)
+
+
+def padded(size_bytes: int, alignment_bytes: int) -> int:
+    """Returns the size rounded up to a whole multiple of the alignment.
+
+    Raises:
+        ConfigError: an alignment below 1.
+    """
     if alignment_bytes < 1:
         raise ConfigError(f"expected alignment_bytes >= 1, got {alignment_bytes}")
-    bound = _live_peak(items, alignment_bytes)
-    target = bound if capacity_bytes is None else max(bound, capacity_bytes)
-    if capacity_bytes is not None and bound > capacity_bytes:
-        raise _misses(capacity_bytes, bound, "so many bytes are live at once")
-    deadline = time.monotonic() + (_LIMIT_S if time_limit_s is None else time_limit_s)
-    offsets = _search(items, alignment_bytes, target, deadline)
-    footprint = max((offset + item[2] for offset, item in zip(offsets, items, strict=True)), default=0)
-    if capacity_bytes is not None and footprint > capacity_bytes:
-        raise _misses(capacity_bytes, footprint, f"the best layout found needs that; {bound} are live at once")
+    return -(-size_bytes // alignment_bytes) * alignment_bytes
+
+
+def _pack(
+    items: list[Buffer],
+    above: list[int],
+    ring: int,
+    target_bytes: int | None,
+    alignment_bytes: int,
+    time_limit_s: float | None,
+    budget: Budget,
+) -> Layout:
+    total = sum(padded(size, alignment_bytes) for _, _, size in items) + max(above, default=0)
+    if max(total, alignment_bytes, *(abs(value) for item in items for value in item)) >= _LARGEST:
+        raise ConfigError(f"expected times and the sum of all sizes below {_LARGEST}, got sizes of {total} in all")
+    lowers, uppers, sizes = ([item[k] for item in items] for k in range(3))
+    offsets, footprint, bound, _, _ = _native.pack(
+        lowers,
+        uppers,
+        sizes,
+        above,
+        ring=ring,
+        alignment=alignment_bytes,
+        capacity=-1 if target_bytes is None else max(0, min(target_bytes, _LARGEST)),
+        node_budget=budget.nodes,
+        fit_budget=budget.steps,
+        time_limit_ns=0 if time_limit_s is None else max(1, round(time_limit_s * _NS_PER_S)),
+    )
+    _verify(items, above, ring, offsets, footprint, alignment_bytes)
     return Layout(tuple(offsets), footprint, bound)
 
 
-def _misses(capacity_bytes: int, needed_bytes: int, why: str) -> InfeasiblePlanError:
+def _misses(capacity_bytes: int, layout: Layout) -> InfeasiblePlanError:
+    if layout.bound_bytes > capacity_bytes:
+        needed, why = layout.bound_bytes, "no layout is smaller, by what is live at once or by an exhaustive search"
+    else:
+        needed = layout.footprint_bytes
+        why = f"the best layout found needs that; {layout.bound_bytes} is the least that any can need"
     return InfeasiblePlanError(
-        f"expected a layout within {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but {needed_bytes} bytes "
-        f"are needed: {why}. Raise the capacity or the time limit",
-        needed_bytes=needed_bytes,
+        f"expected a layout within {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but {needed} bytes "
+        f"are needed: {why}. Raise the capacity",
+        needed_bytes=needed,
         available_bytes=capacity_bytes,
     )
 
@@ -91,126 +181,29 @@ def _checked(index: int, buffer: Sequence[int]) -> Buffer:
     return lower, upper, size
 
 
-def _live_peak(items: list[Buffer], alignment_bytes: int) -> int:
-    """Returns the most bytes live at once; all but the one on top take whole multiples of the alignment."""
-    events: list[tuple[int, int]] = []
-    for lower, upper, size in items:
-        events += [(lower, size), (upper, -size)]
-    peak = live = 0
-    for _, change in sorted(events):
-        live += change
-        peak = max(peak, live)
-    return peak
+def _verify(items: list[Buffer], above: list[int], ring: int, offsets: list[int], footprint: int, alignment_bytes: int) -> None:
+    """Sweeps over time with the address ranges that are taken, sorted, and compares neighbours.
 
-
-def _search(items: list[Buffer], alignment_bytes: int, target: int, deadline: float) -> list[int]:
-    best: list[int] = []
-    best_footprint = -1
-    best_order: list[int] = []
-    placer = _Placer(items, alignment_bytes)
-    for key in _keys(items):
-        order = sorted(range(len(items)), key=key)
-        for is_best_fit in (False, True):
-            offsets = placer.place(order, is_best_fit)
-            footprint = placer.footprint(offsets)
-            if best_footprint < 0 or footprint < best_footprint:
-                best, best_footprint, best_order = offsets, footprint, order
-            if best_footprint <= target:
-                return best
-    order = best_order
-    for step in range(_ROUNDS):
-        if time.monotonic() > deadline:
-            break
-        order = _promote(order, placer.tops(placer.place(order, False)), step)
-        offsets = placer.place(order, step % 2 == 1)
-        footprint = placer.footprint(offsets)
-        if footprint < best_footprint:
-            best, best_footprint, best_order = offsets, footprint, order
-        elif step % 20 == 19:
-            order = best_order
-        if best_footprint <= target:
-            break
-    return best
-
-
-def _keys(items: list[Buffer]) -> list[Callable[[int], tuple[int, ...]]]:
-    """Returns sorting keys for the first orders: by size, area, length, and contention with others."""
-    lowers = np.array([item[0] for item in items], np.int64)
-    uppers = np.array([item[1] for item in items], np.int64)
-    sizes = np.array([item[2] for item in items], np.int64)
-    points, live = _profile(items)
-    crowd = [
-        int(live[np.searchsorted(points, lower, "right") - 1 : np.searchsorted(points, upper)].max())
-        for lower, upper, _ in items
-    ]
-    lengths = uppers - lowers
-    return [
-        lambda i: (-int(sizes[i]), -int(lengths[i]), int(lowers[i])),
-        lambda i: (-int(sizes[i]) * int(lengths[i]), int(lowers[i])),
-        lambda i: (-crowd[i], -int(sizes[i]), -int(lengths[i])),
-        lambda i: (-int(lengths[i]), -int(sizes[i]), int(lowers[i])),
-        lambda i: (-crowd[i], -int(lengths[i]), -int(sizes[i])),
-        lambda i: (int(lowers[i]), -int(lengths[i]), -int(sizes[i])),
-    ]
-
-
-def _profile(items: list[Buffer]) -> tuple[Bytes, Bytes]:
-    """Returns the times at which the live bytes change, and the live bytes from each on."""
-    change: dict[int, int] = {}
-    for lower, upper, size in items:
-        change[lower] = change.get(lower, 0) + size
-        change[upper] = change.get(upper, 0) - size
-    points = np.array(sorted(change), np.int64)
-    return points, np.cumsum(np.array([change[int(p)] for p in points], np.int64))
-
-
-def _promote(order: list[int], tops: list[int], step: int) -> list[int]:
-    """Moves the buffers that reach the top to an earlier place in the order; how much earlier varies."""
-    moved = set(tops)
-    rest = [index for index in order if index not in moved]
-    first = min(order.index(index) for index in tops)
-    place = first * (step % 7) // 8
-    return rest[:place] + [index for index in order if index in moved] + rest[place:]
-
-
-class _Placer:
-    """Places buffers in a given order."""
-
-    def __init__(self, items: list[Buffer], alignment_bytes: int) -> None:
-        self._items = items
-        self._alignment = alignment_bytes
-        lowers = np.array([item[0] for item in items], np.int64)
-        uppers = np.array([item[1] for item in items], np.int64)
-        self._neighbours = [np.flatnonzero((lowers < upper) & (uppers > lower)).tolist() for lower, upper, _ in items]
-
-    def footprint(self, offsets: list[int]) -> int:
-        """Returns the highest end."""
-        return max((offset + item[2] for offset, item in zip(offsets, self._items, strict=True)), default=0)
-
-    def tops(self, offsets: list[int]) -> list[int]:
-        """Returns the buffers that reach the highest end."""
-        top = self.footprint(offsets)
-        return [i for i, item in enumerate(self._items) if offsets[i] + item[2] == top]
-
-    def place(self, order: list[int], is_best_fit: bool) -> list[int]:
-        """Returns the offsets of all buffers."""
-        offsets = [-1] * len(self._items)
-        for index in order:
-            taken: list[tuple[int, int]] = []
-            for other in self._neighbours[index]:
-                if offsets[other] >= 0:
-                    insort(taken, (offsets[other], offsets[other] + self._items[other][2]))
-            offsets[index] = self._fit(taken, self._items[index][2], is_best_fit)
-        return offsets
-
-    def _fit(self, taken: list[tuple[int, int]], size: int, is_best_fit: bool) -> int:
-        end = 0
-        best, best_room = -1, 0
-        for start, stop in taken:
-            room = start - end
-            if room >= size and (best < 0 or room < best_room):
-                if not is_best_fit:
-                    return end
-                best, best_room = end, room
-            end = max(end, -(-stop // self._alignment) * self._alignment)
-        return best if best >= 0 else end
+    Raises:
+        InvalidPlanError: two buffers overlap, an offset is not aligned, or the footprint is not the highest end.
+    """
+    events: list[tuple[int, bool, int]] = []  # ends before begins
+    for index, (lower, upper, _) in enumerate(items):
+        pieces = ((lower, ring), (0, upper - ring)) if ring and upper > ring else ((lower, upper),)
+        events += itertools.chain.from_iterable(((a, True, index), (b, False, index)) for a, b in pieces)
+    taken: list[tuple[int, int, int]] = []
+    for _, begins, index in sorted(events):
+        offset = offsets[index]
+        entry = (offset, offset + items[index][2], index)
+        place = bisect_left(taken, entry)
+        if not begins:
+            taken.pop(place)
+            continue
+        if (place and taken[place - 1][1] > offset) or (place < len(taken) and taken[place][0] < entry[1]):
+            raise InvalidPlanError(f"layout: buffer {index} overlaps another one at offset {offset}", rule="layout")
+        taken.insert(place, entry)
+    highest = max((o + item[2] + a for o, item, a in zip(offsets, items, above, strict=True)), default=0)
+    if highest != footprint or any(offset < 0 or offset % alignment_bytes for offset in offsets):
+        raise InvalidPlanError(
+            f"layout: expected aligned offsets that end at {footprint}, got ends up to {highest}", rule="layout"
+        )

@@ -75,6 +75,7 @@ class Problem:
         base: bytes on the device at each op with everything moved that can be.
         units: in order of their first slot.
         skipped: rule -> number of tensors that it keeps on the device.
+        effort: "fast" (seconds) or "high" (minutes): how long a policy may search.
     """
 
     trace: Trace
@@ -87,11 +88,17 @@ class Problem:
     base: Bytes
     units: tuple[Unit, ...]
     skipped: dict[str, int]
+    effort: str = "fast"
 
     @property
     def op_count(self) -> int:
         """Number of ops."""
         return len(self.trace.ops)
+
+    @property
+    def fits(self) -> bool:
+        """True when nothing has to move."""
+        return int(self.live.max(initial=0)) <= self.device_bytes
 
     @cached_property
     def tied(self) -> frozenset[int]:
@@ -189,7 +196,9 @@ def _units(trace: Trace, capabilities: Capabilities) -> tuple[tuple[Unit, ...], 
     return tuple(units), dict(skipped)
 
 
-def make_problem(trace: Trace, machine: Machine, budget: dict[Tier, int], capabilities: Capabilities) -> Problem:
+def make_problem(
+    trace: Trace, machine: Machine, budget: dict[Tier, int], capabilities: Capabilities, effort: str = "fast"
+) -> Problem:
     """Returns the planning problem; a tier that `budget` does not name has what the machine has.
 
     A lower tier that the executor does not have, or that the machine has no links to, gets a budget of 0.
@@ -211,7 +220,7 @@ def make_problem(trace: Trace, machine: Machine, budget: dict[Tier, int], capabi
                 base[start:stop] -= trace.tensors[slot.tensor].size_bytes
     starts = np.zeros(op_count + 1, np.int64)
     np.cumsum([op.duration_ns for op in trace.ops], out=starts[1:])
-    return Problem(trace, machine, capabilities, full, tiers, starts, live, base, units, skipped)
+    return Problem(trace, machine, capabilities, full, tiers, starts, live, base, units, skipped, effort)
 
 
 class LowerRoom:

@@ -12,8 +12,8 @@ from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.auto import plan_with_timeline
-from tieroff.planner.bounds import lower_bound_ns
+from tieroff.planner.auto import default_capabilities, plan_with_timeline
+from tieroff.planner.bounds import Scope, best_bound_ns, scope_of
 from tieroff.planner.policies import find_policy
 from tieroff.planner.problem import make_problem
 from tieroff.units import NS_PER_S
@@ -71,8 +71,13 @@ def plan_row(
     policy: str = "auto",
     effort: str = "fast",
     capabilities: Capabilities | None = None,
+    bounds_ns: dict[Scope, int] | None = None,
 ) -> Result:
     """Returns the row of one policy; one that finds no plan gets a row with status "infeasible" and times of None.
+
+    Args:
+        trace, machine, budget, policy, effort, capabilities: as `make_plan` takes them.
+        bounds_ns: bounds of the same problem that are known already, by what they hold for; a new one is added.
 
     Raises:
         ConfigError: an unknown policy or effort, or a tier without links.
@@ -82,23 +87,28 @@ def plan_row(
         plan, timeline = plan_with_timeline(trace, machine, budget, policy, effort, capabilities)
     except InfeasiblePlanError as error:
         return Result(Row(policy, "infeasible"), reason=str(error))
-    bound_ns = lower_bound_ns(make_problem(trace, machine, budget, capabilities or Capabilities()))
+    problem = make_problem(trace, machine, budget, capabilities or default_capabilities(trace), effort)
+    bounds_ns = {} if bounds_ns is None else bounds_ns
+    scope = scope_of(plan)
+    if scope not in bounds_ns:
+        bounds_ns[scope] = best_bound_ns(problem, effort, scope)
     moved = timeline.moved_bytes
+    recompute_ns = timeline.recompute_ns // timeline.period
     row = Row(
         policy=policy,
         status="ok",
         step_s=timeline.step_ns / NS_PER_S,
         ideal_s=trace.ideal_ns / NS_PER_S,
-        bound_s=bound_ns / NS_PER_S,
-        stall_s=(timeline.step_ns - trace.ideal_ns) / NS_PER_S,
+        bound_s=bounds_ns[scope] / NS_PER_S,
+        stall_s=(timeline.step_ns - trace.ideal_ns - recompute_ns) / NS_PER_S,
         peak_device_bytes=plan.peak_bytes[Tier.DEVICE],
         peak_host_bytes=plan.peak_bytes[Tier.HOST],
         peak_nvme_bytes=plan.peak_bytes[Tier.NVME],
-        d2h_bytes=moved["d2h"],
-        h2d_bytes=moved["h2d"],
-        nvme_write_bytes=moved["nvme_write"],
-        nvme_read_bytes=moved["nvme_read"],
-        recompute_s=0.0,
+        d2h_bytes=moved["d2h"] // timeline.period,
+        h2d_bytes=moved["h2d"] // timeline.period,
+        nvme_write_bytes=moved["nvme_write"] // timeline.period,
+        nvme_read_bytes=moved["nvme_read"] // timeline.period,
+        recompute_s=recompute_ns / NS_PER_S,
         plan_s=time.perf_counter() - begin,
     )
     return Result(row, plan, timeline)
@@ -120,8 +130,9 @@ def compare_rows(
     for policy in policies:
         find_policy(policy)
     results: dict[str, Result] = {}
+    bounds_ns: dict[Scope, int] = {}
     for policy in sorted(set(policies), key=lambda name: (name == "auto", name)):
-        results[policy] = plan_row(trace, machine, budget, policy, effort, capabilities)
+        results[policy] = plan_row(trace, machine, budget, policy, effort, capabilities, bounds_ns)
     if "auto" in results:
         results["auto"] = _best_as_auto(results)
     return [results[policy] for policy in policies]

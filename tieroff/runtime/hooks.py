@@ -25,7 +25,9 @@ class ForwardSlot:
         self.inner = module.forward
         self._around = around
         self.engine: Any = None
-        functools.update_wrapper(self, self.inner)
+        functools.update_wrapper(self, self.inner, updated=())
+        for name, value in getattr(self.inner, "__dict__", {}).items():
+            self.__dict__.setdefault(name, value)  # those of a slot inside this one must not take the place of its own
         self.__signature__ = inspect.signature(self.inner)
         module.__dict__["forward"] = self
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from tieroff.core.recording import buckets_of
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
 from tieroff.runtime.executor import Executor
@@ -27,8 +28,6 @@ _PER_PARAMETER = frozenset({
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adagrad", "Adadelta", "Adafactor",
     "SparseAdam",
 })  # fmt: skip
-_LARGEST_BUCKET_BYTES = 32 << 20
-_BUCKETS_AT_LEAST = 8
 _TRIAL_STEPS = 12
 
 
@@ -191,16 +190,8 @@ class BucketedStep:
         ids = tuple(map(id, params))
         if ids == self._bucketed_ids:
             return self._buckets
-        total = sum(_size(p) for p in params)
-        limit = max(min(_LARGEST_BUCKET_BYTES, total // _BUCKETS_AT_LEAST), 1) if self.is_split else total + 1
-        buckets: list[list[torch.Tensor]] = [[]]
-        filled = 0
-        for param in params:
-            if buckets[-1] and filled + _size(param) > limit:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append(param)
-            filled += _size(param)
+        ranges = buckets_of([_size(p) for p in params]) if self.is_split else [range(len(params))]
+        buckets = [params[r.start : r.stop] for r in ranges]
         self._buckets, self._bucketed_ids = buckets, ids
         self._positions = {key: position for position, key in enumerate(ids)}
         return buckets

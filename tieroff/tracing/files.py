@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tieroff.core.files import load_trace_json
 from tieroff.core.tensor import Tensor, TensorClass
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Trace, validate
 from tieroff.errors import CaptureError
 
 _NS_PER_MS = 1_000_000
@@ -65,7 +65,9 @@ def _load_folder(folder: Path) -> Trace:
         ops.append(Op(row["name"], duration_ns, reads, writes))
     if not ops:
         raise CaptureError(f"{kernels_path}: expected at least one kernel, got none")
-    return Trace(tuple(ops), tuple(tensors), name=folder.name, origin="file")
+    trace = Trace(tuple(ops), tuple(tensors), name=folder.name, origin="file")
+    validate(trace, str(folder))
+    return trace
 
 
 def _tensor(row: dict[str, str], where: str) -> Tensor:

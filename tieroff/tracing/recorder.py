@@ -22,7 +22,7 @@ from tieroff.tracing.scratch import PeakCounter
 _SCRATCH_FROM_BYTES = 1 << 20
 
 
-class _Life:
+class Life:
     """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write."""
 
     __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "keys", "reads", "ref", "size_bytes", "writes")
@@ -49,8 +49,8 @@ class StepRecorder(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device.type
-        self._lives: list[_Life] = []
-        self._alive: dict[int, _Life] = {}
+        self._lives: list[Life] = []
+        self._alive: dict[int, Life] = {}
         self._deaths: dict[Hashable, int] = {}
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
@@ -119,6 +119,7 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._is_on:
             return func(*args, **kwargs)
+        self._sweep()  # what died since the last op is not there while this one runs
         for tensor, is_written in self._inputs(func, args, kwargs):
             self._use(tensor, is_written)
         out = self._run(func, args, kwargs)
@@ -178,7 +179,7 @@ class StepRecorder(TorchDispatchMode):
             return  # a view of what is known, or written in place, which its argument tells
         (life.writes if is_written else life.reads).add(max(self._op, 0))
 
-    def _life_of(self, storage: torch.UntypedStorage) -> tuple[_Life, bool]:
+    def _life_of(self, storage: torch.UntypedStorage) -> tuple[Life, bool]:
         """Returns the life of a storage and whether it begins now."""
         key = storage._cdata
         life = self._alive.get(key)
@@ -186,12 +187,12 @@ class StepRecorder(TorchDispatchMode):
             return life, False
         if life is not None:
             self._bury(key, life)
-        life = _Life(storage, self._now, max(self._op, 0))
+        life = Life(storage, self._now, max(self._op, 0))
         self._alive[key] = life
         self._lives.append(life)
         return life, True
 
-    def _bury(self, key: int, life: _Life) -> None:
+    def _bury(self, key: int, life: Life) -> None:
         life.death, life.death_op = self._now, max(self._op, 0)
         del self._alive[key]
 
@@ -239,33 +240,40 @@ class StepRecorder(TorchDispatchMode):
         for life in self._lives:
             if life.is_below:
                 continue
-            start = min(life.birth_op, count - 1)
-            stop = count if life.death < 0 else min(life.death_op + 1, count)
+            held = self._held(life, count)
             for tensor in (index[key] for key in life.keys if key in index):
-                holds[tensor].append((start, max(stop, start + 1)))
+                holds[tensor] += held
                 for per_op, ops in ((reads, life.reads), (writes, life.writes)):
                     for op in ops:
                         if op < count:
                             per_op[op].add(tensor)
         return holds, reads, writes
 
+    def _held(self, life: Life, count: int) -> list[tuple[int, int]]:
+        """Returns the op intervals in which the program itself keeps a storage on the device."""
+        start = min(life.birth_op, count - 1)
+        stop = count if life.death < 0 else min(life.death_op + 1, count)
+        return [(start, max(stop, start + 1))]
+
     def _transient(self, index: dict[Hashable, int], count: int) -> list[int]:
         """Returns per op the peak of live bytes that belong to no subject."""
-        change: dict[int, int] = defaultdict(int)
+        born, dead = defaultdict[int, int](int), defaultdict[int, int](int)
         for life in self._lives:
             if life.is_below or any(key in index for key in life.keys):
                 continue
-            change[life.birth] += life.size_bytes
+            born[life.birth] += life.size_bytes
             if life.death >= 0:
-                change[life.death] -= life.size_bytes
+                dead[life.death] += life.size_bytes
         peaks = [0] * count
         total, op = 0, 0
         for instant in range(self._now + 1):
             while op + 1 < count and instant >= self._first_instant[op + 1]:
                 op += 1
                 peaks[op] = total
-            total += change.get(instant, 0)
+            # An op's results are there before anybody lets go of its arguments.
+            total += born.get(instant, 0)
             peaks[op] = max(peaks[op], total + self._scratch.get(instant, 0))
+            total -= dead.get(instant, 0)
         return peaks
 
 

@@ -55,9 +55,9 @@ class Engine {
 };
 
 struct ThreadOptions {
-  std::size_t read_thread_count = 4;
-  std::size_t write_thread_count = 4;
-  std::size_t chunk_bytes = std::size_t{8} << 20;
+  std::size_t read_thread_count = 2;
+  std::size_t write_thread_count = 2;
+  std::size_t chunk_bytes = std::size_t{1} << 20;
 };
 
 // Threads of its own for each direction, with a call each.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from tieroff.core.plan import Plan
-from tieroff.planner.bounds import lower_bound_ns
+from tieroff.planner.best import Best
 from tieroff.planner.build import build_plan
 from tieroff.planner.policies.floor import floor_selection, plan_floor
 from tieroff.planner.policies.select import Score, Selection, Selector
 from tieroff.planner.problem import Problem
-from tieroff.planner.simulate import simulate
 from tieroff.planner.windows import make_moves
 
 # Share of the budget to choose for (the rest is room for windows), score, and reluctance to move what is persistent;
@@ -39,40 +36,50 @@ _CHOICES = (
     (0.97, Score.SLACK, 2.0),
 )
 _LEADS = (0.02, 0.0, 0.1)  # of the step
-_ENOUGH = 4 * len(_LEADS)  # candidates to compare by bytes once the lower bound is met
-_LIMIT_S = 2.5
+_TOLERANCE = 0.005  # of the step: nobody measures durations better than that
+_WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units looked at, all candidates together
+_CANDIDATES_AT_LEAST = 3
+
+
+def candidate_count(problem: Problem) -> int:
+    """Returns how many candidates are tried: all on traces of a few thousand tensors, fewer on large ones."""
+    return max(_CANDIDATES_AT_LEAST, _WORK[problem.effort] // (problem.op_count + len(problem.units) + 1))
 
 
 def plan_greedy(problem: Problem) -> Plan:
-    """Returns the fastest plan of the portfolio, by simulation; ties go to the fewest bytes moved.
+    """Returns the fastest plan of the portfolio, by simulation; of those as good as it the one that moves least.
 
-    The floor's choice is always a candidate, so a plan within the budget is found whenever the floor's is one. The
-    portfolio is fixed; the time limit only cuts it short on large traces.
+    The floor's choice is tried when no other gives a plan, so one is found whenever the floor's is one.
     """
-    if int(problem.live.max(initial=0)) <= problem.device_bytes:
+    if problem.fits:
         return build_plan(problem, "greedy", [], {})
-    deadline = time.monotonic() + _LIMIT_S
-    bound_ns = lower_bound_ns(problem)
-    best: tuple[tuple[int, int], Plan] | None = None
-    for count, (selection, lead) in enumerate(_candidates(problem)):
-        if best is not None and best[0][0] <= bound_ns and count >= _ENOUGH:
-            break
+    best = Best(problem, _TOLERANCE)
+    for plan in itertools.islice(sweep_plans(problem, "greedy"), candidate_count(problem)):
+        best.offer(plan)
+    return best.plan if best.plan is not None else last_resort(problem, "greedy")
+
+
+def last_resort(problem: Problem, policy: str) -> Plan:
+    """Returns a plan whenever there is one: the floor's choice with windows, or the floor itself, over the budget or not."""
+    best = Best(problem)
+    for plan in _swept(problem, policy, _floor_candidate(problem)):
+        best.offer(plan)
+    return best.plan if best.plan is not None else plan_floor(problem)
+
+
+def sweep_plans(problem: Problem, policy: str) -> Iterator[Plan]:
+    """Yields a plan per greedy choice and lead, and one of the floor's choice; see tieroff/planner/windows.py."""
+    yield from _swept(problem, policy, itertools.chain(greedy_selections(problem), _floor_candidate(problem)))
+
+
+def _swept(problem: Problem, policy: str, selections: Iterable[tuple[Selection, float]]) -> Iterator[Plan]:
+    for selection, lead in selections:
         moves = make_moves(problem, selection, int(lead * int(problem.starts_ns[-1])))
-        plan = build_plan(problem, "greedy", moves, selection.tier_of)
-        timeline = simulate(plan, problem.trace, problem.machine)
-        key = timeline.step_ns, sum(timeline.moved_bytes.values())
-        if best is None or key < best[0]:
-            best = key, replace(plan, step_ns=timeline.step_ns)
-        if time.monotonic() > deadline:
-            break
-    return best[1] if best is not None else plan_floor(problem)
+        yield build_plan(problem, policy, moves, selection.tier_of)
 
 
-def _candidates(problem: Problem) -> Iterator[tuple[Selection, float]]:
-    return itertools.chain(_greedy_candidates(problem), _floor_candidate(problem))
-
-
-def _greedy_candidates(problem: Problem) -> Iterator[tuple[Selection, float]]:
+def greedy_selections(problem: Problem) -> Iterator[tuple[Selection, float]]:
+    """Yields the choices, each once, with the leads to try."""
     if not problem.units:
         return
     selector = Selector(problem)

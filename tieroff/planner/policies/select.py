@@ -70,6 +70,12 @@ def _relief(problem: Problem, unit: Unit, over: Bytes, weights: Weights) -> floa
     return total
 
 
+def _relieves(problem: Problem, unit: Unit, over: Bytes) -> bool:
+    """Returns whether any of a unit's idle ops is over the line."""
+    pieces = (piece for slot in unit.slots for piece in slot.pieces(problem.op_count))
+    return any(over[start:stop].any() for start, stop in pieces)
+
+
 def _weights(problem: Problem) -> Weights:
     """Returns the duration of each op, and a bit so that ops without one count; bytes times ns overflow integers."""
     return np.diff(problem.starts_ns).astype(np.float64) + 1.0
@@ -100,6 +106,10 @@ class Selector:
 
     def _value(self, score: Score, position: int, over: Bytes) -> float:
         unit = self._problem.units[position]
+        if score in (Score.SLACK, Score.TIME):
+            if not _relieves(self._problem, unit, over):
+                return 0.0
+            return self._idle_ns[position] / (self._transfer_ns[position] if score is Score.SLACK else 1)
         relief = _relief(self._problem, unit, over, self._weights)
         if relief <= 0.0:
             return 0.0
@@ -107,10 +117,6 @@ class Selector:
             return relief
         if score is Score.RATIO:
             return relief / self._transfer_ns[position]
-        if score is Score.SLACK:
-            return self._idle_ns[position] / self._transfer_ns[position]
-        if score is Score.TIME:
-            return self._idle_ns[position]
         peak = int(np.argmax(over))
         pieces = [(slot, piece) for slot in unit.slots for piece in slot.pieces(self._problem.op_count)]
         at_peak = sum(self._problem.size_bytes(s.tensor) for s, (a, b) in pieces if a <= peak < b)

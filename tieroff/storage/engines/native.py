@@ -8,8 +8,9 @@ import weakref
 from tieroff import _native
 from tieroff.storage.engines import Direction, OpenFile
 
-# Large enough that a direction has what a drive can take under way when others use it as well, with little processor time.
-_CHUNK_BYTES = 8 * 2**20
+# A tensor of some MiB is worked on by all calls of its direction at once. With chunks of a whole tensor, several tensors
+# share the drive and each arrives late, while plans take transfers to be first in, first out.
+_CHUNK_BYTES = 2**20
 
 
 class _NativeBase:
@@ -66,7 +67,7 @@ class NativeEngine(_NativeBase):
 
     name = "threads"
 
-    def __init__(self, *, read_threads: int = 4, write_threads: int = 4, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, *, read_threads: int = 2, write_threads: int = 2, chunk_bytes: int = _CHUNK_BYTES) -> None:
         """Starts the threads.
 
         Args:

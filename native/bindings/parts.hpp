@@ -1,0 +1,14 @@
+// The parts of the Python module, a file each.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace tieroff {
+
+void bind_storage(pybind11::module_& module);  // on Linux
+void bind_layout(pybind11::module_& module);
+void bind_simulate(pybind11::module_& module);
+void bind_search(pybind11::module_& module);
+void bind_improve(pybind11::module_& module);
+
+}  // namespace tieroff

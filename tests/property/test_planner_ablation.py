@@ -1,0 +1,35 @@
+"""Each generator of `auto` off and on: what can be planned stays the same."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import HealthCheck, given, settings
+from test_planner_properties import cases, machines
+
+from tieroff.core.check import check
+from tieroff.core.machine import Machine
+from tieroff.core.plan import IDEAL_EXECUTOR
+from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
+from tieroff.planner.policies.auto import GENERATORS, plan_auto
+from tieroff.planner.problem import make_problem
+from tieroff.planner.simulate import simulate
+
+_SUBSETS = [
+    frozenset(chosen) for count in range(len(GENERATORS) + 1) for chosen in itertools.combinations(sorted(GENERATORS), count)
+]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@given(case=cases(), machine=machines())
+def test_every_choice_of_generators_plans_the_same_problems(case: tuple[Trace, dict[Tier, int]], machine: Machine) -> None:
+    trace, budget = case
+    problem = make_problem(trace, machine, budget, IDEAL_EXECUTOR)
+    found = {}
+    for chosen in _SUBSETS:
+        plan = plan_auto(problem, chosen)
+        if plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE]:
+            check(plan, trace, IDEAL_EXECUTOR)
+            found[chosen] = simulate(plan, trace, machine).step_ns
+    assert set(found) in (set(), set(_SUBSETS))

@@ -1,0 +1,198 @@
+"""`auto`: the planner's own policy, an anytime portfolio; the fastest plan by simulation wins.
+
+Windows come from greedy choices that are swept, then repaired and filled by the native search, and from the fractional
+relaxation, which is solved meanwhile; a local search goes on from the best. Choices are swept for the problem as it is
+and for those in which ever more tensors are made again (see tieroff/planner/recompute.py); the rest is done for the most
+promising of them. It ends early when a plan is as good as a lower bound, and is deterministic: what is tried depends on
+the problem alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from tieroff.core.plan import Plan
+from tieroff.planner.assemble import Draft, draft, plan_of
+from tieroff.planner.best import Best
+from tieroff.planner.bounds import Scope, lower_bound_ns
+from tieroff.planner.build import Move, build_plan
+from tieroff.planner.improve import improve
+from tieroff.planner.pieces import KEPT, LOWER, Away, Piece, Windows, fit, make_windows
+from tieroff.planner.policies.greedy import candidate_count, greedy_selections, last_resort, plan_greedy
+from tieroff.planner.policies.relaxed import can_relax, fitted_windows, relaxed_windows
+from tieroff.planner.policies.select import Selection
+from tieroff.planner.problem import Problem
+from tieroff.planner.recompute import remade_problems
+from tieroff.planner.windows import make_moves
+
+GENERATORS = frozenset({"swept", "fitted", "relaxed", "recomputed", "improved"})
+
+_CLOSE = {"fast": 0.002, "high": 0.0002}  # of the bound: no need to search on
+_FIRST = {"fast": 2, "high": 2}  # swept choices for the problem as it is, before any other
+_CHOICES = {"fast": 4, "high": 54}  # swept choices on that one
+_REMADE = {"fast": 6, "high": 16}  # problems with repeats
+_RELAXED = {"fast": 1, "high": 3}  # problems whose relaxation is solved
+_RIVAL = 1.03  # times the best estimate: what may yet turn out better
+_IMPROVED = {"fast": 2, "high": 4}  # windows that the local search begins with
+_WORK = {"fast": 80_000_000, "high": 5_000_000_000}  # of it for each, about ns
+_FULL = 8  # greedy candidates that a step's size must allow for each thing tried
+_NEAR = 1.002  # of the best step time: drafts that are simulated
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """A problem, and how its plans become plans of the one that was asked for."""
+
+    problem: Problem
+    restore: Callable[[Plan], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    ground: _Ground
+    draft: Draft
+
+
+def plan_auto(problem: Problem, generators: frozenset[str] = GENERATORS) -> Plan:
+    """Returns the best plan found; `generators` names those of GENERATORS that take part."""
+    if problem.fits:
+        return build_plan(problem, "auto", [], {})
+    search = _Search(problem, generators)
+    search.run()
+    return search.best.plan if search.best.plan is not None else _last_resort(problem)
+
+
+def _last_resort(problem: Problem) -> Plan:
+    """Returns the floor's plan, with ops repeated where it fits only so; over the budget where none is found."""
+    plan = last_resort(problem, "auto")
+    best = Best(problem)
+    best.offer(plan)
+    for remade in remade_problems(problem, _REMADE[problem.effort]) if best.plan is None else ():
+        best.offer(remade.plan(last_resort(remade.problem, "auto")))
+    return best.plan if best.plan is not None else plan
+
+
+class _Search:
+    """The search for one problem.
+
+    Attributes:
+        best: of all plans so far.
+    """
+
+    def __init__(self, problem: Problem, generators: frozenset[str]) -> None:
+        self._problem = problem
+        self._generators = generators
+        self._found: list[_Found] = []
+        # Of what is tried: all on steps of a few thousand tensors, ever less on larger ones.
+        self._share = candidate_count(problem) // _FULL
+        repeats = problem.capabilities.repeats_ops and "recomputed" in generators
+        self._bound_ns = lower_bound_ns(problem, Scope(repeats=repeats))
+        self.best = Best(problem)
+
+    def run(self) -> None:
+        """Goes from one generator to the next until the best plan is as good as the bound."""
+        grounds = self._grounds()
+        first = next(grounds)
+        self._sweep(first, self._limit(_FIRST))
+        for ground in grounds:
+            if self._is_done():
+                return
+            self._sweep(ground, 1)
+        if self._is_done():
+            return
+        chosen = self._best_grounds() or [first]
+        with ThreadPoolExecutor(2) as pool:  # HiGHS runs beside the rest
+            solving = [pool.submit(self._relax, ground, rank) for rank, ground in enumerate(chosen)]
+            self._sweep(chosen[0], self._limit(_CHOICES), 1)
+            for ground, future in zip(chosen, solving, strict=True):
+                for windows in future.result():
+                    for fitted in fitted_windows(ground.problem, windows):
+                        self._offer(ground, fitted)
+        if "improved" in self._generators and not self._is_done():
+            self._improve()
+
+    def _limit(self, counts: dict[str, int]) -> int:
+        return max(1, min(counts[self._problem.effort], self._share))
+
+    def _is_done(self) -> bool:
+        return self.best.is_within(self._bound_ns, _CLOSE[self._problem.effort])
+
+    def _grounds(self) -> Iterator[_Ground]:
+        """Yields the problem as it is, then those in which ops are repeated."""
+        problem = self._problem
+        yield _Ground(problem, lambda plan: plan)
+        if "recomputed" in self._generators:
+            for remade in remade_problems(problem, self._limit(_REMADE)):
+                yield _Ground(remade.problem, remade.plan)
+
+    def _best_grounds(self) -> list[_Ground]:
+        """Returns the problems with the best drafts so far, best first, as long as they are near the first."""
+        order = sorted(self._found, key=lambda found: found.draft.estimate_ns)
+        near = [found.ground for found in order if found.draft.estimate_ns <= _RIVAL * order[0].draft.estimate_ns]
+        return list({id(ground): ground for ground in near}.values())[: _RELAXED[self._problem.effort]]
+
+    def _sweep(self, ground: _Ground, count: int, skip: int = 0) -> None:
+        """Tries greedy choices of one problem."""
+        problem = ground.problem
+        if problem.fits:
+            self.best.offer(ground.restore(build_plan(problem, "auto", [], {})))
+            return
+        if not can_relax(problem):
+            if "swept" in self._generators and not skip:
+                self.best.offer(ground.restore(plan_greedy(problem)))
+            return
+        choices = (choice for choice in greedy_selections(problem) if choice[1] == 0.0 or problem.effort == "high")
+        count = min(count, candidate_count(problem)) if self._generators & {"swept", "fitted"} else 0
+        for selection, lead in itertools.islice(choices, skip, count):
+            windows = swept_windows(problem, selection, int(lead * int(problem.starts_ns[-1])))
+            if "swept" in self._generators:
+                self._offer(ground, windows)
+            if "fitted" in self._generators:
+                fitted = fit(
+                    problem, windows, repair="furthest_use", passes="LRlr", lead_ns=0, device_bytes=problem.device_bytes
+                )
+                if fitted is not None:
+                    self._offer(ground, fitted)
+            if self._is_done():
+                return
+
+    def _relax(self, ground: _Ground, rank: int) -> list[Windows]:
+        if "relaxed" not in self._generators or not self._share:
+            return []
+        effort = self._problem.effort if rank == 0 else "fast"
+        return list(relaxed_windows(replace(ground.problem, effort=effort)))
+
+    def _offer(self, ground: _Ground, windows: Windows) -> None:
+        drafted = draft(ground.problem, windows)
+        if drafted is None:
+            return
+        self._found.append(_Found(ground, drafted))
+        if self.best.step_ns is None or drafted.estimate_ns <= self.best.step_ns * _NEAR:
+            self.best.offer(ground.restore(plan_of(ground.problem, "auto", drafted)))
+
+    def _improve(self) -> None:
+        effort = self._problem.effort
+        self._found.sort(key=lambda found: found.draft.estimate_ns)
+        for seed, found in enumerate(self._found[: _IMPROVED[effort]]):
+            problem = found.ground.problem
+            self._offer(found.ground, improve(problem, found.draft.windows, seed=seed, work=_WORK[effort]))
+
+
+def swept_windows(problem: Problem, selection: Selection, lead_ns: int) -> Windows:
+    """Returns the windows into which a greedy choice is swept; see tieroff/planner/windows.py."""
+    moves = {(move.slot.tensor, move.slot.start): move for move in make_moves(problem, selection, lead_ns)}
+    pieces: list[tuple[Piece, list[Away]]] = []
+    for tensor in sorted({slot.tensor for unit in problem.units for slot in unit.slots}):
+        gaps = problem.trace.lifetimes[tensor].gaps
+        aways = [_away(moves.get((tensor, gap.start)), selection) for gap in gaps]
+        pieces.append((Piece(tensor, 0, problem.size_bytes(tensor)), aways))
+    return make_windows(problem, pieces)
+
+
+def _away(move: Move | None, selection: Selection) -> Away:
+    if move is None or move.release_at >= move.load_at:
+        return KEPT
+    return move.release_at, move.load_at, LOWER.index(selection.tier_of[move.slot.tensor])

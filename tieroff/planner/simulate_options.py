@@ -1,0 +1,202 @@
+"""How published policies' assumptions enter a simulation, and what both simulators ask of a plan before they run it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tieroff.core.machine import LINK_NAMES, Machine
+from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer
+from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
+from tieroff.errors import InvalidPlanError, TraceMismatchError
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """What to assume besides the plan and the machine.
+
+    Attributes:
+        has_exclusive_link: the link between device and host carries one transfer at a time, either way, in order of
+            issue. What the NVMe moves over that link is not part of the order.
+        writes_clean: bytes that leave the device are written to the tier that keeps them even when it has a valid copy.
+        eviction_blocks: a copy out of the device is awaited where it is issued.
+        step_count_max: steps (of a plan for several: rounds of it) to simulate at most, until the state repeats.
+    """
+
+    has_exclusive_link: bool = False
+    writes_clean: bool = False
+    eviction_blocks: bool = False
+    step_count_max: int = 16
+
+
+def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions) -> tuple[Plan, Trace]:
+    """Returns the plan as the options change it, and the trace of its ring: `period` copies of the step.
+
+    Raises:
+        TraceMismatchError: the plan is for another trace.
+        ConfigError: the plan uses a link that the machine does not have.
+        InvalidPlanError: an index, a tick or a range of bytes is out of range.
+    """
+    if plan.trace_digest != trace.digest:
+        raise TraceMismatchError(
+            f"expected a plan for trace {trace.digest}, got one for {plan.trace_digest}: plan this trace again"
+        )
+    ring = trace if plan.period == 1 else trace.repeated(plan.period)
+    if plan.op_count != len(ring.ops):
+        raise InvalidPlanError(f"expected {len(ring.ops)} ops in the plan, got {plan.op_count}", rule="digest")
+    _check_ranges(plan, ring)
+    for source, target in sorted({(t.source, t.target) for t in plan.transfers}):
+        machine.link(source, target)
+    if options.writes_clean:
+        plan = with_clean_writes(plan, ring)
+    if options.eviction_blocks:
+        plan = with_blocking_evictions(plan)
+    return plan, ring
+
+
+def size_of(item: Residency | Transfer, ring: Trace) -> int:
+    """Returns the bytes of a residency or a transfer."""
+    start, stop = byte_range(item, ring)
+    return stop - start
+
+
+def byte_range(item: Residency | Transfer, ring: Trace) -> Range:
+    """Returns the half-open range of bytes of a residency or a transfer within its tensor."""
+    return item.first_byte, item.stop_byte or ring.tensors[item.tensor].size_bytes
+
+
+def share_millionths(machine: Machine) -> int:
+    """Returns the share of its bandwidth that a direction of the host link has while the other one is busy."""
+    return min(1_000_000, round(machine.duplex_share * 1_000_000))
+
+
+def rerank(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    """Returns transfers with ranks of 0, 1, ... per link in order of issue, then of the ranks that they have."""
+    counts: dict[str, int] = defaultdict(int)
+    ranked: list[Transfer] = []
+    for transfer in sorted(transfers, key=lambda t: (t.issue_at, not is_issued_first(t), t.rank)):
+        link = LINK_NAMES[transfer.source, transfer.target]
+        ranked.append(replace(transfer, rank=counts[link]))
+        counts[link] += 1
+    return tuple(ranked)
+
+
+def is_issued_first(transfer: Transfer) -> bool:
+    """True for one that does not lead to the device and is awaited where it is issued."""
+    return transfer.target is not Tier.DEVICE and transfer.issue_at == transfer.ready_by
+
+
+def with_blocking_evictions(plan: Plan) -> Plan:
+    """Returns a plan in which every copy out of the device is awaited where it is issued; residencies stay as they are."""
+    transfers = [replace(t, ready_by=t.issue_at) if t.source is Tier.DEVICE else t for t in plan.transfers]
+    return replace(plan, transfers=rerank(transfers))
+
+
+def with_clean_writes(plan: Plan, ring: Trace) -> Plan:
+    """Returns a plan that writes what leaves the device also when the copy below is still valid.
+
+    Bytes that are dropped while a lower tier keeps them, and that no transfer took from the device during that
+    residency, get a transfer to the fastest tier that keeps them. It is issued after the last op of the residency that
+    requires the tensor, and awaited where the residency ends.
+    """
+    residencies: dict[int, list[Residency]] = defaultdict(list)
+    transfers: dict[int, list[Transfer]] = defaultdict(list)
+    for residency in plan.residencies:
+        residencies[residency.tensor].append(residency)
+    for transfer in plan.transfers:
+        transfers[transfer.tensor].append(transfer)
+    last = 1 + max((t.rank for t in plan.transfers), default=0)
+    added = [
+        replace(transfer, rank=last)
+        for tensor, held in residencies.items()
+        for dropped in held
+        if dropped.tier is Tier.DEVICE
+        for transfer in _clean_writes(dropped, held, transfers[tensor], ring)
+    ]
+    return replace(plan, transfers=rerank([*plan.transfers, *added])) if added else plan
+
+
+def _clean_writes(dropped: Residency, held: list[Residency], transfers: list[Transfer], ring: Trace) -> Iterator[Transfer]:
+    op_count = len(ring.ops)
+    life = ring.lifetimes[dropped.tensor]
+    is_persistent = ring.tensors[dropped.tensor].is_persistent
+    is_dropped = dropped.stop - dropped.start < op_count if is_persistent else dropped.stop < life.death
+    if not is_dropped:
+        return
+    shifts = (0, op_count, -op_count) if is_persistent else (0,)
+    left = [byte_range(dropped, ring)]
+    for t in transfers:
+        if t.source is Tier.DEVICE and any(
+            dropped.start <= t.issue_at + shift and t.ready_by + shift <= dropped.stop for shift in shifts
+        ):
+            left = _without(left, byte_range(t, ring))
+    stops = [
+        min(stop + shift, dropped.stop) for start, stop in life.required for shift in shifts if start + shift < dropped.stop
+    ]
+    issue = max((stop for stop in stops if stop > dropped.start), default=dropped.stop)
+    for tier in (Tier.HOST, Tier.NVME):
+        for keeper in held:
+            if keeper.tier is not tier or not _covers(keeper, dropped.stop, shifts):
+                continue
+            begin = issue if _covers(keeper, issue, shifts) else dropped.stop
+            shift = op_count if begin >= op_count and dropped.stop > op_count else 0
+            kept = byte_range(keeper, ring)
+            for start, stop in left:
+                start, stop = max(start, kept[0]), min(stop, kept[1])
+                if start < stop:
+                    yield Transfer(dropped.tensor, Tier.DEVICE, tier, begin - shift, dropped.stop - shift, 0, start, stop)
+            left = _without(left, kept)
+
+
+def _covers(residency: Residency, tick: int, shifts: tuple[int, ...]) -> bool:
+    return any(residency.start <= tick + shift < residency.stop for shift in shifts)
+
+
+def _without(ranges: list[Range], taken: Range) -> list[Range]:
+    """Returns what of the ranges lies outside of another one."""
+    pieces = [piece for a, b in ranges for piece in ((a, min(b, taken[0])), (max(a, taken[1]), b))]
+    return [(a, b) for a, b in pieces if a < b]
+
+
+def _check_ranges(plan: Plan, ring: Trace) -> None:
+    op_count = plan.op_count
+    for r in plan.residencies:
+        if not (0 <= r.start < op_count and r.start < r.stop <= r.start + op_count and _has_bytes(r, ring)):
+            _refuse("0 <= start < n, start < stop <= start + n and bytes of a tensor of the trace", op_count, r)
+    items: tuple[Transfer | HostUpdate, ...] = (*plan.transfers, *plan.host_updates)
+    for item in items:
+        if not 0 <= item.issue_at <= op_count or not item.issue_at <= item.ready_by <= item.issue_at + op_count:
+            _refuse("0 <= issue_at <= n and issue_at <= ready_by <= issue_at + n", op_count, item)
+    for t in plan.transfers:
+        if t.source is t.target or not _has_bytes(t, ring):
+            _refuse("two different tiers and bytes of a tensor of the trace", op_count, t)
+    for update in plan.host_updates:
+        if not 0 <= update.op < op_count or update.duration_ns < 0:
+            _refuse("0 <= op < n and duration_ns >= 0", op_count, update)
+    for repeat in plan.repeats:
+        if not 0 <= repeat.op < repeat.at < op_count:
+            _refuse("0 <= op < at < n", op_count, repeat)
+    addresses = plan.allocation.addresses
+    if plan.allocation.kind is AllocationKind.ADDRESSES and len(addresses) != len(plan.residencies):
+        _refuse_allocation(f"one address per residency, {len(plan.residencies)}, got {len(addresses)}")
+    if plan.allocation.page_bytes < 1:
+        _refuse_allocation(f"page_bytes >= 1, got {plan.allocation.page_bytes}")
+
+
+def _has_bytes(item: Residency | Transfer, ring: Trace) -> bool:
+    if not 0 <= item.tensor < len(ring.tensors):
+        return False
+    start, stop = byte_range(item, ring)
+    return 0 <= start < stop <= ring.tensors[item.tensor].size_bytes
+
+
+def _refuse(expected: str, op_count: int, item: Residency | Transfer | HostUpdate | Repeat) -> None:
+    raise InvalidPlanError(f"range: expected {expected} with n = {op_count}, got {item}", rule="range")
+
+
+def _refuse_allocation(what: str) -> None:
+    raise InvalidPlanError(f"address: expected {what}", rule="address")

@@ -1,0 +1,404 @@
+"""A dry run: the trace of a training step of a model that is never materialised.
+
+The model is built on the meta device and stepped with fake tensors, which have shapes, types and storages but no memory.
+The step goes through the same ticks as one of a wrapped model, and the same recorder follows its storages; only durations
+are estimated. Fake tensors say that they lie on the CPU: torch then takes the kernels of the CPU, among them the attention
+that keeps no matrix of scores.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_iter, tree_map
+
+from tieroff.core.machine import Machine
+from tieroff.core.recording import Subject, buckets_of
+from tieroff.core.tensor import TensorClass
+from tieroff.core.trace import Trace
+from tieroff.errors import CaptureError, ConfigError, TieroffError
+from tieroff.tracing.fakes import FakeRecorder, Fakes
+from tieroff.tracing.roofline import Roofline
+
+MIN_BYTES = 64 << 10
+"""Smaller tensors are not listed: a run of its own with default settings does not move them."""
+
+
+@dataclass(frozen=True)
+class DryModel:
+    """What a factory returns for `tieroff plan --model`.
+
+    Attributes:
+        model: the module to train.
+        inputs: a tuple of its arguments, or a mapping of its keyword arguments.
+        loss: from what the model returns to a scalar; None: the sum of all of it, in fp32.
+        optimizer: from parameters to a `torch.optim.Optimizer`; None: `torch.optim.AdamW` with its defaults.
+    """
+
+    model: torch.nn.Module
+    inputs: tuple[Any, ...] | Mapping[str, Any]
+    loss: Callable[[Any], torch.Tensor] | None = None
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+
+
+def find_factory(text: str) -> Callable[[], Any]:
+    """Returns the function that "MODULE:FACTORY" names.
+
+    Raises:
+        ConfigError: the text has another form, or there is no such module or function.
+    """
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f'expected a model as "MODULE:FACTORY", such as "models.gpt:gpt_7b", got {text!r}')
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"expected a function {name!r} in a module {module_name!r}, but {error}") from error
+    if not callable(found):
+        raise ConfigError(f"expected {text} to be a function that returns a DryModel, got {type(found).__name__}")
+    factory: Callable[[], Any] = found
+    return factory
+
+
+def dry_trace(factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN_BYTES, name: str = "") -> Trace:
+    """Returns the trace of one step (forward, backward, update, gradients cleared) without materialising anything.
+
+    Args:
+        factory: makes a `DryModel`, or a tuple (model, inputs); it is called with the meta device as torch's default.
+        machine: whose arithmetic and memory give the op times, as a roofline; `meta["durations"]` says so.
+        min_bytes: smaller tensors are not listed; they count as transient bytes.
+        name: what the trace is called; the model's class when empty.
+
+    Raises:
+        ConfigError: the machine has no figures for a roofline.
+        CaptureError: the factory returns something else, or the step cannot run on tensors without values.
+    """
+    roofline = Roofline.of(machine)
+    try:
+        with torch.device("meta"):
+            made = _checked(factory())
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = Fakes()
+            made = replace(made, model=fakes.take_over(made.model), inputs=tree_map(fakes.of, made.inputs))
+            trace = _DryStep(made, roofline, min_bytes, fakes).run(name or type(made.model).__name__)
+    except TieroffError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"expected a training step that runs on tensors without values, but {type(error).__name__}: {error}. A step "
+            "that depends on values (a branch, a shape, a print) cannot be planned dry: trace a real step instead"
+        ) from error
+    return replace(
+        trace,
+        origin="dry",
+        meta={**trace.meta, "durations": f"estimated: roofline of machine {machine.name or 'without a name'}"},
+    )
+
+
+def _checked(made: Any) -> DryModel:
+    if isinstance(made, tuple) and len(made) == 2:
+        made = DryModel(*made)
+    if not isinstance(made, DryModel) or not isinstance(made.model, torch.nn.Module):
+        raise CaptureError(
+            "expected the factory to return a tieroff.DryModel or a tuple (module, inputs), got "
+            f"{type(made.model if isinstance(made, DryModel) else made).__name__}"
+        )
+    if not isinstance(made.inputs, (tuple, Mapping)):
+        raise CaptureError(
+            "expected the inputs as a tuple of arguments or a mapping of keyword arguments, got "
+            f"{type(made.inputs).__name__}"
+        )
+    return made
+
+
+class _Packed:
+    """A saved tensor without its memory, which is made again when backward wants it."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "key", "offset", "size", "size_bytes", "stride")
+
+    def __init__(self, tensor: torch.Tensor, key: tuple[str, int]) -> None:
+        self.dtype, self.device, self.key = tensor.dtype, tensor.device, key
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.size_bytes = tensor.untyped_storage().nbytes()
+
+    def tensor(self) -> torch.Tensor:
+        """Returns a tensor of the same geometry on new memory."""
+        whole = torch.empty(-(-self.size_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A saved tensor that stays where it is; `position` is that of the parameter whose memory it has, or -1."""
+
+    tensor: torch.Tensor
+    position: int = -1
+
+
+class _Parameters(dict[str, Any]):
+    """A module's `_parameters`: tells when one is read."""
+
+    __slots__ = ("read",)
+    read: Callable[[torch.Tensor], None]
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        if value is not None:
+            self.read(value)
+        return value
+
+
+class _DryStep:
+    """One step of a model on fake tensors, tick by tick as the executor would see it."""
+
+    def __init__(self, made: DryModel, roofline: Roofline, min_bytes: int, fakes: Fakes) -> None:
+        self._made, self._min_bytes = made, max(min_bytes, 1)
+        self._names = {id(p): name for name, p in made.model.named_parameters()}
+        self._parameters = list(made.model.parameters())
+        self._positions = {id(p): i for i, p in enumerate(self._parameters) if self._is_listed(p)}
+        self._by_storage = {
+            p.untyped_storage()._cdata: self._positions[id(p)] for p in self._parameters if id(p) in self._positions
+        }
+        self._recorder = FakeRecorder(roofline, fakes)
+        self._fixed: set[int] = set()
+        self._known: dict[int, tuple[StorageWeakRef, tuple[str, int], int]] = {}
+        self._living: dict[tuple[str, int], int] = {}
+        self._dead: deque[tuple[str, int]] = deque()
+        self._recorded: list[Subject] = []
+        self._states: dict[Hashable, Subject] = {}
+        self._is_forward = False
+
+    def run(self, name: str) -> Trace:
+        """Returns the trace of the step."""
+        made, recorder = self._made, self._recorder
+        make = made.optimizer if made.optimizer is not None else torch.optim.AdamW
+        optimizer = make(made.model.parameters())
+        self._watch()
+        recorder.start()
+        try:
+            for position in self._positions.values():
+                recorder.accesses["param", position] = []
+                recorder.bind(self._parameters[position].untyped_storage(), ("param", position))
+            loss = self._forward()
+            loss.backward()
+            self._update(optimizer)
+        finally:
+            recorder.stop()
+        subjects = [*self._homes(), *self._states.values(), *self._recorded]
+        return recorder.finish(subjects, recorder.spent_ns, name)
+
+    def _forward(self) -> torch.Tensor:
+        made = self._made
+        args, kwargs = ((), made.inputs) if isinstance(made.inputs, Mapping) else (made.inputs, {})
+        held = (*tree_iter((args, dict(kwargs))), *made.model.buffers())
+        held = (*held, *(p for p in self._parameters if id(p) not in self._positions))
+        self._fixed = {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+        self._tick("forward", "forward")
+        self._is_forward = True
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            out = made.model(*args, **kwargs)
+        self._is_forward = False
+        loss: Any = made.loss(out) if made.loss is not None else _sum(out)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(
+                f"expected the loss to be a tensor of one number that depends on a parameter, got {found}: see the factory's "
+                "model and loss"
+            )
+        return loss
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the optimizer bucket by bucket, and clears the gradients."""
+        groups = optimizer.param_groups
+        whole = [list(group["params"]) for group in groups]
+        params = [p for group in whole for p in group]
+        # Of other optimizers nobody knows whether they can be stepped in parts.
+        is_split = type(optimizer).__module__.startswith("torch.optim")
+        ranges = buckets_of([_size(p) for p in params]) if is_split else [range(len(params))]
+        self._recorder.is_updating = True
+        for number, bucket in enumerate(ranges):
+            chosen = params[bucket.start : bucket.stop]
+            self._tick(f"bucket:{number}", "optimizer")
+            for param in chosen:
+                self._ask_for_update(param)
+            wanted = {id(p) for p in chosen}
+            for group, all_params in zip(groups, whole, strict=True):
+                group["params"] = [p for p in all_params if id(p) in wanted]
+            optimizer.step()
+            for param in chosen:
+                self._adopt_state(param, optimizer.state.get(param, {}))
+        for group, all_params in zip(groups, whole, strict=True):
+            group["params"] = all_params
+        self._tick("end", "")
+        optimizer.zero_grad()
+        self._settle_gradients()
+
+    # -- ticks ---------------------------------------------------------------------------------------------------
+
+    def _tick(self, name: str, phase: str = "") -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            self._living[key] -= 1
+            if not self._living[key]:
+                self._recorder.died(key)
+        self._recorder.event(name, phase)
+
+    def _phase(self) -> str:
+        return "forward" if _graph_task() == -1 else "backward"
+
+    def _watch(self) -> None:
+        """Has every access to a listed parameter, and every gradient of one, open an op."""
+        for module in self._made.model.modules():
+            if type(module._parameters) in (dict, OrderedDict):
+                watched = _Parameters(module._parameters)
+                watched.read = self._read
+                module.__dict__["_parameters"] = watched
+            if isinstance(module, torch.nn.RNNBase):  # reads its weights from a list of its own
+                module.register_forward_pre_hook(_read_weights)
+        for param in self._parameters:
+            if id(param) in self._positions and param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._take_gradient)
+
+    def _read(self, param: torch.Tensor) -> None:
+        is_recomputing = _graph_task() != -1 and torch.is_grad_enabled()
+        if id(param) in self._positions and (self._is_forward or is_recomputing):
+            self._tick(f"param:{self._names[id(param)]}", self._phase())
+            self._recorder.access(("param", self._positions[id(param)]))
+
+    # -- saved tensors -------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return _Saved(tensor.detach())
+        storage = tensor.untyped_storage()
+        position = self._by_storage.get(storage._cdata)
+        if position is not None:
+            return _Saved(tensor.detach(), position)
+        base = tensor._base if tensor._is_view() else tensor
+        is_parameter = base is not None and base.is_leaf and base.requires_grad
+        if is_parameter or storage._cdata in self._fixed or storage.nbytes() < self._min_bytes:
+            return _Saved(tensor.detach())
+        packed = _Packed(tensor, self._key_of(tensor, storage))
+        self._living[packed.key] += 1
+        weakref.finalize(packed, self._dead.append, packed.key).atexit = False
+        return packed
+
+    def _key_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[str, int]:
+        """Returns the key of a saved storage; what is new, or was written since it was saved, opens an op."""
+        known = self._known.get(storage._cdata)
+        if known is not None and not known[0].expired() and self._living[known[1]] and known[2] == tensor._version:
+            return known[1]
+        ordinal = len(self._living)
+        key = ("activation", ordinal)
+        self._tick(f"pack:{ordinal}", self._phase())
+        self._known[storage._cdata] = (StorageWeakRef(storage), key, tensor._version)
+        self._living[key] = 0
+        self._recorder.bind(storage, key)
+        self._recorded.append(Subject(key, f"activation:{ordinal}", storage.nbytes(), TensorClass.ACTIVATION))
+        return key
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Saved):
+            if packed.position >= 0:
+                self._tick(f"saved:{self._names[id(self._parameters[packed.position])]}", "backward")
+                self._recorder.access(("param", packed.position))
+            return packed.tensor
+        self._tick(f"unpack:{packed.key[1]}", "backward")
+        tensor: torch.Tensor = packed.tensor()
+        self._recorder.bind(tensor.untyped_storage(), packed.key, is_new=True)
+        return tensor
+
+    # -- gradients and state -------------------------------------------------------------------------------------
+
+    def _take_gradient(self, param: torch.Tensor) -> None:
+        name, position = self._names[id(param)], self._positions[id(param)]
+        self._tick(f"grad:{name}", "backward")
+        grad = param.grad
+        if grad is None or not _is_whole(grad):
+            return
+        key = ("gradient", position)
+        self._recorder.bind(grad.untyped_storage(), key)
+        self._recorder.arrived(key)
+        self._recorded.append(
+            Subject(key, f"gradient of {name}", _size(grad), TensorClass.GRADIENT, owner=("param", position))
+        )
+
+    def _settle_gradients(self) -> None:
+        """Gradients that were cleared end here; the others wrap round the step."""
+        for i, subject in enumerate(self._recorded):
+            if subject.kind is TensorClass.GRADIENT:
+                assert isinstance(subject.owner, tuple)
+                if self._parameters[subject.owner[1]].grad is None:
+                    self._recorder.died(subject.key)
+                else:
+                    self._recorded[i] = replace(subject, is_persistent=True)
+
+    def _ask_for_update(self, param: torch.Tensor) -> None:
+        position = self._positions.get(id(param))
+        if position is None or param.grad is None:
+            return
+        self._recorder.access(("param", position))
+        if ("gradient", position) in self._recorder.accesses:
+            self._recorder.access(("gradient", position))
+
+    def _adopt_state(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        owner = self._names.get(id(param), "a parameter outside the model")
+        for key, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and _size(tensor) >= self._min_bytes and _is_whole(tensor):
+                name = f"{key} of {owner}"
+                self._recorder.bind(tensor.untyped_storage(), ("state", name))
+                self._recorder.access(("state", name))
+                self._states["state", name] = Subject(
+                    ("state", name), name, _size(tensor), TensorClass.OPTIMIZER, is_persistent=True
+                )
+
+    def _homes(self) -> Iterator[Subject]:
+        for position in self._positions.values():
+            param = self._parameters[position]
+            yield Subject(
+                ("param", position), self._names[id(param)], _size(param), TensorClass.PARAMETER, is_persistent=True
+            )
+
+    def _is_listed(self, param: torch.Tensor) -> bool:
+        return param.layout is torch.strided and _size(param) >= self._min_bytes and _is_whole(param)
+
+
+def _read_weights(layer: torch.nn.Module, _: Any) -> None:
+    assert isinstance(layer, torch.nn.RNNBase)
+    for name in layer._flat_weights_names:
+        getattr(layer, name)
+
+
+def _graph_task() -> int:
+    """Returns the number of the backward that runs, or -1."""
+    return int(torch._C._current_graph_task_id())
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """True when a tensor has its storage to itself."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == _size(tensor)
+
+
+def _sum(out: Any) -> torch.Tensor:
+    """Returns the sum, in fp32, of all floating-point tensors that a model returned."""
+    parts = [leaf.float().sum() for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    if not parts:
+        raise CaptureError("expected the model to return a floating-point tensor, or the factory to give a loss")
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

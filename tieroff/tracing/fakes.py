@@ -1,0 +1,122 @@
+"""Fake tensors: stand-ins for those of a model that is never materialised, and a recorder that follows them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._python_dispatch import _push_mode
+from torch.utils._pytree import tree_iter, tree_map
+
+from tieroff.tracing.recorder import Life, StepRecorder
+from tieroff.tracing.roofline import Roofline
+
+
+class Fakes:
+    """The fake tensors that stand for those of the factory, one each."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, value: Any) -> Any:
+        """Returns the stand-in of a tensor; anything else as it is."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.layout is not torch.strided:
+            return value
+        known = self._made.get(id(value))
+        if known is None:
+            fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+            if isinstance(value, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=value.requires_grad)
+            else:
+                fake.requires_grad_(value.requires_grad)
+            known = self._made[id(value)] = (value, fake)  # with the tensor itself, whose identity must not be reused
+        return known[1]
+
+    def take_over(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Returns the module with stand-ins for all its parameters and buffers."""
+        for module in model.modules():
+            for name, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is not None:
+                    setattr(module, name, self.of(value))
+        return model
+
+
+class FakeRecorder(StepRecorder):
+    """Follows fake storages, and estimates what each op takes.
+
+    Parameters, gradients and optimizer state are held by people, not by the step: they are required from each access to
+    the last op before the next one that used them, and not for as long as their storage lives.
+
+    Attributes:
+        spent_ns: per op, its estimated duration.
+        accesses: of what people hold: key -> ops at which the program asked for it.
+        is_updating: the optimizer runs, whose counts of steps may be read as numbers though nobody knows them.
+    """
+
+    def __init__(self, roofline: Roofline, fakes: Fakes) -> None:
+        super().__init__(torch.device("cpu"))
+        self._counter = None  # fake kernels take no scratch
+        self._fakes = fakes
+        self._roofline = roofline
+        self.spent_ns: list[int] = []
+        self.accesses: dict[Hashable, list[int]] = {}
+        self.is_updating = False
+        self._arrivals: dict[Hashable, int] = {}
+
+    def start(self) -> None:
+        """Pushes the mode, over the one that makes tensors fake."""
+        _push_mode(self)
+        self._is_on = True
+
+    def event(self, name: str, phase: str) -> None:
+        super().event(name, phase)
+        self.spent_ns.append(0)
+
+    @property
+    def op(self) -> int:
+        """The op that runs now."""
+        return max(self._op, 0)
+
+    def access(self, key: Hashable) -> None:
+        """The program asks for what people hold."""
+        self.accesses.setdefault(key, []).append(self.op)
+
+    def arrived(self, key: Hashable) -> None:
+        """Backward hands over what it held since it made it."""
+        self.accesses[key] = []
+        self._arrivals[key] = self.op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_is_meta(leaf) for leaf in tree_iter((args, kwargs))):  # one that the factory made: a loss's targets, say
+            args, kwargs = tree_map(self._fakes.of, (args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default or not self.is_updating:
+                raise
+            out = 1.0 if args[0].is_floating_point() else 1
+        self._now += 1
+        if self.spent_ns:
+            self.spent_ns[self.op] += self._roofline.duration_ns(func, args, kwargs, out)
+        return out
+
+    def _held(self, life: Life, count: int) -> list[tuple[int, int]]:
+        key = next((key for key in life.keys if key in self.accesses), None)
+        if key is None:
+            return super()._held(life, count)
+        accesses, uses = self.accesses[key], life.reads | life.writes
+        held = [(life.birth_op, self._arrivals[key] + 1)] if key in self._arrivals else []
+        for start, following in itertools.pairwise([*accesses, count]):
+            last = max((op for op in uses if start <= op < following), default=start)
+            held.append((start, last + 1))
+        return held
+
+
+def _is_meta(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.is_meta
