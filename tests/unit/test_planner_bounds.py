@@ -92,6 +92,15 @@ def test_bound_counts_moves_below_once() -> None:
     assert relaxed_bound_ns(problem, slot_counts=(3,)) == pytest.approx(60 + 90 + 80, abs=3)
 
 
+def test_bound_counts_what_comes_back_by_way_of_the_host_on_the_drives_link_too() -> None:
+    """90 of 100 bytes lie on the NVMe, which reads a byte in 10 ns, also when they go to the host first and on from there."""
+    ops = (Op("a", 10, writes=(0,)), Op("b", 20, writes=(1,)), Op("idle", 10), Op("c", 30, reads=(0,)))
+    trace = Trace(ops, (_activation("x", 100), _activation("y", 100)))
+    problem = _problem(trace, 100, host=10, nvme=10**6, machine=replace(_MACHINE, nvme_read_bytes_per_s=10**8))
+    step_ns = make_plan(trace, problem.machine, problem.budget, capabilities=IDEAL_EXECUTOR).step_ns
+    assert 900 <= relaxed_bound_ns(problem, slot_counts=(4,)) <= step_ns
+
+
 def test_relaxed_bound_sees_loads_that_do_not_fit_beside_each_op() -> None:
     """Two parameters take turns: each op of 10 ns has a load of 100 before it, which the cut at one op cannot see."""
     trace = Trace((Op("a", 10, (0,)), Op("b", 10, (1,))), (_parameter("v", 100), _parameter("w", 100)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -60,11 +61,12 @@ def test_row_of_an_infeasible_policy_has_no_times_and_a_reason() -> None:
     row = result.row.as_dict()
     assert ",".join(row) == (
         "policy,status,step_s,ideal_s,bound_s,stall_s,peak_device_bytes,peak_host_bytes,peak_nvme_bytes,d2h_bytes,"
-        "h2d_bytes,nvme_write_bytes,nvme_read_bytes,recompute_s,plan_s"
+        "h2d_bytes,nvme_write_bytes,nvme_read_bytes,recompute_s,plan_s,kind,options,faithful_step_s,reason"
     )
     assert (row["policy"], row["status"]) == ("floor", "infeasible")
-    assert all(value is None for key, value in row.items() if key not in ("policy", "status"))
-    assert "would do" in result.reason
+    texts = ("policy", "status", "kind", "options", "reason")
+    assert all(value is None for key, value in row.items() if key not in texts)
+    assert row["reason"] == result.reason and "would do" in result.reason
 
 
 def test_compare_gives_auto_the_best_row_and_keeps_the_order() -> None:
@@ -88,6 +90,13 @@ def ideal_share_of(name: str, effort: str) -> float:
     row = result_of(name, effort).row
     assert row.ideal_s is not None and row.step_s is not None
     return row.ideal_s / row.step_s
+
+
+def test_repeats_never_lose_to_the_problem_without_them() -> None:
+    """The relaxation of the problem as it is gives the ideal step here; the best problem with repeats takes 0.6 % more."""
+    row = result_of("VIT-b1280", "fast").row
+    assert row.step_s is not None and row.ideal_s is not None
+    assert row.step_s <= 1.001 * row.ideal_s
 
 
 @pytest.mark.parametrize("effort", _EFFORTS)
@@ -124,7 +133,7 @@ def sweep_hosts(name: str, hosts: list[int]) -> None:
     results = sweep(load_trace(_FOLDER / name), _MACHINE, [g10_cells.budget_of(host) for host in hosts])
     steps = [result.row.step_s or math.inf for result in results]
     assert [host for host, step_s in zip(hosts, steps, strict=True) if g10_cells.is_slower(step_s, times[name, host])] == []
-    assert steps == sorted(steps, reverse=True)
+    assert all(more <= less * (1 + 1e-5) for less, more in itertools.pairwise(steps))
 
 
 def test_more_host_memory_is_never_slower() -> None:

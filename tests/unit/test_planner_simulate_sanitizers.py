@@ -1,4 +1,4 @@
-"""The native simulator under the compiler's sanitizers, without Python."""
+"""The native simulator and the native search under the compiler's sanitizers, without Python."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 @pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-def test_native_simulator_is_clean_under_sanitizers(tmp_path: Path, project: Path) -> None:
-    native, program = project / "native", tmp_path / "simulate_test"
-    sources = [*sorted((native / "src").glob("simulate*.cpp")), native / "tests" / "simulate_test.cpp"]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("program", "sources"),
+    [("simulate_test", ("simulate*.cpp",)), ("improve_test", ("improve*.cpp", "dispatch.cpp", "windows.cpp"))],
+)
+def test_native_planner_is_clean_under_sanitizers(
+    tmp_path: Path, project: Path, program: str, sources: tuple[str, ...]
+) -> None:
+    native, built = project / "native", tmp_path / program
+    files = [path for pattern in sources for path in sorted((native / "src").glob(pattern))]
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer"]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    files.append(native / "tests" / f"{program}.cpp")
     subprocess.run(
-        [str(COMPILER), *flags, *sanitizers, f"-I{native / 'include'}", *map(str, sources), "-o", str(program)],
+        [str(COMPILER), *flags, *sanitizers, f"-I{native / 'include'}", *map(str, files), "-o", str(built)],
         check=True,
-        timeout=300,
+        timeout=600,
     )
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([str(built)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -73,7 +73,7 @@ def as_floor(*given: Any) -> Result:
 
 
 def as_infeasible(*given: Any) -> Result:
-    return Result(Row("auto", "infeasible"), reason="made up")
+    return Result(Row("auto", "infeasible", reason="made up"))
 
 
 @pytest.mark.parametrize("fail", [as_floor, as_infeasible])
@@ -88,6 +88,20 @@ def test_plan_of_a_smaller_budget_is_taken_over_where_it_is_better(monkeypatch: 
     assert small.row.bound_s is not None and large.row.bound_s is not None
     assert TRACE.ideal_ns / NS_PER_S <= large.row.bound_s < small.row.bound_s
     assert (large.row.policy, large.row.status) == ("auto", "ok")
+
+
+@pytest.mark.parametrize(("slower", "is_taken_over"), [(1e-6, False), (1e-4, True)])
+def test_plan_of_a_smaller_budget_is_not_taken_over_for_less_than_a_few_parts_in_a_million(
+    monkeypatch: pytest.MonkeyPatch, slower: float, is_taken_over: bool
+) -> None:
+    def a_little_slower(*given: Any) -> Result:
+        found = plan_row(TRACE, MACHINE, budget(300), *given[3:])
+        return replace(found, row=replace(found.row, step_s=step_s(found) * (1 + slower), nvme_write_bytes=7))
+
+    monkeypatch.setattr(sweeping, "plan_row", failing_above(300, a_little_slower))
+    small, large = sweep(TRACE, MACHINE, [budget(300), budget(400)])
+    assert (step_s(large) == step_s(small)) == is_taken_over
+    assert (large.row.nvme_write_bytes == 7) != is_taken_over
 
 
 @pytest.mark.parametrize("fail", [as_floor, as_infeasible])

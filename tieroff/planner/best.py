@@ -33,16 +33,21 @@ class Best:
         """Step time of the fastest plan."""
         return min((key[0] for key, _ in self._equals), default=None)
 
-    def offer(self, plan: Plan | None) -> None:
-        """Takes a plan if it fits the budget and is better than all before it."""
+    def offer(self, plan: Plan | None) -> int | None:
+        """Takes a plan if it fits the budget and is better than all before it.
+
+        Returns:
+            Its step time; None of one that does not fit.
+        """
         if plan is None or any(plan.peak_bytes[tier] > size for tier, size in self._problem.budget.items()):
-            return
+            return None
         timeline = simulate(plan, self._problem.trace, self._problem.machine)
         moved = timeline.moved_bytes
         key = timeline.step_ns, moved["nvme_write"], sum(moved.values())
         fastest = min(timeline.step_ns, self.step_ns or timeline.step_ns)
         self._equals.append((key, replace(plan, step_ns=timeline.step_ns)))
         self._equals = [offer for offer in self._equals if offer[0][0] <= fastest * (1.0 + self._tolerance)]
+        return timeline.step_ns
 
     def is_within(self, bound_ns: int, tolerance: float) -> bool:
         """True when the fastest plan takes at most this share longer than a bound."""

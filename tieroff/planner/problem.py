@@ -121,7 +121,13 @@ class Problem:
 
     def links(self, tier: Tier) -> tuple[Link, Link]:
         """Returns the links from the device to a lower tier and back."""
-        return self.machine.link(Tier.DEVICE, tier), self.machine.link(tier, Tier.DEVICE)
+        if tier not in self._links:
+            self._links[tier] = self.machine.link(Tier.DEVICE, tier), self.machine.link(tier, Tier.DEVICE)
+        return self._links[tier]
+
+    @cached_property
+    def _links(self) -> dict[Tier, tuple[Link, Link]]:
+        return {}
 
     def lower_interval(self, tensor: int) -> tuple[int, int]:
         """Returns the longest op interval for which a moved tensor can take room in its lower tier."""

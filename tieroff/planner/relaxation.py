@@ -8,11 +8,12 @@ program grows with slots and patterns, not with tensors. Its columns are bytes:
 * per group and check point: bytes that are away and will come back from HOST, or from NVME; valid copies in each;
 * per group and slot: bytes that go out to each tier, come in from each, and move between them.
 Rows: at every check point the device and the lower tiers hold what they have room for; bytes that are away have a
-copy, which came out of the device once, however often it moved on below; a copy of a tensor that the slot writes is
-made in the slot; bytes that are used in the slot come in; and every link carries no more than fits in the slot and its
-stall. A plan is a solution: uses between check points, latencies, whole tensors and the order of transfers are left
-out, so what is left is a lower bound; averaging the steps of a plan whose steps differ is one too. Bytes on their way
-in count as away until they have arrived.
+copy, which came out of the device once, however often it moved on below; what comes back from elsewhere than it lay
+moved there first, over the drive's link; a copy of a tensor that the slot writes is made in the slot; bytes that are
+used in the slot come in; and every link carries no more than fits in the slot and its stall. A plan is a solution:
+uses between check points, latencies, whole tensors and the order of transfers are left out, so what is left is a lower
+bound; averaging the steps of a plan whose steps differ is one too. Bytes on their way in count as away until they have
+arrived.
 
 Bytes that can be made again by repeating ops are, besides, away without any copy; a byte made again costs what a run of
 its cheapest op costs per byte that it writes, and links carry on meanwhile. Of plans that update on the host the
@@ -313,9 +314,9 @@ class Relaxation:
                 after = pattern.first if pattern.is_persistent else None
             is_used = not is_alive or bool(pattern.used_in >> slot & 1)
             is_written = not is_alive or bool(pattern.written_in >> slot & 1)
-            moved = self._add_moves_below(group, slot) if is_alive and after is not None else {}
+            moved = self._add_moves_below(group, slot) if is_alive and (is_used or after is not None) else {}
             if is_alive and (slot, self._tiers[0]) in group.away and (is_used or after is not None):
-                self._add_loads(group, slot, None if is_used else after)
+                self._add_loads(group, slot, None if is_used else after, moved)
             if is_alive and slot in group.gone:
                 self._add_again(group, slot, None if is_used else after)
             if after is not None:
@@ -331,11 +332,13 @@ class Relaxation:
             self._below[tier is Tier.NVME][slot].append(moved[tier])
         return moved
 
-    def _add_loads(self, group: Group, slot: int, after: int | None) -> None:
-        """What is away now and not at the slot's end came in; with moves below it may now be to come from elsewhere."""
+    def _add_loads(self, group: Group, slot: int, after: int | None, moved: dict[Tier, int]) -> None:
+        """What is away now and not at the slot's end came in; what moved below may from then on come from there."""
         program, size = self._program, self._size(group)
         stays = after is not None and (after, self._tiers[0]) in group.away
-        turned = {tier: program.add_column(size) for tier in _LOWER} if stays and self._moves_below else {}
+        turned = {tier: program.add_column(size) for tier in moved}
+        for tier, column in turned.items():
+            program.add_row(((column, 1.0), (moved[tier], -1.0)), 0.0)
         for tier in self._tiers:
             load = program.add_column(size, _MOVE_COST[tier])
             self._flows[tier, False][slot].append(load)

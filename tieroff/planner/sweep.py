@@ -20,6 +20,8 @@ from tieroff.planner.rows import Result, plan_row
 from tieroff.planner.simulate import simulate
 from tieroff.units import NS_PER_S
 
+_EQUAL = 5e-6  # share of a step: microseconds of steps that take a second
+
 
 def sweep(
     trace: Trace,
@@ -31,7 +33,9 @@ def sweep(
 ) -> list[Result]:
     """Returns one result per budget, in the order given; a larger budget is never slower than a smaller one.
 
-    A plan for a budget that is at most as large in every tier is a candidate too, and is checked under the larger one.
+    A plan for a budget that is at most as large in every tier is a candidate too, and is checked under the larger one. It
+    is taken over where it is faster by more than a few parts in a million: below that the own plan, which may move less,
+    is as good.
 
     Raises:
         ConfigError: an unknown policy or effort, or a tier without links.
@@ -41,12 +45,16 @@ def sweep(
     for index in sorted(range(len(full)), key=lambda i: sum(full[i].values())):
         own = plan_row(trace, machine, budgets[index], policy, effort, capabilities)
         smaller = [found[i] for i in found if all(full[i][tier] <= full[index][tier] for tier in Tier)]
-        best = min([own, *smaller], key=lambda r: float("inf") if r.row.step_s is None else r.row.step_s)
+        best = min([own, *smaller], key=_step_s)
         found[index] = own
-        if best is not own:
+        if _step_s(best) < _step_s(own) * (1.0 - _EQUAL):
             problem = make_problem(trace, machine, full[index], capabilities or default_capabilities(trace), effort)
             found[index] = _taken_over(best, own, problem)
     return [found[index] for index in range(len(full))]
+
+
+def _step_s(result: Result) -> float:
+    return float("inf") if result.row.step_s is None else result.row.step_s
 
 
 def _taken_over(best: Result, own: Result, problem: Problem) -> Result:

@@ -13,6 +13,7 @@ and the windows fixed so far. Nothing is committed that takes an op over the bud
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,9 @@ class _Sweep:
             self._begins[gap.slot.start].append(gap)
             if not gap.slot.is_last:
                 self._due[gap.deadline].append(gap)
-        self._leaving: list[_Gap] = []
+        self._leaving: list[_Gap] = []  # in the order in which they began
+        self._copying: list[tuple[int, int]] = []  # a heap: when a copy is done, and which of them
+        self._stays: list[list[int]] = [[] for _ in range(self._n + 1)]  # those that stay up to a tick
         self._loads = self._order_loads(lead_ns)
 
     def _make_gaps(self, selection: Selection) -> list[_Gap]:
@@ -142,22 +145,43 @@ class _Sweep:
             gap.release_at = self._extend(gap, tick)
             if gap.release_at > tick:
                 self._leaving.append(gap)
+                number = len(self._leaving) - 1
+                heapq.heappush(self._copying, (gap.copied_ns, number))
+                self._stays[gap.release_at].append(number)
             else:
                 self._now_ns = max(self._now_ns, gap.copied_ns)
 
     def _revise(self, tick: int) -> None:
-        """Releases what is copied, and waits for what must go."""
-        staying: list[_Gap] = []
-        for gap in self._leaving:
+        """Releases what is copied, and waits for what must go; in the order in which gaps began.
+
+        Looks only at gaps whose copy is done by now and at those that stay up to this tick.
+        """
+        due = self._stays[tick] + self._copied()
+        heapq.heapify(due)
+        while due:
+            number = heapq.heappop(due)
+            gap = self._leaving[number]
             if gap.copied_ns <= self._now_ns and gap.release_at > tick:
                 self.usage[tick : gap.release_at] -= gap.size_bytes
                 gap.release_at = tick
             elif gap.release_at == tick and gap.copied_ns > self._now_ns:
                 gap.release_at = self._extend(gap, tick)
-                self._now_ns = max(self._now_ns, gap.copied_ns) if gap.release_at == tick else self._now_ns
-            if gap.release_at > tick:
-                staying.append(gap)
-        self._leaving = staying
+                if gap.release_at > tick:
+                    self._stays[gap.release_at].append(number)
+                    continue
+                self._now_ns = gap.copied_ns
+                for other in self._copied():
+                    if other > number:
+                        heapq.heappush(due, other)
+                    else:  # its turn is over: it goes at the next tick
+                        heapq.heappush(self._copying, (self._leaving[other].copied_ns, other))
+
+    def _copied(self) -> list[int]:
+        """Returns the gaps whose copies are done by now, each once."""
+        found: list[int] = []
+        while self._copying and self._copying[0][0] <= self._now_ns:
+            found.append(heapq.heappop(self._copying)[1])
+        return found
 
     def _issue_loads(self, tick: int) -> None:
         """Issues loads in order of deadline while the next one is in reach and fits."""
@@ -211,12 +235,15 @@ def _settle(problem: Problem, moves: list[Move], usage: Bytes) -> list[Move]:
     result: list[Move] = []
     for tensor in sorted(by_tensor, key=lambda t: (-problem.size_bytes(t), t)):
         left = by_tensor[tensor]
-        if tensor in problem.tied:
-            is_empty = len(left) == 1 and left[0].release_at == left[0].load_at
-            result += [Move(m.slot, m.slot.start, m.slot.stop) if is_empty else m for m in left]
+        is_tied = tensor in problem.tied
+        if is_tied and len(left) == 1 and left[0].release_at == left[0].load_at:
+            result.append(Move(left[0].slot, left[0].slot.start, left[0].slot.stop))
             continue
+        crosses = any(move.slot.is_boundary for move in left)
         for move in sorted(left, key=lambda m: m.slot.is_boundary):
             is_needed = move.slot.is_boundary and not problem.capabilities.wraps and len(left) > 1
+            if is_tied:
+                is_needed = move.slot.is_boundary or not crosses
             if not is_needed and _fits(problem, move, usage):
                 left.remove(move)
         result += left

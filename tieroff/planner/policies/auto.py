@@ -19,6 +19,7 @@ from tieroff.planner.assemble import Draft, draft, plan_of
 from tieroff.planner.best import Best
 from tieroff.planner.bounds import Scope, lower_bound_ns
 from tieroff.planner.build import Move, build_plan
+from tieroff.planner.exchange import plan_exchanged
 from tieroff.planner.improve import improve
 from tieroff.planner.pieces import KEPT, LOWER, Away, Piece, Windows, fit, make_windows
 from tieroff.planner.policies.greedy import candidate_count, greedy_selections, last_resort, plan_greedy
@@ -42,7 +43,7 @@ _FULL = 8  # greedy candidates that a step's size must allow for each thing trie
 _NEAR = 1.002  # of the best step time: drafts that are simulated
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Ground:
     """A problem, and how its plans become plans of the one that was asked for."""
 
@@ -103,16 +104,18 @@ class _Search:
             self._sweep(ground, 1)
         if self._is_done():
             return
-        chosen = self._best_grounds() or [first]
+        chosen = self._best_grounds(first)
         with ThreadPoolExecutor(2) as pool:  # HiGHS runs beside the rest
-            solving = [pool.submit(self._relax, ground, rank) for rank, ground in enumerate(chosen)]
-            self._sweep(chosen[0], self._limit(_CHOICES), 1)
+            solving = [pool.submit(self._relax, ground, ground in (chosen[0], first)) for ground in chosen]
+            for ground in dict.fromkeys((chosen[0], first)):
+                if ground in chosen:
+                    self._sweep(ground, self._limit(_CHOICES), 1)
             for ground, future in zip(chosen, solving, strict=True):
                 for windows in future.result():
                     for fitted in fitted_windows(ground.problem, windows):
                         self._offer(ground, fitted)
         if "improved" in self._generators and not self._is_done():
-            self._improve()
+            self._improve(first if first in chosen else None)
 
     def _limit(self, counts: dict[str, int]) -> int:
         return max(1, min(counts[self._problem.effort], self._share))
@@ -128,11 +131,18 @@ class _Search:
             for remade in remade_problems(problem, self._limit(_REMADE)):
                 yield _Ground(remade.problem, remade.plan)
 
-    def _best_grounds(self) -> list[_Ground]:
-        """Returns the problems with the best drafts so far, best first, as long as they are near the first."""
+    def _best_grounds(self, first: _Ground) -> list[_Ground]:
+        """Returns the problems with the best drafts so far, best first, as long as they are near the first.
+
+        The problem as it is comes after them where it may yet turn out better: where its bound is below what was found.
+        """
         order = sorted(self._found, key=lambda found: found.draft.estimate_ns)
         near = [found.ground for found in order if found.draft.estimate_ns <= _RIVAL * order[0].draft.estimate_ns]
-        return list({id(ground): ground for ground in near}.values())[: _RELAXED[self._problem.effort]]
+        chosen = list({id(ground): ground for ground in near}.values())[: _RELAXED[self._problem.effort]]
+        step_ns = self.best.step_ns
+        if not chosen or (first not in chosen and (step_ns is None or lower_bound_ns(first.problem) < step_ns)):
+            chosen.append(first)
+        return chosen
 
     def _sweep(self, ground: _Ground, count: int, skip: int = 0) -> None:
         """Tries greedy choices of one problem."""
@@ -142,15 +152,19 @@ class _Search:
             return
         if not can_relax(problem):
             if "swept" in self._generators and not skip:
-                self.best.offer(ground.restore(plan_greedy(problem)))
+                plan = plan_exchanged(problem, "auto") if "improved" in self._generators else plan_greedy(problem)
+                self.best.offer(ground.restore(plan))
             return
         choices = (choice for choice in greedy_selections(problem) if choice[1] == 0.0 or problem.effort == "high")
         count = min(count, candidate_count(problem)) if self._generators & {"swept", "fitted"} else 0
+        if skip >= count:
+            return
         for selection, lead in itertools.islice(choices, skip, count):
             windows = swept_windows(problem, selection, int(lead * int(problem.starts_ns[-1])))
             if "swept" in self._generators:
                 self._offer(ground, windows)
-            if "fitted" in self._generators:
+            # To fill windows takes time with the square of a step's size, and those that are swept fit as they are.
+            if "fitted" in self._generators and (self._share or "swept" not in self._generators):
                 fitted = fit(
                     problem, windows, repair="furthest_use", passes="LRlr", lead_ns=0, device_bytes=problem.device_bytes
                 )
@@ -159,10 +173,10 @@ class _Search:
             if self._is_done():
                 return
 
-    def _relax(self, ground: _Ground, rank: int) -> list[Windows]:
+    def _relax(self, ground: _Ground, is_full: bool) -> list[Windows]:
         if "relaxed" not in self._generators or not self._share:
             return []
-        effort = self._problem.effort if rank == 0 else "fast"
+        effort = self._problem.effort if is_full else "fast"
         return list(relaxed_windows(replace(ground.problem, effort=effort)))
 
     def _offer(self, ground: _Ground, windows: Windows) -> None:
@@ -173,10 +187,14 @@ class _Search:
         if self.best.step_ns is None or drafted.estimate_ns <= self.best.step_ns * _NEAR:
             self.best.offer(ground.restore(plan_of(ground.problem, "auto", drafted)))
 
-    def _improve(self) -> None:
+    def _improve(self, also: _Ground | None) -> None:
+        """Searches on from the best drafts, and from the best of one problem if they have none of it."""
         effort = self._problem.effort
         self._found.sort(key=lambda found: found.draft.estimate_ns)
-        for seed, found in enumerate(self._found[: _IMPROVED[effort]]):
+        begins = self._found[: _IMPROVED[effort]]
+        if also is not None and all(found.ground is not also for found in begins):
+            begins += [found for found in self._found if found.ground is also][:1]
+        for seed, found in enumerate(begins):
             problem = found.ground.problem
             self._offer(found.ground, improve(problem, found.draft.windows, seed=seed, work=_WORK[effort]))
 

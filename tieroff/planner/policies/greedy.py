@@ -36,7 +36,9 @@ _CHOICES = (
     (0.97, Score.SLACK, 2.0),
 )
 _LEADS = (0.02, 0.0, 0.1)  # of the step
-_TOLERANCE = 0.005  # of the step: nobody measures durations better than that
+TOLERANCE = 0.005
+"""Share of a step within which plans are equals: nobody measures durations better than that."""
+
 _WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units looked at, all candidates together
 _CANDIDATES_AT_LEAST = 3
 
@@ -53,8 +55,8 @@ def plan_greedy(problem: Problem) -> Plan:
     """
     if problem.fits:
         return build_plan(problem, "greedy", [], {})
-    best = Best(problem, _TOLERANCE)
-    for plan in itertools.islice(sweep_plans(problem, "greedy"), candidate_count(problem)):
+    best = Best(problem, TOLERANCE)
+    for _, _, plan in itertools.islice(sweep_choices(problem, "greedy"), candidate_count(problem)):
         best.offer(plan)
     return best.plan if best.plan is not None else last_resort(problem, "greedy")
 
@@ -62,20 +64,27 @@ def plan_greedy(problem: Problem) -> Plan:
 def last_resort(problem: Problem, policy: str) -> Plan:
     """Returns a plan whenever there is one: the floor's choice with windows, or the floor itself, over the budget or not."""
     best = Best(problem)
-    for plan in _swept(problem, policy, _floor_candidate(problem)):
+    for _, _, plan in _swept(problem, policy, _floor_candidate(problem)):
         best.offer(plan)
     return best.plan if best.plan is not None else plan_floor(problem)
 
 
-def sweep_plans(problem: Problem, policy: str) -> Iterator[Plan]:
-    """Yields a plan per greedy choice and lead, and one of the floor's choice; see tieroff/planner/windows.py."""
+def sweep_choices(problem: Problem, policy: str) -> Iterator[tuple[Selection, int, Plan]]:
+    """Yields each greedy choice with each lead in ns, and the floor's, with its plan; see tieroff/planner/windows.py."""
     yield from _swept(problem, policy, itertools.chain(greedy_selections(problem), _floor_candidate(problem)))
 
 
-def _swept(problem: Problem, policy: str, selections: Iterable[tuple[Selection, float]]) -> Iterator[Plan]:
+def sweep_leads(problem: Problem, policy: str, selection: Selection) -> Iterator[tuple[Selection, int, Plan]]:
+    """Yields one choice with each lead in ns, and its plan."""
+    yield from _swept(problem, policy, ((selection, lead) for lead in _LEADS))
+
+
+def _swept(
+    problem: Problem, policy: str, selections: Iterable[tuple[Selection, float]]
+) -> Iterator[tuple[Selection, int, Plan]]:
     for selection, lead in selections:
-        moves = make_moves(problem, selection, int(lead * int(problem.starts_ns[-1])))
-        yield build_plan(problem, policy, moves, selection.tier_of)
+        lead_ns = int(lead * int(problem.starts_ns[-1]))
+        yield selection, lead_ns, build_plan(problem, policy, make_moves(problem, selection, lead_ns), selection.tier_of)
 
 
 def greedy_selections(problem: Problem) -> Iterator[tuple[Selection, float]]:

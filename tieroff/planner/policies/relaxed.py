@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from tieroff.core.plan import Plan
+from tieroff.core.tensor import Tier
 from tieroff.planner.assemble import assemble
 from tieroff.planner.best import Best
 from tieroff.planner.build import build_plan
-from tieroff.planner.pieces import Windows, fit
+from tieroff.planner.pieces import LOWER, Windows, fit
 from tieroff.planner.policies.greedy import last_resort
+from tieroff.planner.policies.select import Score, Selection, Selector
 from tieroff.planner.problem import Problem
 from tieroff.planner.relaxation import Group, Relaxation, check_points, column_count, group_tensors
 from tieroff.planner.rounding import round_solution
@@ -21,6 +25,7 @@ from tieroff.planner.rounding import round_solution
 # The program sees a little less than there is: what rounding takes more at ops between check points comes from the rest.
 _DEVICE_SHARE = 0.98
 _LOWER_SHARE = 0.99
+_WHOLE_SHARE = 0.9  # the same where only whole tensors move
 _SMALL_SHARE = 0.02  # of the bytes x slots: the groups with the least stay out of the program
 _TOLERANCE = 1e-3
 _SLOTS = {"fast": (30, 24, 20, 16, 12, 8), "high": (120, 96, 80, 60, 48, 36, 30, 24, 20, 16, 12, 8)}
@@ -95,6 +100,35 @@ def fitted_windows(problem: Problem, windows: Windows) -> Iterator[Windows]:
         fitted = fit(problem, windows, repair=repair, passes=passes, lead_ns=0, device_bytes=problem.device_bytes)
         if fitted is not None:
             yield fitted
+
+
+def relaxed_selection(problem: Problem) -> Selection | None:
+    """Returns whole units that the relaxation has away, and more where ops are over the budget; None where it has none.
+
+    For executors that do not run what the relaxation itself says: it then names who leaves, and the sweep says when.
+    """
+    grid = next(_grids(problem, "fast"), None)
+    if grid is None:
+        return None
+    device_bytes = int(_WHOLE_SHARE * problem.device_bytes)
+    relaxation = Relaxation(
+        problem, grid.points, grid.groups, device_bytes=device_bytes, lower_share=_LOWER_SHARE, moves_below=False
+    )
+    if not relaxation.solve(_TOLERANCE, _TIME_LIMIT_S["fast"]):
+        return None
+    windows = round_solution(problem, relaxation)
+    away: dict[int, list[Tier]] = {}
+    leaves: set[tuple[int, int]] = set()
+    for gap in np.flatnonzero(windows.is_away).tolist():
+        tensor = int(windows.tensor[windows.piece[gap]])
+        away.setdefault(tensor, []).append(LOWER[int(windows.tier[gap])])
+        leaves.add((tensor, int(windows.start[gap])))
+    first: dict[int, Tier] = {}
+    for position, unit in enumerate(problem.units):
+        if any((slot.tensor, slot.start) in leaves for slot in unit.slots):
+            tiers = [tier for tensor in unit.tensors for tier in away.get(tensor, ())]
+            first[position] = max(problem.tiers, key=tiers.count)
+    return Selector(problem).select(Score.TIME, problem.device_bytes, problem.tiers, first=first)
 
 
 def plan_relaxed(problem: Problem) -> Plan:

@@ -7,6 +7,7 @@ its bytes at most, and by the pressure at most. Its relief is the sum of that ov
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -104,7 +105,8 @@ class Selector:
         tensors = problem.trace.tensors
         self._is_persistent = [tensors[unit.slots[0].tensor].is_persistent for unit in problem.units]
 
-    def _value(self, score: Score, position: int, over: Bytes) -> float:
+    def value(self, score: Score, position: int, over: Bytes) -> float:
+        """Returns what a unit is worth by a score: `over` is what each op has over the line, in bytes."""
         unit = self._problem.units[position]
         if score in (Score.SLACK, Score.TIME):
             if not _relieves(self._problem, unit, over):
@@ -123,12 +125,18 @@ class Selector:
         return at_peak + relief / (1.0 + float(over.max()) * float(self._weights.sum()))
 
     def choose(
-        self, score: Score, line_bytes: int, order: tuple[Tier, ...], reluctance: float = 1.0
+        self,
+        score: Score,
+        line_bytes: int,
+        order: tuple[Tier, ...],
+        reluctance: float = 1.0,
+        first: Mapping[int, Tier] | None = None,
     ) -> tuple[list[Unit], Bytes, dict[int, Tier]] | None:
         """Returns units whose absence brings every op under the line, or None if the score finds none.
 
         With them come the usage that is left and the tier of each tensor. `reluctance` divides the value of
         persistent tensors: their transfers crowd at the step's ends and in the optimizer, where little hides them.
+        The units in `first`, by position, go before all others, each to its tier where that has room.
 
         Tensors take the first tier of `order` that has room. Values only fall as the pressure falls (for BYTES nearly
         so), so a heap with values of an earlier round gives the best unit after few evaluations.
@@ -136,35 +144,47 @@ class Selector:
         problem = self._problem
         room = LowerRoom(problem)
         usage = problem.live.copy()
-        over = np.maximum(usage - line_bytes, 0)
-        weight = [1.0 / reluctance if is_persistent else 1.0 for is_persistent in self._is_persistent]
-        heap = [(-self._value(score, p, over) * weight[p], p) for p in range(len(problem.units))]
-        heap = [entry for entry in heap if entry[0] < 0]
-        heapq.heapify(heap)
         chosen: list[Unit] = []
-        while heap and over.any():
-            _, position = heapq.heappop(heap)
-            value = self._value(score, position, over) * weight[position]
-            if value <= 0:
-                continue
-            if heap and -value > heap[0][0]:
-                heapq.heappush(heap, (-value, position))
-                continue
-            unit = problem.units[position]
-            if not room.place(unit.tensors, order):
-                continue
+
+        def leave(unit: Unit, tiers: tuple[Tier, ...]) -> bool:
+            if not room.place(unit.tensors, tiers):
+                return False
             chosen.append(unit)
             for slot in unit.slots:
                 for start, stop in slot.pieces(problem.op_count):
                     usage[start:stop] -= problem.size_bytes(slot.tensor)
                     over[start:stop] = np.maximum(usage[start:stop] - line_bytes, 0)
+            return True
+
+        over = np.maximum(usage - line_bytes, 0)
+        ahead = first or {}
+        for position, tier in ahead.items():
+            leave(problem.units[position], (tier, *(other for other in order if other is not tier)))
+        weight = [1.0 / reluctance if is_persistent else 1.0 for is_persistent in self._is_persistent]
+        heap = [(-self.value(score, p, over) * weight[p], p) for p in range(len(problem.units)) if p not in ahead]
+        heap = [entry for entry in heap if entry[0] < 0]
+        heapq.heapify(heap)
+        while heap and over.any():
+            _, position = heapq.heappop(heap)
+            value = self.value(score, position, over) * weight[position]
+            if value <= 0:
+                continue
+            if heap and -value > heap[0][0]:
+                heapq.heappush(heap, (-value, position))
+                continue
+            leave(problem.units[position], order)
         return None if over.any() else (chosen, usage, room.tier_of)
 
     def select(
-        self, score: Score, line_bytes: int, order: tuple[Tier, ...], reluctance: float = 1.0
+        self,
+        score: Score,
+        line_bytes: int,
+        order: tuple[Tier, ...],
+        reluctance: float = 1.0,
+        first: Mapping[int, Tier] | None = None,
     ) -> Selection | None:
         """Returns the slots that `choose` finds, less those that turn out not to be needed, or None."""
-        choice = self.choose(score, line_bytes, order, reluctance)
+        choice = self.choose(score, line_bytes, order, reluctance, first)
         if choice is None:
             return None
         chosen, usage, tier_of = choice
@@ -174,15 +194,19 @@ class Selector:
         """Takes back, last choice first, whole units and then inner gaps that the line does not need away."""
         kept: list[Slot] = []
         for unit in reversed(chosen):
-            if self._takes_back(unit.slots, usage, line_bytes):
+            if self.takes_back(unit.slots, usage, line_bytes):
                 continue
+            crossing = {slot.tensor for slot in unit.slots if slot.is_boundary}
             for slot in unit.slots:
-                is_optional = unit.is_split and not slot.is_boundary and slot.tensor not in self._problem.tied
-                if not (is_optional and self._takes_back((slot,), usage, line_bytes)):
+                # What is away as the step ends stays moved with all its inner gaps kept, as what follows it needs.
+                is_free = slot.tensor not in self._problem.tied or slot.tensor in crossing
+                is_optional = unit.is_split and not slot.is_boundary and is_free
+                if not (is_optional and self.takes_back((slot,), usage, line_bytes)):
                     kept.append(slot)
         return kept
 
-    def _takes_back(self, slots: tuple[Slot, ...], usage: Bytes, line_bytes: int) -> bool:
+    def takes_back(self, slots: tuple[Slot, ...], usage: Bytes, line_bytes: int) -> bool:
+        """Returns whether slots that are away may stay under the line; adds their bytes to the usage if so."""
         op_count = self._problem.op_count
         pieces = [(self._problem.size_bytes(s.tensor), piece) for s in slots for piece in s.pieces(op_count)]
         for size, (start, stop) in pieces:
