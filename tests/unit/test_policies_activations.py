@@ -13,7 +13,6 @@ w (1) persists; x, a, c, d (4), b (8) and g (1) do not. x waits over ticks 2 to 
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -280,23 +279,6 @@ def test_ssdtrain_leaves_a_published_trace_over_its_budget_whose_forward_is_shor
     plan = plan_ssdtrain(hidden)
     check(plan, hidden.trace, hidden.capabilities)
     assert hidden.trace.ideal_ns <= simulate(plan, hidden.trace, hidden.machine).step_ns < 378e9
-
-
-def _published_cells() -> list[dict[str, str]]:
-    with (_G10 / "published_times.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize("row", _published_cells(), ids=lambda row: f"{row['model']}-b{row['batch']}")
-def test_flashneuron_takes_what_was_published_and_fits_where_it_did(row: dict[str, str]) -> None:
-    problem = _published_problem(f"{row['model']}-b{row['batch']}", nvme_bytes=16_384 * GIB)
-    plan = plan_flashneuron(problem)
-    fits = plan.peak_bytes[Tier.DEVICE] <= problem.device_bytes
-    assert fits == bool(row["flashneuron_s"])
-    if fits:
-        check(plan, problem.trace, problem.capabilities)
-        step_ns = simulate(plan, problem.trace, problem.machine).step_ns
-        assert step_ns == pytest.approx(float(row["flashneuron_s"]) * 1e9, rel=0.03)
 
 
 def _published_problem(name: str, *, nvme_bytes: int) -> Problem:

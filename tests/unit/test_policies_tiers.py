@@ -285,15 +285,6 @@ def test_step_of_a_published_trace_lies_between_the_ideal_and_demand_paging(
     assert trace.ideal_ns < simulate(plan, trace, _MACHINE).step_ns < 14.9723e9
 
 
-@pytest.mark.parametrize("name", ["BERT_Base-b256", "ResNet152-b512"])
-def test_g10_is_near_its_published_time_where_its_greedy_suffices(name: str) -> None:
-    published_s = {"BERT_Base-b256": 7.3110, "ResNet152-b512": 108.5891}[name]
-    trace = load_trace(G10 / name)
-    budget = {Tier.DEVICE: 40 * GIB, Tier.HOST: 128 * GIB, Tier.NVME: 16 * TIB}
-    plan = plan_g10(make_problem(trace, _MACHINE, budget, IDEAL_EXECUTOR))
-    assert simulate(plan, trace, _MACHINE).step_ns / 1e9 == pytest.approx(published_s, rel=0.01)
-
-
 @pytest.mark.parametrize("plan_policy", [plan_zero_offload, plan_mlp_offload])
 def test_policy_of_state_alone_leaves_a_trace_without_state_over_the_budget(
     plan_policy: Callable[[Problem], Plan],

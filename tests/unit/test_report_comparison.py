@@ -40,6 +40,12 @@ def test_bars_are_step_over_ideal_with_the_bounds_as_a_line() -> None:
     assert list(line.y) == [1.5, None, 1.5]
 
 
+def test_faithful_times_are_marks_beside_the_bars_and_only_where_there_are_some() -> None:
+    *_, marks = _step_figure((*COMPARED, Compared("paged", 2.0, 4.0, 3.0, None, 9.0))).data
+    assert (marks.type, marks.mode, list(marks.x), list(marks.y)) == ("scatter", "markers", ["paged"], [4.5])
+    assert len(_step_figure(COMPARED).data) == 2
+
+
 def test_memory_is_held_from_op_to_op_beside_the_budget() -> None:
     figure = _memory_figure(3 * GIB, COMPARED)
     [memory] = figure.data

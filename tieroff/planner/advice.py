@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tieroff.core.describe import fit, unused
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
+from tieroff.core.wear import wear_of
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.auto import make_plan
 from tieroff.planner.problem import live_bytes
@@ -19,9 +21,6 @@ from tieroff.units import format_bytes, format_seconds
 TIME_LIMIT_S = 30.0
 """No plan is begun for a further question after this long."""
 
-_SECONDS_PER_DAY = 86_400
-_DAYS_PER_YEAR = 365.25
-_TERABYTE = 10**12
 # A step this near to its ideal is not worth a question, and a relief below this share is none.
 _NEAR = 1.005
 _WORTHWHILE = 0.01
@@ -63,8 +62,7 @@ def explain(trace: Trace, machine: Machine, budget: dict[Tier, int], result: Res
         ]
     step_s, ideal_s, bound_s = row.step_s or 0.0, row.ideal_s or 0.0, row.bound_s or 0.0
     lines = [
-        f"It fits: the device holds at most {format_bytes(row.peak_device_bytes or 0)} of "
-        f"{format_bytes(budget[Tier.DEVICE])}; with nothing moved it would be {format_bytes(peak_bytes)}.",
+        fit(trace, plan),
         f"{row.policy}: a step of {format_seconds(step_s)}; {format_seconds(ideal_s)} without any wait "
         f"({_share(ideal_s, step_s)} of ideal), and no plan is faster than {format_seconds(bound_s)}.",
     ]
@@ -73,11 +71,12 @@ def explain(trace: Trace, machine: Machine, budget: dict[Tier, int], result: Res
         lines.append(f"Op times are not measured ({how}): real ones are longer, and waits then shorter beside them.")
     if machine.device_bytes and budget[Tier.DEVICE] > machine.device_bytes:
         lines.append(f"The budget is above the {format_bytes(machine.device_bytes)} of device memory of this machine.")
-    if plan.moves_nothing:
-        lines.append("Everything fits: nothing moves.")
+    lines += unused(plan)
     lines += _links(row, machine, step_s)
     lines += _room(row)
-    lines += _wear(row, machine, step_s)
+    wear = wear_of(row.nvme_write_bytes or 0, step_s, machine.nvme_endurance_bytes)
+    if wear is not None:
+        lines.append(str(wear))
     if plan.recompute:
         lines.append(f"Recomputed: {', '.join(plan.recompute)}.")
     lines += [f"{count} tensors stay on the device: {rule}." for rule, count in sorted(plan.skipped.items())]
@@ -100,20 +99,6 @@ def _room(row: Row) -> Iterator[str]:
     for name, size_bytes in (("host", row.peak_host_bytes), ("NVMe", row.peak_nvme_bytes)):
         if size_bytes:
             yield f"It needs {format_bytes(size_bytes)} of {name}."
-
-
-def _wear(row: Row, machine: Machine, step_s: float) -> Iterator[str]:
-    written_bytes = row.nvme_write_bytes or 0
-    if not written_bytes or not step_s:
-        return
-    per_day_bytes = written_bytes / step_s * _SECONDS_PER_DAY
-    text = f"A day of training writes {per_day_bytes / _TERABYTE:.1f} TB to the drives"
-    if not machine.nvme_endurance_bytes:
-        yield f"{text}; how long they last is not known (the machine has no nvme_endurance_bytes)."
-        return
-    days = machine.nvme_endurance_bytes / per_day_bytes
-    life = f"{days / _DAYS_PER_YEAR:.1f} years" if days >= _DAYS_PER_YEAR else f"{days:.0f} days"
-    yield f"{text}, of the {machine.nvme_endurance_bytes / _TERABYTE:.0f} TB that they take in their life: {life} of it."
 
 
 def questions(trace: Trace, machine: Machine, budget: dict[Tier, int]) -> Iterator[Question]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from tieroff.core.machine import Machine
@@ -14,7 +14,8 @@ from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.auto import default_capabilities, plan_with_timeline
 from tieroff.planner.bounds import Scope, best_bound_ns, scope_of
-from tieroff.planner.policies import find_policy
+from tieroff.planner.policies import find_declaration, find_policy
+from tieroff.planner.policies.declaration import Decides
 from tieroff.planner.problem import make_problem
 from tieroff.units import NS_PER_S
 
@@ -31,6 +32,11 @@ class Row:
         d2h_bytes, h2d_bytes, nvme_write_bytes, nvme_read_bytes: moved per step.
         recompute_s: time of recomputed ops.
         plan_s: time that planning and bounding took.
+        kind: "static" or "on-line": when the policy decides.
+        options: under what of its own, with commas, the policy's faithful time is simulated; empty where it has none.
+        faithful_step_s: predicted step under those options, see [Note: two times] in planner/policies/declaration.py.
+            It is not to be compared with other rows where there are options.
+        reason: why there is no plan.
     """
 
     policy: str
@@ -48,6 +54,10 @@ class Row:
     nvme_read_bytes: int | None = None
     recompute_s: float | None = None
     plan_s: float | None = None
+    kind: str = Decides.STATIC.value
+    options: str = ""
+    faithful_step_s: float | None = None
+    reason: str = ""
 
     def as_dict(self) -> dict[str, str | float | int | None]:
         """Returns the row as a mapping, in the order of its columns."""
@@ -56,12 +66,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A row and what it was made from; without a plan, `reason` says why there is none."""
+    """A row and what it was made from."""
 
     row: Row
     plan: Plan | None = None
     timeline: Timeline | None = None
-    reason: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why there is no plan; empty where there is one."""
+        return self.row.reason
 
 
 def plan_row(
@@ -83,10 +97,12 @@ def plan_row(
         ConfigError: an unknown policy or effort, or a tier without links.
     """
     begin = time.perf_counter()
+    declared = find_declaration(policy)
+    kind, options = declared.decides.value, ", ".join(declared.options.words())
     try:
         plan, timeline = plan_with_timeline(trace, machine, budget, policy, effort, capabilities)
     except InfeasiblePlanError as error:
-        return Result(Row(policy, "infeasible"), reason=str(error))
+        return Result(Row(policy, "infeasible", kind=kind, options=options, reason=str(error)))
     problem = make_problem(trace, machine, budget, capabilities or default_capabilities(trace), effort)
     bounds_ns = {} if bounds_ns is None else bounds_ns
     scope = scope_of(plan)
@@ -94,6 +110,8 @@ def plan_row(
         bounds_ns[scope] = best_bound_ns(problem, effort, scope)
     moved = timeline.moved_bytes
     recompute_ns = timeline.recompute_ns // timeline.period
+    plan_s = time.perf_counter() - begin
+    faithful = timeline if declared.is_common else declared.faithful(plan, trace, machine)
     row = Row(
         policy=policy,
         status="ok",
@@ -109,7 +127,10 @@ def plan_row(
         nvme_write_bytes=moved["nvme_write"] // timeline.period,
         nvme_read_bytes=moved["nvme_read"] // timeline.period,
         recompute_s=recompute_ns / NS_PER_S,
-        plan_s=time.perf_counter() - begin,
+        plan_s=plan_s,
+        kind=kind,
+        options=options,
+        faithful_step_s=faithful.step_ns / NS_PER_S,
     )
     return Result(row, plan, timeline)
 
@@ -121,8 +142,11 @@ def compare_rows(
     policies: Sequence[str],
     effort: str = "fast",
     capabilities: Capabilities | None = None,
+    on_progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Result]:
     """Returns one result per policy, in the order asked for. `auto` runs last and takes every plan as a candidate.
+
+    `on_progress` is told what is being planned, and the share of the policies that is over.
 
     Raises:
         ConfigError: an unknown policy or effort, or a tier without links.
@@ -131,7 +155,9 @@ def compare_rows(
         find_policy(policy)
     results: dict[str, Result] = {}
     bounds_ns: dict[Scope, int] = {}
-    for policy in sorted(set(policies), key=lambda name: (name == "auto", name)):
+    ordered = sorted(set(policies), key=lambda name: (name == "auto", name))
+    for position, policy in enumerate(ordered):
+        on_progress(f"planning with {policy}", position / len(ordered))
         results[policy] = plan_row(trace, machine, budget, policy, effort, capabilities, bounds_ns)
     if "auto" in results:
         results["auto"] = _best_as_auto(results)
@@ -148,5 +174,6 @@ def _best_as_auto(results: dict[str, Result]) -> Result:
     best = min(planned, key=lambda r: r.row.step_s or 0.0)
     if best is own or best.plan is None:
         return own
-    row = replace(best.row, policy="auto", plan_s=sum(r.row.plan_s or 0.0 for r in results.values()))
+    plan_s = sum(r.row.plan_s or 0.0 for r in results.values())
+    row = replace(best.row, policy="auto", plan_s=plan_s, kind=own.row.kind, options="", faithful_step_s=best.row.step_s)
     return Result(row, replace(best.plan, policy="auto"), best.timeline)

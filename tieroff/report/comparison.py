@@ -17,13 +17,17 @@ from tieroff.units import GIB, NS_PER_S, format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Compared:
-    """One policy's result; `step_s` and `timeline` are None where it found no plan, `bound_s` where none is known."""
+    """One policy's result; `step_s` and `timeline` are None where it found no plan, `bound_s` where none is known.
+
+    `faithful_s` is the step under the policy's own options, None where it has none.
+    """
 
     policy: str
     ideal_s: float
     step_s: float | None = None
     bound_s: float | None = None
     timeline: Timeline | None = None
+    faithful_s: float | None = None
 
 
 def check_page(path: Path) -> None:
@@ -70,7 +74,10 @@ def _plotly() -> Any:
 
 
 def _step_figure(compared: Sequence[Compared]) -> Any:
-    """Bars of step over ideal and the line of bounds, which is lower where a plan does what others may not."""
+    """Bars of step over ideal and the line of bounds, which is lower where a plan does what others may not.
+
+    Marks show what a policy takes under its own options; they are not to be compared with other bars.
+    """
     figure = _plotly().Figure()
     names = [one.policy for one in compared]
     shares = [one.step_s / one.ideal_s if one.step_s is not None and one.ideal_s else None for one in compared]
@@ -86,6 +93,15 @@ def _step_figure(compared: Sequence[Compared]) -> Any:
     figure.add_scatter(
         name="lower bound", x=names, y=bounds, mode="lines+markers", line_shape="hvh", line_dash="dash", connectgaps=True
     )
+    own = [one for one in compared if one.faithful_s is not None and one.ideal_s]
+    if own:
+        figure.add_scatter(
+            name="under options of its own",
+            x=[one.policy for one in own],
+            y=[(one.faithful_s or 0.0) / one.ideal_s for one in own],
+            mode="markers",
+            marker_symbol="diamond-open",
+        )
     figure.update_layout(title="step time over the ideal, predicted", yaxis_title="step / ideal", xaxis_type="category")
     return figure
 

@@ -1,6 +1,8 @@
 """The policies by name. A policy takes a Problem and returns a Plan.
 
-To add one: a file beside this one with a function of that kind, and a line in POLICIES.
+To add one: a file beside this one with a function of that kind, and a line in POLICIES. A file whose policies decide
+while the step runs, or were published for other memory and links than the common model's, says so in a `DECLARATION`
+(tieroff/planner/policies/declaration.py); one without it is static and has no options of its own.
 """
 
 from __future__ import annotations
@@ -8,11 +10,15 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING
 
 from tieroff.core.plan import Plan
 from tieroff.errors import ConfigError
 from tieroff.planner.problem import Problem
+
+if TYPE_CHECKING:
+    from tieroff.planner.policies.declaration import Declaration
 
 Policy = Callable[[Problem], Plan]
 
@@ -55,17 +61,36 @@ POLICIES: Mapping[str, str] = MappingProxyType(
 """Name -> "module:function"; a policy's module is loaded when it is asked for."""
 
 
+OWN = frozenset({"auto", "floor", "floor_mixed", "greedy", "relaxed"})
+"""Those that no one published: this project's."""
+
+
 def find_policy(name: str) -> Policy:
     """Returns the policy of a name.
 
     Raises:
         ConfigError: there is none; the message names the nearest one.
     """
+    policy: Policy = getattr(_module(name), POLICIES[name].split(":")[1])
+    return policy
+
+
+def find_declaration(name: str) -> Declaration:
+    """Returns what the policy of a name says of itself.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest one.
+    """
+    from tieroff.planner.policies.declaration import Declaration  # loads the simulator
+
+    declared: Declaration = getattr(_module(name), "DECLARATION", Declaration())
+    return declared
+
+
+def _module(name: str) -> ModuleType:
     if name not in POLICIES:
         nearest = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.0)
         raise ConfigError(
             f"unknown policy {name!r}; the nearest is {nearest[0]!r}, all are {', '.join(sorted(POLICIES))}"
         )
-    module, function = POLICIES[name].split(":")
-    policy: Policy = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-    return policy
+    return importlib.import_module(f"{__name__}.{POLICIES[name].split(':')[0]}")

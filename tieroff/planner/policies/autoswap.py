@@ -30,10 +30,23 @@ than its single first fit; plans count bytes. Differences: the machine's links s
 to their own; absences may wrap round the step; the drive follows where the host is full; where the executor ties slots
 together they count as one candidate whose scores are the sums over those that cross the peak. As published, only
 what crosses the single peak is moved: where that is not enough, the plan is over the budget.
+
+On the ten ops of tests/golden/ten_ops.py. The peak is op 3. m and n are away for longest, 65 ms both, and m is the
+first: DOA takes both. AOA takes n, the largest area, which is enough in A; in B, where copies take longer, m and then
+n. WDOA takes v and b: load less limit sums up to 1 over their absences in A and to 7 in B, to less over all others. Of
+what is over the limit all relieve the same, so SWDOA takes the first ones, w, v and m. The search finds that DOA hides
+everything in A, and nothing faster than SWDOA's choice in B.
+* autoswap: A `m<h 7-8, m>h 9-10, n>h 0-2, n<h 8-9`; B `m<h 6-8, m>h 9-12, v>h 3-3, v<h 4-6, w>h 1-3, w<h 5-7`
+* autoswap-doa: A `m<h 7-8, m>h 9-10, n>h 0-2, n<h 8-9`; B `m<h 4-8, m>h 9-12, n>h 0-3, n<h 6-9`
+* autoswap-aoa: A `n>h 0-2, n<h 8-9`; B `m<h 4-8, m>h 9-12, n>h 0-3, n<h 6-9`
+* autoswap-wdoa: A `b>h 3-3, b<h 4-6, v>h 3-3, v<h 5-6`; B `b>h 3-3, b<h 5-6, v>h 3-3, v<h 4-6`
+* autoswap-swdoa: A `m<h 7-8, m>h 9-10, v>h 3-3, v<h 5-6, w>h 1-2, w<h 6-7`; B `m<h 6-8, m>h 9-12, v>h 3-3, v<h 4-6, w>h
+  1-3, w<h 5-7`
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,13 +57,18 @@ import numpy.typing as npt
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import Move, build_plan
+from tieroff.planner.policies.declaration import Declaration, ModelOptions
 from tieroff.planner.policies.select import idle_ns
 from tieroff.planner.policies.swaps import double_starts_ns, none_empty, take_away, with_companions, with_copies_at_gaps
 from tieroff.planner.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate import simulate
 from tieroff.planner.simulate_options import SimulationOptions
 
+log = logging.getLogger("tieroff")
+
 OPTIONS = SimulationOptions(writes_clean=True)
+
+DECLARATION = Declaration(options=ModelOptions(OPTIONS))
 MIN_BYTES = 2**20  # verified
 SEARCH_PLANS = 50  # default, not verified
 _SEARCH_WORK = 250_000  # ops and units looked at, all plans together
@@ -85,6 +103,8 @@ def plan_autoswap(problem: Problem) -> Plan:
     """Returns the fastest plan of the mixed scores tried."""
     candidates = _Candidates(problem)
     count = max(_SEARCH_PLANS_AT_LEAST, min(SEARCH_PLANS, _SEARCH_WORK // (problem.op_count + len(problem.units) + 1)))
+    if count < SEARCH_PLANS:
+        log.info("autoswap: a search of %d plans instead of %d; its best is taken", count, SEARCH_PLANS)
     best, best_weights = candidates.plan("autoswap", DOA), DOA
     best_key = _key(problem, best)
     seen = {frozenset(best.transfers)}

@@ -20,6 +20,12 @@ Defaults, not verified: a gap of 2 % ends a solve, and so do 200 nodes with the 
 Differences: kernels have one configuration here, all in fast memory, so there are no binaries of kernels and the
 program is one over absences; sizes are not rounded to MB; what the program moves goes to the host, and to the drive
 where that is full; where the executor ties slots together they share one binary.
+
+On the ten ops of tests/golden/ten_ops.py. In A n, as large as what op 3 is over by, costs a copy each way; no choice
+moves fewer bytes. In B one tier per tensor for the step leaves a and m, 7 MiB together, for 14 of copies. With gaps
+apart w can be away between ops 0 and 7 alone, and w and n cost no more.
+* autotm-static: A `n<h 9-9, n>h 10-10`; B `a>h 2-2, a<h 7-7, m<h 8-8, m>h 9-9`
+* autotm-sync: A `n<h 9-9, n>h 10-10`; B `n<h 9-9, n>h 10-10, w>h 1-1, w<h 7-7`
 """
 
 from __future__ import annotations
@@ -34,9 +40,12 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.addresses import overshoot_bytes, with_addresses
 from tieroff.planner.build import Move, build_plan
 from tieroff.planner.linear import run_highs
+from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.select import transfer_ns
 from tieroff.planner.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate import memory_per_op
+
+DECLARATION = Declaration()
 
 DEFRAGMENTATION_OPS = 10  # verified
 DEFRAGMENTATION_PERCENT = 10  # verified

@@ -15,12 +15,17 @@ cost their transfers alone. Copies of what leaves begin up to a window earlier, 
 Worked example, budget 2, every tensor of 1 byte: op 0 writes a, op 1 writes b, op 2 writes c, ops 3 to 5 compute and touch
 nothing, op 6 reads a, op 7 reads b. At op 2 the device is full: a leaves, the least recently used. Its room comes back when
 c dies: at op 3 a is prefetched, three ops ahead, where `oc-dnn` fetches it at op 5 and `demand` at op 6.
+
+On the ten ops of tests/golden/ten_ops.py. m and n leave as under `demand`, copied up to eight ops before. Both updates
+are within the window of op 4: m comes back there, n where there is room, in B an op later.
+* deepum: A `m<h 4-8, m>h 9-13, n>h 0-3, n<h 4-9`; B `m<h 4-8, m>h 9-13, n>h 0-3, n<h 5-9`
 """
 
 from __future__ import annotations
 
 from tieroff.core.plan import Plan
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
 from tieroff.planner.policies.paging import Paging, build_paged
 from tieroff.planner.problem import Problem
 from tieroff.planner.simulate_options import SimulationOptions
@@ -28,6 +33,8 @@ from tieroff.planner.simulate_options import SimulationOptions
 WINDOW = 8
 
 OPTIONS = SimulationOptions(writes_clean=True)
+
+DECLARATION = Declaration(Decides.ONLINE, ModelOptions(OPTIONS), Assumptions(has_faults=True, has_pages=True))
 
 
 class _DeepUm(Paging):

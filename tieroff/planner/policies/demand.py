@@ -11,20 +11,22 @@ leaves is always written, for a page of unified memory has one place at a time; 
 Where the port differs. Whole tensors move, not pages, so nothing is in part on the device; the time to handle faults is
 not charged, only the transfers; bytes of a dead tensor are free at once, while a driver without the program's knowledge
 writes them back. The last two make the published times of this rule far longer: with links as slow as faults make them
-(`faulting`) they come out, but for steps that fit once dead tensors are freed, which the published rule pages all the same.
+they come out, but for steps that fit once dead tensors are freed, which the published rule pages all the same.
 
 Worked example, budget 2, every tensor of 1 byte: op 0 writes a, op 1 writes b, op 2 writes c and reads nothing, op 3 reads
 b, op 4 reads a. At op 2 the device is full: a, touched longest ago, leaves. Op 3 finds b, and c is dead by then. Op 4
 faults on a.
+
+On the ten ops of tests/golden/ten_ops.py. Op 3 asks for room twice, for its scratch and for d; m, used longest ago, and
+then n leave while it waits, and the updates wait for them.
+* demand: A `m>h 3-3, m<h 8-8, n>h 3-3, n<h 9-9`; B `m>h 3-3, m<h 8-8, n>h 3-3, n<h 9-9`
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
 from tieroff.planner.policies.paging import Paging, build_paged
 from tieroff.planner.problem import Problem
 from tieroff.planner.simulate_options import SimulationOptions
@@ -34,12 +36,9 @@ FAULT_BYTES_PER_S = round(1.7 * GIB)
 
 OPTIONS = SimulationOptions(writes_clean=True, eviction_blocks=True)
 
-
-def faulting(machine: Machine) -> Machine:
-    """Returns a machine whose links carry what pages that fault do: both ways together, one after the other."""
-    names = ("d2h", "h2d", "nvme_write", "nvme_read")
-    rates = {f"{name}_bytes_per_s": getattr(machine, f"{name}_bytes_per_s") for name in names}
-    return replace(machine, **{name: min(rate, FAULT_BYTES_PER_S) for name, rate in rates.items()})
+DECLARATION = Declaration(
+    Decides.ONLINE, ModelOptions(OPTIONS, FAULT_BYTES_PER_S), Assumptions(has_faults=True, has_pages=True)
+)
 
 
 def plan_demand(problem: Problem) -> Plan:

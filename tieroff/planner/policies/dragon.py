@@ -16,6 +16,10 @@ Worked example, device 2, host 1, every tensor of 1 byte: op 0 writes a, op 1 b,
 computes and touches nothing, op 5 reads a, op 6 reads b. At op 2 a leaves, at op 3 b does, and pushes a out of the page
 cache: a goes to the NVMe, b to the host. At op 5 a faults, and b, next in the file, is read ahead beside op 5 as there is
 room.
+
+On the ten ops of tests/golden/ten_ops.py. m and n leave as under `demand`. The fault on m at op 8 reads n ahead, the
+next in the file.
+* dragon: A `m>h 3-3, m<h 8-8, n>h 3-3, n<h 8-9`; B `m>h 3-3, m<h 8-8, n>h 3-3, n<h 8-9`
 """
 
 from __future__ import annotations
@@ -23,8 +27,11 @@ from __future__ import annotations
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import Move, build_plan
+from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration
 from tieroff.planner.policies.paging import FROM_IDLE, Paging, build_paged
 from tieroff.planner.problem import Problem
+
+DECLARATION = Declaration(Decides.ONLINE, assumes=Assumptions(has_faults=True, has_pages=True))
 
 READ_AHEAD = 2
 

@@ -25,6 +25,10 @@ Further differences: a tensor whose copy is late stays where nothing needs its r
 are issued early only into room that is there, where theirs may push out other pages; allocation takes no time. Where the
 executor asks for whole tensors (gradients that follow, or nothing across the step's end), a unit goes by its first gap,
 and a tensor has one tier below and its room there for all of its life.
+
+On the ten ops of tests/golden/ten_ops.py. In A n is worth most, and its 5 MiB bring op 3 under the line alone; it goes
+to the NVMe, which has time. In B op 3 is over by 2 more, and m is worth most of what is left.
+* g10: A `n>s 0-3, n<s 7-9`; B `m<s 6-8, m>s 9-10, n>s 0-3, n<s 7-9`
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import numpy as np
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Assumptions, Declaration, ModelOptions
 from tieroff.planner.policies.ledger import Amounts, Ledger
 from tieroff.planner.policies.overflow import Moves, least_recent
 from tieroff.planner.policies.select import idle_ns
@@ -44,6 +49,8 @@ from tieroff.planner.simulate_options import SimulationOptions
 
 OPTIONS = SimulationOptions(writes_clean=True)
 """What the authors' simulator does with the plan."""
+
+DECLARATION = Declaration(options=ModelOptions(OPTIONS), assumes=Assumptions(has_faults=True, has_pages=True))
 
 _LINE = 0.99  # of the device's budget
 _DELTA = 0.5  # margin of a transfer's estimate

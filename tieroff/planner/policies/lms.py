@@ -14,6 +14,11 @@ here. One queue serves all classes of tensors. The history is that of one step, 
 Worked example, budget 6: op 0 writes a (1 byte), op 1 b (3 bytes), op 2 c (2 bytes), op 3 writes d (2 bytes), op 4 reads
 b, op 5 reads a and c. At op 3 the queue is a, b, c, and 2 bytes are missing: a is too small, so b leaves alone, its copy
 begun at op 2, where the least recently used rule takes a and b. At op 4, d being dead, b is paged in.
+
+On the ten ops of tests/golden/ten_ops.py. Op 3 asks for room twice, for its scratch and for d (1 and 2 MiB in A, 3 and
+4 in B): m is the first that alone makes the one, n the first that makes the other. Both are copied from their last use
+on, and the updates wait for them.
+* lms: A `m<h 8-8, m>h 9-13, n>h 0-3, n<h 9-9`; B `m<h 8-8, m>h 9-13, n>h 0-3, n<h 9-9`
 """
 
 from __future__ import annotations
@@ -22,8 +27,11 @@ from collections.abc import Iterator
 
 from tieroff.core.plan import Plan
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Decides, Declaration
 from tieroff.planner.policies.paging import FROM_IDLE, Paging, build_paged
 from tieroff.planner.problem import Problem
+
+DECLARATION = Declaration(Decides.ONLINE)
 
 
 class _Lms(Paging):

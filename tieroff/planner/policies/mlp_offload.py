@@ -12,6 +12,10 @@ Differences: a path is a tier, host or NVMe (their host holds a cache, and their
 cache is the device, which keeps the state that is updated last, as much as fits; the order of updates is the trace's, so
 the next step does not begin with them; updates run on the device, each with the next one's state on its way. Parameters
 and activations stay: a step that does not fit without is over the budget, and the caller says so.
+
+On the ten ops of tests/golden/ten_ops.py. m and n are two sub-groups. Each goes to the path that would end first: to
+the host in A, to the NVMe in B. n is read while m is updated.
+* mlp-offload: A `m<h 8-8, m>h 9-10, n>h 0-1, n<h 8-9`; B `m<s 8-8, m>s 9-10, n>s 0-1, n<s 8-9`
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ from __future__ import annotations
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.zero import state_moves, state_units
 from tieroff.planner.problem import LowerRoom, Problem, Unit
+
+DECLARATION = Declaration()
 
 _GROUP_BYTES = 1
 

@@ -13,12 +13,17 @@ which is when a driver would move page by page. Advice on where pages prefer to 
 Worked example, budget 2, every tensor of 1 byte: op 0 writes a, op 1 writes b, op 2 writes c, ops 3 to 5 compute and
 touch nothing, op 6 reads a, op 7 reads b. At op 2 the device is full: a leaves, its copy beside op 1. From op 3 on there is
 room, but only op 5 looks at op 6: it starts the fetch of a.
+
+On the ten ops of tests/golden/ten_ops.py. m and n leave as under `demand`, and each is fetched beside the op before its
+update.
+* oc-dnn: A `m>h 2-3, m<h 7-8, n>h 2-3, n<h 8-9`; B `m>h 2-3, m<h 7-8, n>h 2-3, n<h 8-9`
 """
 
 from __future__ import annotations
 
 from tieroff.core.plan import Plan
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
 from tieroff.planner.policies.paging import Paging, build_paged
 from tieroff.planner.problem import Problem
 from tieroff.planner.simulate_options import SimulationOptions
@@ -26,6 +31,8 @@ from tieroff.planner.simulate_options import SimulationOptions
 AHEAD = 1
 
 OPTIONS = SimulationOptions(writes_clean=True)
+
+DECLARATION = Declaration(Decides.ONLINE, ModelOptions(OPTIONS), Assumptions(has_faults=True, has_pages=True))
 
 
 class _OcDnn(Paging):

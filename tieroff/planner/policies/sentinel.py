@@ -19,6 +19,12 @@ kernels of a GPU do not run from slow memory. Space is met when the plan fits. W
 end on and holds its room until then, unless ops need that room; what persists is copied after its last write. Where
 nothing may cross the end of the step, nothing is fetched before it. When host memory is full, tensors go to the NVMe,
 or stay.
+
+On the ten ops of tests/golden/ten_ops.py. In A intervals of two layers begin at ops 0, 2, 4 and 7: when the one at 4
+begins, what the last one uses is fetched, a, w, m and n, and each left where an interval did not use it. In B these do
+not fit; with intervals of one layer b and v leave too.
+* sentinel: A `a>h 2-3, a<h 4-7, m<h 4-8, m>h 9-10, n<h 4-9, n>h 10-10, w<h 4-7, w>h 9-13`; B `a>h 2-5, a<h 6-7, b>h
+  3-3, b<h 4-6, m<h 6-8, m>h 9-10, n<h 6-9, n>h 10-10, v<h 1-2, v<h 4-6, v>h 10-10, w<h 6-7, w>h 9-14`
 """
 
 from __future__ import annotations
@@ -30,12 +36,15 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import Move, build_plan
 from tieroff.planner.policies.copies import release_when_copied, retimed, usage_without
+from tieroff.planner.policies.declaration import Assumptions, Declaration, ModelOptions
 from tieroff.planner.policies.reading import layers, turn_of
 from tieroff.planner.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate import simulate
 from tieroff.planner.simulate_options import SimulationOptions
 
 OPTIONS = SimulationOptions(writes_clean=True)
+
+DECLARATION = Declaration(options=ModelOptions(OPTIONS), assumes=Assumptions(has_pages=True))
 
 _LENGTHS_AT_MOST = 24
 

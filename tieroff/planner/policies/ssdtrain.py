@@ -15,6 +15,11 @@ that bandwidth is the drive's measured one rather than that of two profiled step
 Where the port differs. A module is one of the trace, or a single op where none is told; in backward, it is the ops that
 read what it saved. Parameters and the budget play no part: a plan may be over it. Without a drive, or when it is
 full, host memory is used.
+
+On the ten ops of tests/golden/ten_ops.py. Forward takes 20 ms. a, which layer 1 saves, needs 8 MiB in 50 ms or 0.17
+GB/s; b, of layer 2, would need 20 MiB in 40 ms or 0.52 GB/s: it stays, all after it too, and op 3 stays over the
+budget.
+* ssdtrain: A `a>s 1-3, a<s 6-7`; B `a>s 1-3, a<s 6-7`
 """
 
 from __future__ import annotations
@@ -24,9 +29,12 @@ import numpy as np
 from tieroff.core.plan import Plan
 from tieroff.planner.build import Move, build_plan, last_dirty_writes
 from tieroff.planner.policies.copies import copied_ns, release_when_copied, usage_without
+from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.reading import layers, saved_slots, turn_of
 from tieroff.planner.problem import LowerRoom, Problem, Slot
 from tieroff.units import NS_PER_S
+
+DECLARATION = Declaration()
 
 _STEP_PER_FORWARD = 3  # backward is taken to last twice as long as forward
 

@@ -14,6 +14,11 @@ same ratio as if their transfers took no time.
 The port gives the chosen gaps times by the sweep of `windows`: a tensor leaves when its copy is done, or when an op needs
 the room, which then waits; loads go in order of deadline, so what the next op needs is served before what is not urgent.
 A tensor has one tier below.
+
+On the ten ops of tests/golden/ten_ops.py. The ratio is the same for all that relieve no more than what is over; w has
+the earlier gap. Of the 3 MiB left in A, a relieves all in the least time: the SSD has no time for it within its gap,
+and the host takes half as long. In B, where the host is slower, m and v follow w to the SSD.
+* teraio: A `a>h 1-2, a<h 6-7, w<s 6-7, w>s 9-11`; B `m<s 7-8, m>s 9-10, v>s 0-3, v<s 5-6, w<s 6-7, w>s 9-12`
 """
 
 from __future__ import annotations
@@ -25,10 +30,13 @@ import numpy as np
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import build_plan
+from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.ledger import Ledger
 from tieroff.planner.policies.select import Selection, transfer_ns
 from tieroff.planner.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.windows import make_moves
+
+DECLARATION = Declaration()
 
 _Window = tuple[Slot, int, int]
 

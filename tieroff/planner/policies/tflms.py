@@ -20,6 +20,10 @@ being saved is no tensor of the trace. Traces hold no shapes, so the limit to te
 keep their order: a trigger is the last op of its level in that order, and bytes are counted per op, not per level. One
 level for a swap-out is one op here, after which it is awaited. When host memory is full, tensors go to the NVMe, or
 stay.
+
+On the ten ops of tests/golden/ten_ops.py. a is read 7 levels after it is made, b 5 and c 3. In both problems a and b
+have to leave, at once; the swap-ins begin as many levels ahead as the count of bytes allows, in B one less.
+* tflms: A `a>h 2-2, a<h 5-7, b>h 3-3, b<h 4-6`; B `a>h 2-2, a<h 6-7, b>h 3-3, b<h 5-6`
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
 from tieroff.planner.build import Move, build_plan
 from tieroff.planner.policies.copies import usage_without
+from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.problem import LowerRoom, Problem, Slot
+
+DECLARATION = Declaration()
 
 _MEMORY_SHARE = 0.9
 _LEVELS_BACK = 10

@@ -20,6 +20,13 @@ Further differences: what is read from the NVMe goes to the device directly, wit
 nothing for ZeRO-Infinity; there is one device, so nothing is partitioned; an op without a module is a module by itself.
 Where a gradient has no class of its own, it is an activation and stays. Neither policy moves activations: a step that
 does not fit for them is over the budget, and the caller says so.
+
+On the ten ops of tests/golden/ten_ops.py. ZeRO-Offload: H goes to the host as it is made, the CPU runs op 9 on v and n
+there, and v is back by op 2. G is used right after it is made, so op 8 stays on the device and m comes for it.
+ZeRO-Infinity: w and v are used again within the reuse distance and stay; m and n come from the NVMe for their sub-group
+and are written back after it.
+* zero-offload: A `H>h 7-8, m<h 8-8, m>h 9-10, v<h 0-2, cpu 9@9-10`; B `H>h 7-8, m<h 8-8, m>h 9-10, v<h 0-2, cpu 9@9-10`
+* zero-infinity: A `m<s 8-8, m>s 9-10, n>s 0-1, n<s 9-9`; B `m<s 8-8, m>s 9-10, n>s 0-1, n<s 9-9`
 """
 
 from __future__ import annotations
@@ -32,9 +39,12 @@ import numpy as np
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.planner.build import Move, build_plan, peak_bytes
+from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate_options import rerank
 from tieroff.units import NS_PER_S
+
+DECLARATION = Declaration()
 
 _PERSISTENT_ELEMENTS = 10**5
 _BUCKET_ELEMENTS = 5 * 10**7
