@@ -83,7 +83,7 @@ def test_step_that_hardly_waits_needs_a_faster_device_and_asks_nothing(monkeypat
     monkeypatch.setattr("tieroff.planner.advice.make_plan", refuse)
     trace, budget = chain(), {Tier.DEVICE: 6 * GB}
     result = plan_row(trace, machine(), budget)
-    assert "nothing moves" in "\n".join(explain(trace, machine(), budget, result))
+    assert "Nothing moved, because everything fits" in "\n".join(explain(trace, machine(), budget, result))
     assert advice(trace, machine(), budget, result) == [
         "The tightest resource is the device's speed: the step hardly waits for anything else."
     ]

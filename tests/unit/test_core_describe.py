@@ -28,12 +28,6 @@ def _plan(**changes: object) -> Plan:
     return Plan("hand", _TRACE.digest, 3, budget, {DEVICE: 6144, HOST: 0}, **values)  # type: ignore[arg-type]
 
 
-def test_plan_that_moves_nothing_says_so() -> None:
-    lines = describe(_TRACE, _plan())
-    assert lines[0].startswith("Nothing is moved: everything fits. The step needs 6.00 KiB of the 8.00 KiB")
-    assert lines[-1] == "host was asked for and is not used: everything fits without it."
-
-
 def test_parts_are_counted_once_per_tier_and_named() -> None:
     below = (Residency(0, HOST, 1, 2, 0, 1024), Residency(0, HOST, 2, 3, 512, 2048), Residency(0, NVME, 1, 3))
     lines = describe(_TRACE, _plan(residencies=below, transfers=(Transfer(0, DEVICE, HOST, 1, 2, 0, 1024),)))

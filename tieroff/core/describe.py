@@ -1,66 +1,164 @@
-"""Words for people: what a plan does with a step's tensors, and why."""
+"""Words for people: what a plan does with a step's tensors, what that costs, and why."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
 _BIGGEST = 5
+_TIERS = tuple(Tier)
+_NAMED = 3
+_MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
 """Per tensor that is ever below the device, the bytes of it that are, per tier."""
 
 
-def describe(trace: Trace, plan: Plan) -> list[str]:
-    """Returns what lives where and why, a sentence per line, the most important first."""
-    ring = trace.repeated(plan.period)
-    away = _away(ring, plan)
-    device_bytes = plan.budget_bytes.get(Tier.DEVICE, 0)
-    lines = []
+@dataclass(frozen=True)
+class Told:
+    """What an explanation is made from.
+
+    Attributes:
+        trace, plan: the step and what is done with it.
+        measured: the figures of the last step; None before one ended.
+        unmoved: why tensors are left alone by the engine itself -> their names.
+        is_cpu: the device's memory and the host's are one, so what user code computes of tensors below is the same.
+    """
+
+    trace: Trace
+    plan: Plan
+    measured: StepFigures | None = None
+    unmoved: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    is_cpu: bool = True
+
+
+def explain(told: Told, *, detail: bool = False) -> list[str]:
+    """Returns five lines: what fits, what moved and where, what it costs, exactness, and what was left alone.
+
+    Args:
+        told: the step.
+        detail: adds what `describe` says.
+    """
+    lines = [fit(told.trace, told.plan), _moved(told.trace, told.plan), _cost(told), exactness(told), _left_alone(told)]
+    if detail:
+        lines += describe(told.trace, told.plan)
+        lines.append("Tensors saved outside the model's forward (by a loss, say) are counted, not moved; tieroff.scope does.")
+    return lines
+
+
+def fit(trace: Trace, plan: Plan) -> str:
+    """Returns the sentence that says whether anything had to move."""
+    peak, budget = (format_bytes(of.get(Tier.DEVICE, 0)) for of in (plan.peak_bytes, plan.budget_bytes))
     if plan.moves_nothing:
-        lines.append(
-            f"Nothing is moved: everything fits. The step needs {format_bytes(plan.peak_bytes[Tier.DEVICE])} of the "
-            f"{format_bytes(device_bytes)} of device memory that it may use."
-        )
+        return f"Nothing moved, because everything fits: the device holds at most {peak} of {budget}."
+    plain = format_bytes(trace.peak_bytes)
+    return f"It fits: the device holds at most {peak} of {budget}; with nothing moved it would be {plain}."
+
+
+def exactness(told: Told) -> str:
+    """Returns the sentence that says whether numbers are those of the plain run."""
+    if told.plan.host_updates:
+        return "Numbers can differ from the plain run's in rounding: the CPU runs updates of the optimizer."
+    text = "Numbers are those of the plain run, bit for bit: nothing is rounded or reordered."
+    ring = told.trace.repeated(told.plan.period)
+    kinds = {ring.tensors[index].kind for index in away_bytes(ring, told.plan)}
+    if told.is_cpu or TensorClass.GRADIENT not in kinds:
+        return text
+    own = "Sums by your own code over gradients on the host can differ in the last bit; tieroff.clip_grad_norm_ does not."
+    return f"{text} {own}"
+
+
+def _moved(trace: Trace, plan: Plan) -> str:
+    ring = trace.repeated(plan.period)
+    away = away_bytes(ring, plan)
+    words = []
+    for kind in _MOVING:
+        per_tier = _of_class(ring, away, kind)
+        if per_tier:
+            words.append(f"{kind.value} " + " and ".join(f"{format_bytes(size)} to {t.value}" for t, size in per_tier.items()))
+    if words:
+        text = f"Moved: {len(away)} of {len(ring.tensors)} tensors, for a part of the step: {', '.join(words)}."
+    elif plan.moves_nothing:
+        text = f"Moved: none of {len(ring.tensors)} tensors."
     else:
-        lines.append(
-            f"Policy {plan.policy}: {len(away)} of {len(ring.tensors)} tensors leave the device for a part of the step, "
-            f"which peaks at {format_bytes(plan.peak_bytes[Tier.DEVICE])} of {format_bytes(device_bytes)}."
-        )
+        text = f"Moved: none of {len(ring.tensors)} tensors; ops run again instead."
+    return " ".join([text, *unused(plan)])
+
+
+def unused(plan: Plan) -> list[str]:
+    """Returns a sentence per tier that was asked for and is not used, with the reason."""
+    used = [tier.value for tier in (Tier.HOST, Tier.NVME) if plan.peak_bytes.get(tier, 0)]
+    if plan.moves_nothing:
+        reason = "everything fits without it"
+    else:
+        reason = f"{used[0]} was enough" if used else "nothing has to be held there"
+    return [
+        f"{tier.value.upper() if tier is Tier.NVME else 'Host memory'} asked for, unused, because {reason}."
+        for tier in (Tier.HOST, Tier.NVME)
+        if plan.budget_bytes.get(tier, 0) and tier.value not in used
+    ]
+
+
+def _cost(told: Told) -> str:
+    predicted = told.plan.step_ns
+    text = f"Predicted step {_time(predicted)}, of which compute {_time(told.trace.ideal_ns)}"
+    measured = told.measured
+    if measured is None:
+        return f"{text}; none was measured yet."
+    return (
+        f"{text}; the last one ({measured.phase}) took {_time(measured.step_ns)}: compute {_time(measured.compute_ns)}, "
+        f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)}."
+    )
+
+
+def _left_alone(told: Told) -> str:
+    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(told.plan.skipped.items())]
+    for reason, names in told.unmoved.items():
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        reasons.append(f"{reason}: {', '.join(names[:_NAMED])}{more}")
+    return f"Left alone: {'; '.join(reasons) or 'nothing that could move'}."
+
+
+def _time(ns: int) -> str:
+    return format_seconds(ns / NS_PER_S)
+
+
+def describe(trace: Trace, plan: Plan) -> list[str]:
+    """Returns the details: bytes per class and link, what is computed otherwise, the biggest that move; a line each."""
+    ring = trace.repeated(plan.period)
+    away = away_bytes(ring, plan)
+    lines = [f"Policy {plan.policy}: {len(away)} of {len(ring.tensors)} tensors leave the device for a part of the step."]
+    if not plan.moves_nothing:
         lines += _by_class(ring, away)
         lines += _by_link(ring, plan)
     if plan.period > 1:
         lines.append(f"The plan covers {plan.period} steps in a row; tensors are counted in each.")
-    lines.append(
-        f"Predicted step {format_seconds(plan.step_ns / NS_PER_S)}, of which compute "
-        f"{format_seconds(trace.ideal_ns / NS_PER_S)}."
-    )
     for tier in (Tier.HOST, Tier.NVME):
-        if plan.budget_bytes.get(tier, 0) and not plan.peak_bytes.get(tier, 0):
-            reason = "everything fits without it" if plan.moves_nothing else "the tiers above it were enough"
-            lines.append(f"{tier.value} was asked for and is not used: {reason}.")
+        if plan.peak_bytes.get(tier, 0):
+            sizes = (format_bytes(of.get(tier, 0)) for of in (plan.peak_bytes, plan.budget_bytes))
+            lines.append(f"{tier.value} holds at most {' of '.join(sizes)}.")
     lines += _compute(ring, plan)
-    if plan.skipped:
-        kept = ", ".join(f"{count} by rule '{rule}'" for rule, count in sorted(plan.skipped.items()))
-        lines.append(f"Kept on the device: {kept}.")
     if away:
         biggest = sorted(away, key=lambda i: -ring.tensors[i].size_bytes)[:_BIGGEST]
         lines.append("Biggest that move: " + "; ".join(_one(ring, i, away[i]) for i in biggest) + ".")
     return lines
 
 
-def _away(ring: Trace, plan: Plan) -> Away:
-    """Counts every byte once per tier, however often it goes there."""
+def away_bytes(ring: Trace, plan: Plan) -> Away:
+    """Returns what of each tensor is ever below the device; every byte counts once per tier, however often it goes there."""
     ranges: dict[tuple[int, Tier], list[tuple[int, int]]] = defaultdict(list)
     for r in plan.residencies:
         if r.tier is not Tier.DEVICE:
             ranges[r.tensor, r.tier].append((r.first_byte, r.stop_byte or ring.tensors[r.tensor].size_bytes))
     away: Away = {}
-    for (tensor, tier), own in ranges.items():
+    for (tensor, tier), own in sorted(ranges.items(), key=lambda item: (item[0][0], _TIERS.index(item[0][1]))):
         total = end = 0
         for first, stop in sorted(own):
             total += max(0, stop - max(first, end))
@@ -78,15 +176,20 @@ def _one(ring: Trace, index: int, away: dict[Tier, int]) -> str:
     return f"{tensor.name} ({format_bytes(tensor.size_bytes)}) to {places}"
 
 
+def _of_class(ring: Trace, away: Away, kind: TensorClass) -> dict[Tier, int]:
+    per_tier: Counter[Tier] = Counter()
+    for index, sizes in away.items():
+        if ring.tensors[index].kind is kind:
+            per_tier.update(sizes)
+    return {tier: per_tier[tier] for tier in Tier if per_tier[tier]}
+
+
 def _by_class(ring: Trace, away: Away) -> list[str]:
     lines = []
-    for kind in (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER):
-        per_tier: Counter[Tier] = Counter()
-        for index, sizes in away.items():
-            if ring.tensors[index].kind is kind:
-                per_tier.update(sizes)
+    for kind in _MOVING:
         total = sum(t.size_bytes for t in ring.tensors if t.kind is kind)
         if total:
+            per_tier = _of_class(ring, away, kind)
             moved = ", ".join(f"{format_bytes(size)} to {tier.value}" for tier, size in per_tier.items()) or "none moves"
             lines.append(f"  {kind.value}: {format_bytes(total)} in all; {moved}.")
     return lines

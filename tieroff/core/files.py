@@ -19,6 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from tieroff.core.history import History
 from tieroff.core.plan import Plan
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace, validate
@@ -48,6 +49,11 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
     """Writes a timeline; see the module for what holds if that fails."""
     _save("tieroff.timeline", timeline, path)
+
+
+def save_steps(history: History, path: str | Path) -> None:
+    """Writes the figures of steps; see the module for what holds if that fails."""
+    _save("tieroff.steps", history, path)
 
 
 def load_trace_json(path: str | Path) -> Trace:
@@ -81,6 +87,16 @@ def load_timeline(path: str | Path) -> Timeline:
     return timeline
 
 
+def load_steps(path: str | Path) -> History:
+    """Returns the figures in a file that `save_steps` wrote.
+
+    Raises:
+        CaptureError: the file is missing, cut off or of another kind.
+    """
+    history: History = _load("tieroff.steps", History, path, CaptureError)
+    return history
+
+
 def _plan_error(message: str) -> InvalidPlanError:
     return InvalidPlanError(message, rule="file")
 
@@ -112,12 +128,20 @@ def _encode(value: Any) -> Any:
 
 
 def _save(kind: str, value: Any, path: str | Path) -> None:
+    write_whole(path, json.dumps({"format": kind, "version": _VERSION, **_encode(value)}, separators=(",", ":")) + "\n")
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Writes a text file beside its place, flushes it to the disk and renames it: a reader sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; what was there before is as it was.
+    """
     path = Path(path)
-    text = json.dumps({"format": kind, "version": _VERSION, **_encode(value)}, separators=(",", ":"))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +69,16 @@ class Trace:
     def ideal_ns(self) -> int:
         """Sum of the op durations: the step with nothing to wait for."""
         return sum(op.duration_ns for op in self.ops)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device at one op with nothing moved."""
+        change = [0] * (len(self.ops) + 1)
+        for tensor, life in zip(self.tensors, self.lifetimes, strict=True):
+            change[life.birth] += tensor.size_bytes
+            change[life.death] -= tensor.size_bytes
+        held = itertools.accumulate(change)
+        return max((size + op.transient_bytes for size, op in zip(held, self.ops, strict=False)), default=0)
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:

@@ -1,0 +1,64 @@
+"""What the command line shows: tables on standard output, and on standard error how far long work is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tieroff.units import format_bytes, format_seconds
+
+PIPED_WIDTH = 240
+"""Columns of a table that goes to a file or another program, where rich would take 80."""
+
+Report = Callable[[str, float | None], None]
+"""Takes what is being done, and the share that is over; None where nobody knows it."""
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Report]:
+    """Gives a function that shows what is being done and the share that is over: a bar on a terminal, else nothing.
+
+    The bar is on standard error and is gone when the work is over, so standard output holds results and nothing else.
+    """
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(what: str, share: float | None) -> None:
+            bar.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
+
+        yield report
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints lines of text under heads; the first column is to the left, others to the right."""
+    table = Table(title=title or None, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(markup=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    console.print(table)
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints rows of `plan` and `compare` with sizes and times for people."""
+
+    def shown(key: str, value: object) -> str:
+        if value is None:
+            return "-"
+        if key.endswith("_bytes"):
+            return format_bytes(float(str(value)))
+        return format_seconds(float(str(value))) if key.endswith("_s") else str(value)
+
+    columns = [column for column in rows[0] if column != "reason"] if rows else ["policy"]
+    heads = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
+    print_table("", heads, [[shown(column, row.get(column)) for column in columns] for row in rows])
