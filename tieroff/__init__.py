@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tieroff.errors import (
     CaptureError,
+    CheckpointError,
     ConfigError,
     InfeasiblePlanError,
     InvalidPlanError,
@@ -18,12 +19,15 @@ from tieroff.errors import (
 
 if TYPE_CHECKING:
     from tieroff.api import engine, scope, unwrap, wrap
+    from tieroff.checkpoint import load_weights, save_weights
     from tieroff.config import Config
+    from tieroff.runtime.clipping import clip_grad_norm_
     from tieroff.tracing.dry import DryModel
 
 __all__ = [
-    "CaptureError", "Config", "ConfigError", "DryModel", "InfeasiblePlanError", "InvalidPlanError", "StateError",
-    "StoreError", "TieroffError", "TraceMismatchError", "engine", "scope", "unwrap", "wrap",
+    "CaptureError", "CheckpointError", "Config", "ConfigError", "DryModel", "InfeasiblePlanError", "InvalidPlanError",
+    "StateError", "StoreError", "TieroffError", "TraceMismatchError", "clip_grad_norm_", "engine", "load_weights",
+    "save_weights", "scope", "unwrap", "wrap",
 ]  # fmt: skip
 
 try:
@@ -31,7 +35,10 @@ try:
 except PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0+unknown"
 
-_LAZY = {"wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "Config": "config", "DryModel": "tracing.dry"}
+_LAZY = {
+    "wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "load_weights": "checkpoint", "save_weights": "checkpoint",
+    "clip_grad_norm_": "runtime.clipping", "Config": "config", "DryModel": "tracing.dry",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -17,15 +17,18 @@ from tieroff.config import Config
 from tieroff.core.check import check
 from tieroff.core.files import load_plan
 from tieroff.core.machine import Machine, load_machine
-from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
+from tieroff.core.plan import RUNTIME_EXECUTOR, Capabilities, Plan
+from tieroff.core.run import Run
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
-from tieroff.errors import ConfigError, StateError, TraceMismatchError
+from tieroff.errors import ConfigError, InfeasiblePlanError, StateError, TraceMismatchError
 from tieroff.planner.auto import make_plan
 from tieroff.planner.policies import find_policy
-from tieroff.planner.problem import live_bytes
+from tieroff.planner.predict import predict
+from tieroff.planner.problem import live_bytes, make_problem
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
+from tieroff.ranks import Agreement, Need, Ranks, agreement_here, on_wrap
 from tieroff.runtime.backend import Backend, CpuBackend
 from tieroff.runtime.custody import Settings
 from tieroff.runtime.engine import Engine
@@ -38,6 +41,7 @@ from tieroff.storage.limits import host_limit_bytes
 from tieroff.storage.pool import HostStore
 from tieroff.storage.store import Store
 from tieroff.tracing.recorder import StepRecorder
+from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
 
@@ -87,7 +91,7 @@ def wrap(
         raise StateError(f"tieroff.wrap runs on Linux; this is {sys.platform}. plan and compare work everywhere")
     if not isinstance(model, torch.nn.Module):
         raise StateError(f"expected a torch.nn.Module to wrap, got {type(model).__name__}")
-    if _engine_of(model) is not None:
+    if engine_of(model) is not None:
         raise StateError("this model is wrapped already; tieroff.unwrap(model) first to wrap it with another config")
     loaded = Config.load(config)
     find_policy(loaded.plan.policy)
@@ -99,6 +103,8 @@ def wrap(
         except BaseException:
             engine.close()
             raise
+    if (note := on_wrap.get()) is not None:
+        note(engine)
     return model
 
 
@@ -118,7 +124,7 @@ def engine(model: torch.nn.Module) -> Engine:
     Raises:
         StateError: the model is not wrapped.
     """
-    found = _engine_of(model)
+    found = engine_of(model)
     if found is None:
         raise StateError(f"this {type(model).__name__} is not wrapped (or is a copy of one that is); call tieroff.wrap first")
     return found
@@ -129,13 +135,22 @@ def scope(model: torch.nn.Module) -> Any:
     return scope_of(engine(model))
 
 
-def _engine_of(model: torch.nn.Module) -> Engine | None:
+def _write_report(run: Run, path: Path) -> None:
+    from tieroff.report.page import check_page, write_page  # no training step needs it
+
+    check_page(path)
+    write_page(path, run, *predict(run))
+
+
+def engine_of(model: torch.nn.Module) -> Engine | None:
+    """Returns the engine of a wrapped model, None for one that is not."""
     slot = getattr(model, "__dict__", {}).get("forward")
-    while isinstance(slot, ForwardSlot):
-        owner = getattr(slot, "engine", None)
-        if isinstance(owner, Engine):
+    while slot is not None:
+        owner = slot.engine if isinstance(slot, ForwardSlot) else None
+        if isinstance(owner, Engine) and owner.model is model and not owner.is_closed:
             return owner
-        slot = slot.inner
+        # Others put theirs round ours (a trainer's mixed precision), and ours stays inside when it is removed.
+        slot = slot.inner if isinstance(slot, ForwardSlot) else getattr(slot, "__wrapped__", None)
     return None
 
 
@@ -147,12 +162,17 @@ class _Builder:
         self.given_plan = plan
         self.backend = backend if backend is not None else _backend_for(config)
         self.is_cpu = self.backend.device.type == "cpu"
+        self.ranks = Ranks.here()
+        self.agreement: Agreement | None = None
+        self.first_trace: Trace | None = None
+        self.floor_bytes = 0
         self.host_bytes, self.nvme_bytes = self._lower_budgets()
         self.dirs = tuple(config.nvme.dirs) if self.nvme_bytes else ()
         self.io: IoEngine | None = None
         self.engine: Engine | None = None
         self.resident: _Resident | None = None
         self.granule_bytes = 1
+        self.planned_machines: dict[str, Machine] = {}
 
     def _lower_budgets(self) -> tuple[int, int]:
         budget, dirs = self.config.budget, self.config.nvme.dirs
@@ -164,7 +184,7 @@ class _Builder:
             nvme = limits.default_nvme_bytes(dirs) if dirs else 0
         if nvme and not dirs:
             raise ConfigError("[budget].nvme is set but [nvme].dirs is empty: name a folder on the drive")
-        return host, nvme
+        return self.ranks.share_bytes(host), self.ranks.share_bytes(nvme)
 
     def build(self, model: torch.nn.Module) -> Engine:
         stores: dict[Tier, Store] = {}
@@ -189,7 +209,8 @@ class _Builder:
             self.resident = _Resident(model) if self.is_cpu else None
             self.engine = Engine(
                 model, self.backend, stores, self._settings(stores), self._plan,
-                lambda: StepRecorder(self.backend.device), functools.partial(self._close, stores),
+                self._recorder, functools.partial(self._close, stores),
+                lambda trace: self.planned_machines.get(trace.digest), _write_report,
             )  # fmt: skip
             return self.engine
         except BaseException:
@@ -222,20 +243,71 @@ class _Builder:
     def machine(self) -> Machine:
         path = self.config.plan.machine
         if path is not None:
-            machine = load_machine(path)
+            machine = self.ranks.share_machine(load_machine(path), self.backend.device.type)
         else:
             engine = self.config.nvme.engine
+            log.info("measuring links and folders for %.1f s; [plan] machine names a file that saves this", _MEASURE_S)
             machine = measure_machine(self.backend.device.type, self.dirs, engine=engine, seconds=_MEASURE_S)
         return machine.with_checksums() if self.config.nvme.checksum == "always" else machine
 
-    def _plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
-        capabilities = replace(
+    def _capabilities(self) -> Capabilities:
+        return replace(
             RUNTIME_EXECUTOR,
             tiers=tuple(t for t, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size),
             recompute=self.config.plan.recompute,
             min_bytes=self.config.plan.min_bytes,
             granule_bytes=self.granule_bytes,
         )
+
+    def _budget(self, trace: Trace) -> dict[Tier, int]:
+        lower = {Tier.HOST: _plannable(self.host_bytes), Tier.NVME: _plannable(self.nvme_bytes)}
+        return {Tier.DEVICE: self._device_bytes(trace), **lower}
+
+    def _recorder(self) -> StepRecorder:
+        if self.agreement is None and self.given_plan is None:
+            self.agreement = agreement_here()
+        return StepRecorder(self.backend.device, self._tell)
+
+    def _tell(self, trace: Trace | None) -> None:
+        """Lets the other ranks know what the first traced step may use and needs; None: that it cannot be traced."""
+        if self.agreement is None or self.first_trace is not None:
+            return
+        if trace is None:
+            self.agreement.leave()
+            return
+        self.first_trace = trace
+        budget = self._budget(trace)
+        self.floor_bytes = int(make_problem(trace, self.machine, budget, self._capabilities()).base.max())
+        self.agreement.tell(budget[Tier.DEVICE], self.floor_bytes)
+
+    def _agreed(self, trace: Trace, own_bytes: int) -> Need:
+        """Returns the device budget that all ranks plan with, and whose it is.
+
+        Raises:
+            InfeasiblePlanError: it would do for this rank, and another one needs more. That one raises too, and none is left
+                to wait for it in its next collective.
+            StateError: a rank began to train and hangs.
+        """
+        own = Need(own_bytes, self.floor_bytes, self.ranks.rank)
+        agreed = self.agreement.settle() if self.agreement is not None else None
+        wanted = self.config.budget.device
+        # A share is of one kind of step. Other kinds have a share of their own.
+        is_first = self.first_trace is not None and trace.tensors is self.first_trace.tensors
+        if agreed is None or (not is_first and wanted is not None and wanted.share is not None):
+            return own
+        least = min(own, agreed.budget, key=lambda need: need.budget_bytes)
+        if is_first and agreed.floor.floor_bytes > least.budget_bytes >= own.floor_bytes:
+            raise InfeasiblePlanError(
+                f"expected every op of every rank to fit in {format_bytes(least.budget_bytes)} of device memory, the least of "
+                f"all ranks (rank {least.rank}'s), but rank {agreed.floor.rank} needs {format_bytes(agreed.floor.floor_bytes)} "
+                f"with everything away that can be. A device budget of {agreed.floor.floor_bytes} bytes would do",
+                needed_bytes=agreed.floor.floor_bytes,
+                available_bytes=least.budget_bytes,
+            )
+        return least
+
+    def _plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
+        capabilities = self._capabilities()
         if self.given_plan is not None:
             if self.given_plan.trace_digest != trace.digest:
                 raise TraceMismatchError(
@@ -243,14 +315,24 @@ class _Builder:
                     "it was made for another model, batch or library version; make a new plan"
                 )
             check(self.given_plan, trace, capabilities)
+            if self.config.plan.machine is not None:
+                self.planned_machines[trace.digest] = self.machine
             return self.given_plan
-        budget = {
-            Tier.DEVICE: self._device_bytes(trace),
-            Tier.HOST: _plannable(self.host_bytes),
-            Tier.NVME: _plannable(self.nvme_bytes),
-        }
+        budget = self._budget(trace)
+        agreed = self._agreed(trace, budget[Tier.DEVICE])
+        budget[Tier.DEVICE] = agreed.budget_bytes
         planning, machine = self.config.plan, self._machine_as_seen(rates)
-        return make_plan(trace, machine, budget, planning.policy, planning.effort, capabilities)
+        self.planned_machines[trace.digest] = machine
+        counts = len(trace.ops), len(trace.tensors)
+        log.info("planning %d ops and %d tensors (%s, %s)", *counts, planning.policy, planning.effort)
+        try:
+            return make_plan(trace, machine, budget, planning.policy, planning.effort, capabilities)
+        except InfeasiblePlanError as error:
+            if agreed.rank == self.ranks.rank:
+                raise
+            text = f"{error}. All ranks plan with the least budget of any, which is that of rank {agreed.rank}"
+            sizes = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
+            raise InfeasiblePlanError(text, op=error.op, **sizes) from None
 
     def _machine_as_seen(self, rates: dict[str, float]) -> Machine:
         """Returns the machine with links no faster than they were beside compute: a probe has the cores to itself."""
@@ -261,7 +343,8 @@ class _Builder:
     def _device_bytes(self, trace: Trace) -> int:
         wanted = self.config.budget.device
         if wanted is None:
-            return _free_bytes(self.backend.device)
+            free_bytes = _free_bytes(self.backend.device)
+            return self.ranks.share_bytes(free_bytes) if self.is_cpu else free_bytes
         limit = wanted.resolve(int(live_bytes(trace).max()))
         if wanted.size_bytes is None or self.resident is None or self.engine is None:
             return limit
@@ -279,7 +362,8 @@ class _Resident:
 
     def __init__(self, model: torch.nn.Module) -> None:
         plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
-        held = (t for t in (*model.parameters(), *model.buffers()) if type(t) in plain and t.layout is torch.strided)
+        every = (*model.parameters(), *model.buffers())
+        held = (t for t in every if type(t) in plain and t.layout is torch.strided and not t.is_meta)
         tensors = {t.data_ptr(): t for t in held}
         self._baseline_bytes = _resident_bytes() - sum(t.numel() * t.element_size() for t in tensors.values())
 

@@ -5,11 +5,10 @@ What a command needs is imported inside it, so that `tieroff --version` loads ne
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tieroff.errors import TieroffError
-from tieroff.units import NS_PER_S, format_bytes, format_seconds, parse_bytes
+from tieroff.launch import command as launching
+from tieroff.report.terminal import print_rows, print_table, progress
+from tieroff.units import NS_PER_S, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from tieroff.core.machine import Machine
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 EXIT_ERROR = 1
 EXIT_INFEASIBLE = 3
-
-PIPED_WIDTH = 240
-"""Columns of a table that goes to a file or another program, where rich would take 80."""
 
 
 class Effort(StrEnum):
@@ -138,7 +136,7 @@ def probe(
     from tieroff.probe.survey import survey
 
     device = _device()
-    with _progress() as report:
+    with progress() as report:
         found = survey(device, dirs, seconds, report)
     machine = surveyed_machine(device, dirs, found, seconds)
     if out is not None:
@@ -171,18 +169,6 @@ def _probe_document(found: Survey) -> dict[str, Any]:
         "memory_bytes_per_s": found.memory_bytes_per_s,
         "checksum_bytes_per_s": found.checksum_bytes_per_s,
     }
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Gives a function that shows what is being done and the share that is over: a bar on a terminal, else nothing."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
 @app.command()
@@ -229,25 +215,63 @@ def plan(
     from tieroff.tracing.files import load_trace
 
     find_policy(policy)
-    loaded = load_machine(machine)
-    if model is not None and trace is None:
-        step = _dry_trace(model, loaded)
-    elif trace is not None and model is None:
-        step = load_trace(trace)
-    else:
+    if (model is None) == (trace is None):
         raise typer.BadParameter("give either --model MODULE:FACTORY or --trace PATH")
-    problem = step, loaded, _budget(step, device_budget, host_budget, nvme_budget)
-    found = plan_row(*problem, policy, effort.value)
-    if out is not None and found.plan is not None:
-        save_plan(found.plan, out)
-    row, text = found.row.as_dict(), "\n".join([*explain(*problem, found), *advice(*problem, found, effort.value)])
+    loaded = load_machine(machine)
+    with progress() as report:
+        report(f"tracing {model or trace}", None)
+        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path())
+        problem = step, loaded, _budget(step, device_budget, host_budget, nvme_budget)
+        report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
+        found = plan_row(*problem, policy, effort.value)
+        if out is not None and found.plan is not None:
+            save_plan(found.plan, out)
+        report("planning with more of each resource", None)
+        text = "\n".join([*explain(*problem, found), *advice(*problem, found, effort.value)])
+    row = found.row.as_dict()
     if as_json:
         _print_json({**row, "explain": text})
     else:
-        _print_rows([row])
+        print_rows([row])
         print(text)
     if found.plan is None:
         raise typer.Exit(EXIT_INFEASIBLE)
+
+
+@app.command()
+@_reports_errors
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="What engine.save_run or scripts/train.sh wrote.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The page; RUN_DIR/report.html when left out.")] = None,
+    perfetto: Annotated[Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Write scalars into this folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draws what a run did: memory, lanes, waits, decisions, predicted and measured. No page with another output alone."""
+    from tieroff.core.run import load_run
+    from tieroff.planner.predict import predict
+    from tieroff.report.page import check_page, write_page
+    from tieroff.report.perfetto import write_perfetto
+    from tieroff.report.tensorboard import write_scalars
+
+    if out is None and perfetto is None and tensorboard is None:
+        out = run_dir / "report.html"
+    if out is not None and run_dir.is_dir():
+        check_page(out)
+    run = load_run(run_dir)
+    predicted, note = predict(run)
+    if out is not None:
+        write_page(out, run, predicted, note)
+    if perfetto is not None:
+        write_perfetto(perfetto, run, predicted)
+    if tensorboard is not None:
+        write_scalars(tensorboard, run)
+    written = {"report": out, "perfetto": perfetto, "tensorboard": tensorboard}
+    if as_json:
+        _print_json({name: str(path) if path is not None else None for name, path in written.items()})
+    else:
+        for path in filter(None, written.values()):
+            print(f"written to {path}")
 
 
 @app.command()
@@ -276,14 +300,23 @@ def compare(
     step = load_trace(trace)
     loaded = load_machine(machine)
     budget = _budget(step, device_budget, host_budget, nvme_budget)
-    found = compare_rows(step, loaded, budget, names, effort.value)
+    with progress() as report:
+        found = compare_rows(step, loaded, budget, names, effort.value, on_progress=report)
     if plot is not None:
         _write_plot(plot, step, loaded, budget, found)
     rows = [result.row.as_dict() for result in found]
     if as_json:
         _print_json(rows)
     else:
-        _print_rows(rows)
+        print_rows(rows)
+        print("faithful step: under the row's own options; with options it is not compared with auto, whose step is "
+              "at most that of every row")  # fmt: skip
+        for row in rows:
+            if row["reason"]:
+                print(f"{row['policy']}: {row['reason']}")
+
+
+app.command("launch", context_settings=launching.SETTINGS)(_reports_errors(launching.launch))
 
 
 def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, int], found: Sequence[Result]) -> None:
@@ -292,7 +325,8 @@ def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, i
 
     device_bytes = budget[Tier.DEVICE]
     ideal_s = trace.ideal_ns / NS_PER_S
-    compared = [Compared(r.row.policy, ideal_s, r.row.step_s, r.row.bound_s, r.timeline) for r in found]
+    rows = [(r.row, r.row.faithful_step_s if r.row.options else None, r.timeline) for r in found]
+    compared = [Compared(row.policy, ideal_s, row.step_s, row.bound_s, line, own_s) for row, own_s, line in rows]
     title = f"{trace.name or 'trace'} on {machine.name or 'the machine'}, device budget {format_bytes(device_bytes)}"
     write_comparison(path, title, device_bytes, compared)
 
@@ -327,21 +361,6 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title or None, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    for line in lines:
-        table.add_row(*line)
-    console = Console(markup=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    console.print(table)
-
-
 def _print_probe(machine: Machine, found: Survey) -> None:
     speeds = ("write_bytes_per_s", "read_bytes_per_s", "both_write_bytes_per_s", "both_read_bytes_per_s")
     lines = [
@@ -354,23 +373,23 @@ def _print_probe(machine: Machine, found: Survey) -> None:
         )
         for row in found.rows
     ]
-    _print_table(
+    print_table(
         "folders",
         ("folder", "engine", "path", "transfers", "write", "read", "write, both ways", "read, both ways"),
         lines,
     )
     if found.refused:
         refused = [(str(row.dir), row.engine, row.reason) for row in found.refused]
-        _print_table("refused", ("folder", "engine", "why"), refused)
+        print_table("refused", ("folder", "engine", "why"), refused)
     cells = [
         (str(row.dir), row.rates.engine, format_bytes(cell.block_bytes), str(cell.depth),
          _rate(cell.write_bytes_per_s), _rate(cell.read_bytes_per_s))
         for row in found.rows
         for cell in row.cells
     ]  # fmt: skip
-    _print_table("sizes of transfers", ("folder", "engine", "size", "under way", "write", "read"), cells)
+    print_table("sizes of transfers", ("folder", "engine", "size", "under way", "write", "read"), cells)
     drives = [(str(folder), found.file_systems[folder], found.drives[folder] or "not told") for folder in found.best]
-    _print_table("drives", ("folder", "file system", "drive"), drives)
+    print_table("drives", ("folder", "file system", "drive"), drives)
     link = (
         machine.name,
         _rate(machine.d2h_bytes_per_s),
@@ -378,7 +397,7 @@ def _print_probe(machine: Machine, found: Survey) -> None:
         f"{machine.duplex_share:.0%} of the sum",
         f"{1e9 / machine.checksum_bytes_per_s:.2f} s/GB" if machine.checksum_bytes_per_s else "not measurable",
     )
-    _print_table(
+    print_table(
         "link between device and host memory",
         ("machine", "device to host", "host to device", "both ways at once", "checksum, per core"),
         [link],
@@ -387,29 +406,14 @@ def _print_probe(machine: Machine, found: Survey) -> None:
 
 def _print_diagnosis(found: Diagnosis) -> None:
     lines = [(fact.name, "yes" if fact.is_ok else "no", fact.detail) for fact in found.facts]
-    _print_table("machine", ("what", "there", "detail"), lines)
+    print_table("machine", ("what", "there", "detail"), lines)
     folders = [
         (row.dir, row.path, row.file_system, row.drive or "not told", format_bytes(row.free_bytes), row.reason)
         for row in found.dirs
     ]
-    _print_table("folders", ("folder", "path", "file system", "drive", "free", "why not direct"), folders)
+    print_table("folders", ("folder", "path", "file system", "drive", "free", "why not direct"), folders)
     engines = [(row.dir, engine.engine, engine.path, engine.reason) for row in found.dirs for engine in row.engines]
-    _print_table("engines", ("folder", "engine", "path", "why not a better one"), engines)
-
-
-def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints rows of `plan` and `compare` with sizes and times for people."""
-
-    def shown(key: str, value: object) -> str:
-        if value is None:
-            return "-"
-        if key.endswith("_bytes"):
-            return format_bytes(float(str(value)))
-        return format_seconds(float(str(value))) if key.endswith("_s") else str(value)
-
-    columns = list(rows[0]) if rows else ["policy"]
-    heads = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
-    _print_table("", heads, [[shown(column, row.get(column)) for column in columns] for row in rows])
+    print_table("engines", ("folder", "engine", "path", "why not a better one"), engines)
 
 
 def _rate(bytes_per_s: int) -> str:

@@ -110,56 +110,94 @@ Cover = Literal["activations", "parameters", "gradients", "optimizer"]
 _ANY_SIZE = 'bytes like "6GiB" or 4096'
 
 
+def _key(default: object, expected: str, meaning: str) -> Any:
+    """Returns a pydantic field that knows what an error says was expected, and what the reference says of it."""
+    return Field(default=default, description=meaning, json_schema_extra={"expected": expected})
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Budget(_Table):
-    """Limits per tier. A value left out (None) stands for what the machine has.
+    """Limits per tier. A key that is left out stands for what the machine has."""
 
-    * `device`: the device's free memory.
-    * `host`: on CUDA a share of the memory that this process may still use; on the CPU backend 0, since there the
-      device tier is ordinary memory already.
-    * `nvme`: 0 without `[nvme] dirs`, else what those folders have free less a margin (see `tieroff.probe.limits`).
-    """
-
-    device: Share | None = Field(default=None, description='bytes like "6GiB" or a share like "25%"')
-    host: Size | None = Field(default=None, description=_ANY_SIZE)
-    nvme: Size | None = Field(default=None, description=_ANY_SIZE)
+    device: Share | None = _key(
+        None,
+        'bytes like "6GiB" or a share like "25%"',
+        "Device memory that the step may take; a share is one of the step's peak of live bytes with nothing moved. On the CPU "
+        "backend bytes are resident bytes, and what the process itself takes comes off. Left out: the device's free memory.",
+    )
+    host: Size | None = _key(
+        None,
+        _ANY_SIZE,
+        "Pinned host memory, a hard limit. Left out: on CUDA a share of the memory that this process may still use; on the CPU "
+        "backend 0, since there the device tier is ordinary memory already.",
+    )
+    nvme: Size | None = _key(
+        None, _ANY_SIZE, "Room in the folders. Left out: 0 without `[nvme] dirs`, else what they have free, less a margin."
+    )
 
 
 class Nvme(_Table):
     """Where and how the NVMe tier is kept. Without `dirs` there is none, and the other keys have no effect."""
 
-    dirs: Annotated[tuple[Path, ...], BeforeValidator(_to_dirs)] = Field(
-        default=(), description="a list of folders, each named once"
+    dirs: Annotated[tuple[Path, ...], BeforeValidator(_to_dirs)] = _key(
+        (),
+        "a list of folders, each named once",
+        "Folders on local drives, relative to the working directory; extents are striped over them in proportion to their "
+        "measured speed. Nothing is left in them after a run, however it ends.",
     )
-    engine: EngineName = Field(default="auto", description=f"one of {', '.join(get_args(EngineName))}")
-    staging: Size = Field(default=64 * 2**20, description=_ANY_SIZE)
-    checksum: Checksum = Field(default="warmup", description=f"one of {', '.join(get_args(Checksum))}")
+    engine: EngineName = _key(
+        "auto",
+        f"one of {', '.join(get_args(EngineName))}",
+        "How files are read and written. `auto` takes `threads`, or what the machine file found faster in these folders.",
+    )
+    staging: Size = _key(
+        64 * 2**20,
+        _ANY_SIZE,
+        "Bounce buffers between device and drive, part of the host budget; with `host = 0` the only host memory that is taken.",
+    )
+    checksum: Checksum = _key(
+        "warmup",
+        f"one of {', '.join(get_args(Checksum))}",
+        "Which reads are compared with the checksum of what was written: none, those of the first steps, or all.",
+    )
 
 
 class Planning(_Table):
     """How the plan is made and what it may decide."""
 
-    policy: str = Field(default="auto", min_length=1, description='"auto" or the name of a policy')
-    effort: Effort = Field(default="fast", description=f"one of {', '.join(get_args(Effort))}")
-    cover: Annotated[tuple[Cover, ...], BeforeValidator(_to_tuple)] = Field(
-        default=get_args(Cover), description=f"a list out of {', '.join(get_args(Cover))}"
+    policy: Annotated[str, Field(min_length=1)] = _key(
+        "auto", '"auto" or the name of a policy', "`auto`, or the name of a published policy."
     )
-    recompute: bool = Field(default=True, description="true or false")
-    exact: bool = Field(default=True, description="true or false")
-    min_bytes: Size = Field(default=64 * 2**10, description=_ANY_SIZE)
-    machine: FilePath | None = Field(default=None, description="the path of a file written by `tieroff probe`")
+    effort: Effort = _key(
+        "fast", f"one of {', '.join(get_args(Effort))}", "How long planning may take: seconds (`fast`) or minutes (`high`)."
+    )
+    cover: Annotated[tuple[Cover, ...], BeforeValidator(_to_tuple)] = _key(
+        get_args(Cover), f"a list out of {', '.join(get_args(Cover))}", "The classes of tensors that may move."
+    )
+    recompute: bool = _key(True, "true or false", "Whether a plan may run modules again instead of moving what they made.")
+    exact: bool = _key(
+        True, "true or false", "Whether numbers have to be those of the plain run; `explain()` says where they may differ."
+    )
+    min_bytes: Size = _key(64 * 2**10, _ANY_SIZE, "Smaller tensors never move; 0 moves everything that can.")
+    machine: FilePath | None = _key(
+        None,
+        "the path of a file written by `tieroff probe`",
+        "What was measured of this machine. Left out: the links are measured for a few seconds at the start.",
+    )
 
 
 class Config(_Table):
     """Everything that a run can be told. Immutable; `model_copy(update=...)` makes a changed one."""
 
-    device: Device = Field(default="auto", description=f"one of {', '.join(get_args(Device))}")
-    budget: Budget = Field(default=Budget(), description="a table")
-    nvme: Nvme = Field(default=Nvme(), description="a table")
-    plan: Planning = Field(default=Planning(), description="a table")
+    device: Device = _key(
+        "auto", f"one of {', '.join(get_args(Device))}", "Where to compute; `auto` is CUDA where there is one."
+    )
+    budget: Budget = _key(Budget(), "a table", Budget.__doc__ or "")
+    nvme: Nvme = _key(Nvme(), "a table", Nvme.__doc__ or "")
+    plan: Planning = _key(Planning(), "a table", Planning.__doc__ or "")
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None) -> Config:
@@ -227,7 +265,14 @@ def _describe(error: ValidationError, origin: str) -> Iterator[str]:
         elif table is None or key not in table.model_fields:
             yield f"{where}: {problem['msg']}"
         else:
-            yield f"{where}: expected {table.model_fields[key].description}, got {problem['input']!r}"
+            yield f"{where}: expected {_expected(table, key)}, got {problem['input']!r}"
+
+
+def _expected(table: type[_Table], key: str) -> str:
+    """Returns what a key takes, in words."""
+    extra = table.model_fields[key].json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["expected"])
 
 
 def _table_at(tables: list[str]) -> type[_Table] | None:

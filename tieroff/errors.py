@@ -39,6 +39,20 @@ class InvalidPlanError(TieroffError):
         self.rule = rule
 
 
+class CheckpointError(TieroffError):
+    """A checkpoint that cannot be read, or does not fit the model.
+
+    Attributes:
+        missing: what the model has and the checkpoint has not.
+        unexpected: what the checkpoint has and the model has not.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[str, ...] = (), unexpected: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+
+
 class TraceMismatchError(TieroffError):
     """A plan or a trace that belongs to another model or step."""
 

@@ -20,11 +20,15 @@ BELOW = {
     "report": {"core", *EDGES},
     "probe": {"core", "storage", *EDGES},
     "runtime": {"core", "storage", *EDGES},
-    "api": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", *EDGES},
+    "ranks": {"core", *EDGES},
+    "api": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", "ranks", *EDGES},
 }
-BELOW["__init__"] = {"api", *BELOW["api"]}
-BELOW["cli"] = {"__init__", "api", *BELOW["api"]}
+BELOW["checkpoint"] = {"api", *BELOW["api"]}
+BELOW["__init__"] = {"api", "checkpoint", *BELOW["api"]}
+BELOW["launch"] = {"api", *BELOW["api"]}
+BELOW["cli"] = {"__init__", "api", "launch", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}
+BELOW["integrations"] = {"api", *BELOW["api"]}
 
 WITHOUT_TORCH = {"errors", "units", "config", "core", "planner", "storage"}
 WITH_NATIVE = {"storage", "planner"}

@@ -13,7 +13,7 @@ FUNCTION_LINES_MAX = 80
 BROAD = {"Exception", "BaseException"}
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 UNWANTED_WORDS = {"manager", "handler", "helper", "helpers", "utils", "util", "swapper", "info"}
-ENVIRONMENT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "CONFIG_VARIABLE"}
+ENVIRONMENT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CONFIG_VARIABLE"}
 MARKS = ("TO" + "DO", "FIX" + "ME", "X" * 3)
 
 Rule = Callable[[ast.AST, Path], str]

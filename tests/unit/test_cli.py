@@ -15,14 +15,15 @@ import pytest
 from typer.testing import CliRunner
 
 import tieroff
-from tieroff import cli
 from tieroff.cli import app
 from tieroff.core.machine import load_machine
+from tieroff.report.terminal import progress
 
 GIB = 2**30
 ROW_KEYS = [
     "policy", "status", "step_s", "ideal_s", "bound_s", "stall_s", "peak_device_bytes", "peak_host_bytes",
     "peak_nvme_bytes", "d2h_bytes", "h2d_bytes", "nvme_write_bytes", "nvme_read_bytes", "recompute_s", "plan_s",
+    "kind", "options", "faithful_step_s", "reason",
 ]  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(
     reader, writer = os.openpty() if is_terminal else os.pipe()
     with open(reader, "rb") as shown, open(writer, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with cli._progress() as report:
+        with progress() as report:
             report("first writes", 0.5)
         terminal.flush()
         os.set_blocking(shown.fileno(), False)
@@ -351,8 +352,11 @@ def test_compare_prints_a_row_per_policy(problem: list[str | Path]) -> None:
     assert [row["policy"] for row in rows] == ["floor", "greedy"]
     assert all(list(row) == ROW_KEYS for row in rows)
     assert rows[1]["step_s"] <= rows[0]["step_s"]
+    assert [(row["kind"], row["options"], row["reason"]) for row in rows] == [("static", "", "")] * 2
+    assert all(row["faithful_step_s"] == row["step_s"] for row in rows)
     status, text = run("compare", *problem, "--device-budget", "4GiB")
     assert status == 0
+    assert "zero-offload: expected a plan within 4.00 GiB" in text and "faithful step: under" in text
     assert all(policy in text for policy in ("auto", "floor", "greedy"))
 
 

@@ -14,7 +14,7 @@ from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.tracing.roofline import Roofline
 
-RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml")
+RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml", "two_ranks.toml")
 MACHINES = (
     "a100_40gb.toml", "a100_80gb.toml", "h100_80gb.toml", "h200_4xgen5.toml", "h200_8xgen5.toml", "rtx4090_1xgen4.toml",
 )  # fmt: skip

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 
-OWN_WITH_WRAP = {"_native", "api", "config", "core", "errors", "planner", "probe", "runtime", "storage", "tracing", "units"}
+OWN_WITH_WRAP = {
+    "_native", "api", "config", "core", "errors", "planner", "probe", "ranks", "runtime", "storage", "tracing", "units",
+}  # fmt: skip
 """Packages that running a step needs."""
 
 FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "psutil", "pydantic", "pydantic_core", "torch", "typing_inspection"}

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.errors import StoreError
+from tieroff.errors import StateError, StoreError
 from tieroff.runtime.backend import Backend
+from tieroff.runtime.clipping import add_owner
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
 from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.optimizer import BucketedStep
+from tieroff.runtime.place import HomePlace
 from tieroff.runtime.program import Phase, Program
+from tieroff.storage.pages import MappedFiles
 from tieroff.storage.store import Store
 
 log = logging.getLogger("tieroff")
@@ -50,6 +53,7 @@ class Custody:
         executor, traffic: what moves them.
         stepper: the optimizer's stand-in, once one is attached.
         unmoved: name of a parameter that stays where it is -> why.
+        may_be_hollow: some parameter or buffer lay on the meta device when last seen.
         is_open: False once everything was given back.
     """
 
@@ -65,19 +69,31 @@ class Custody:
         self.executor = Executor(self.traffic, self.tier_for, settings.min_bytes, settings.covers)
         self.stepper: BucketedStep | None = None
         self.unmoved: dict[str, str] = {}
+        self.may_be_hollow = False
         self.is_open = True
         self._hooks: dict[int, Any] = {}
         self._identity: tuple[Any, ...] = ()
+        add_owner(self)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """By id of the parameter."""
+        return self.executor.names_by_id
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step computes."""
+        return self.backend.device
 
     def move_to_device(self) -> None:
         """Puts buffers, and parameters that will have no home below, on the device; the others go there as they are used."""
         device = self.backend.device
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
+                if buffer is not None and buffer.device != device and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
         for parameter in self.model.parameters():
-            if parameter.device != device and self._why_kept(parameter):
+            if parameter.device != device and not parameter.is_meta and self._why_kept(parameter):
                 parameter.data = parameter.data.to(device)
 
     def register(self) -> None:
@@ -85,6 +101,7 @@ class Custody:
         gate = self.executor.gate
         known = {id(item.tensor): item for item in gate.items.values() if item.tensor is not None}
         gate.items, self.unmoved = {}, {}
+        mapped = MappedFiles()
         self.executor.names_by_id = {}
         for position, (name, parameter) in enumerate(self.model.named_parameters()):
             self.executor.names_by_id[id(parameter)] = name
@@ -98,23 +115,60 @@ class Custody:
                 item.detach(self.traffic)
                 self._unhook({id(parameter)} & self._hooks.keys())  # with other memory comes another node that accumulates
                 self._hook_gradient(parameter)
-            reason = self._why_kept(parameter)
-            if reason:
-                self.unmoved[name] = reason
-                continue
-            size_bytes = parameter.numel() * parameter.element_size()
-            if parameter.device != self.backend.device:
-                parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
-            item = ParameterItem(position, name, parameter, self.tier_for(size_bytes), self.backend.device)
-            item.adopt(self.traffic)
-            gate.items[id(parameter)] = item
-            item.leave(self.traffic)
+            self._take(position, name, parameter, mapped)
+        self.may_be_hollow = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         for gone in known.values():
             gone.detach(self.traffic)
         self._unhook({key for key in self._hooks if key not in self.executor.names_by_id})
         gate.forget_strangers()
         gate.is_open = bool(gate.items)
         self._identity = self._look()
+
+    def _take(self, position: int, name: str, parameter: torch.nn.Parameter, mapped: MappedFiles) -> None:
+        reason = self._why_kept(parameter)
+        if reason:
+            self.unmoved[name] = reason
+            return
+        if parameter.device != self.backend.device:
+            parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
+        size_bytes = parameter.numel() * parameter.element_size()
+        item = ParameterItem(position, name, parameter, self.tier_for(size_bytes), self.backend.device)
+        item.adopt(self.traffic)
+        self.executor.gate.items[id(parameter)] = item
+        item.settle_below(self.traffic, mapped)
+
+    def take_filled(self, parameter: torch.nn.Parameter) -> None:
+        """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
+        name = self.executor.names_by_id[id(parameter)]
+        position = list(self.executor.names_by_id).index(id(parameter))
+        self._hook_gradient(parameter)
+        self.unmoved.pop(name, None)
+        self._take(position, name, parameter, MappedFiles.none())
+        if name in self.unmoved and parameter.device != self.backend.device:
+            parameter.data = parameter.data.to(self.backend.device)
+        self.executor.gate.is_open = bool(self.executor.gate.items)
+
+    def check_filled(self) -> None:
+        """Returns if every parameter and buffer has a value.
+
+        Raises:
+            StateError: some lie on the meta device.
+        """
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        hollow = [name for name, tensor in named if tensor.is_meta]
+        self.may_be_hollow = bool(hollow)
+        if hollow:
+            shown = ", ".join(hollow[:5]) + (f" and {len(hollow) - 5} more" if len(hollow) > 5 else "")
+            raise StateError(
+                f"expected parameters and buffers with values, got {len(hollow)} on the meta device: {shown}; give them some "
+                "with tieroff.load_weights, or by hand what no checkpoint holds (buffers that are not persistent)"
+            )
+
+    def trim(self, parameter: torch.Tensor) -> None:
+        """Drops the pages of a parameter's home from memory and page cache; its value stays."""
+        item = self.executor.gate.items.get(id(parameter))
+        if item is not None and item.tensor is parameter and isinstance(item.place, HomePlace):
+            item.place.home.trim()
 
     def _why_kept(self, parameter: torch.Tensor) -> str:
         if TensorClass.PARAMETER not in self.settings.covers:
@@ -126,6 +180,8 @@ class Custody:
     def _hook_gradient(self, parameter: torch.Tensor) -> None:
         if id(parameter) in self._hooks or not (parameter.requires_grad and parameter.is_leaf):
             return
+        if parameter.is_meta:
+            return  # hooked when it has its value, which comes with another node
         if parameter.layout is not torch.strided:
             return  # never moved, and a sparse one has no view through which to find its node
 

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tieroff.core.describe import describe
-from tieroff.core.files import save_plan, save_timeline, save_trace
+from tieroff.core.describe import Told, explain
+from tieroff.core.history import History
+from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.recording import Recorder
+from tieroff.core.run import Run, save_run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
+from tieroff.runtime import state_dicts
 from tieroff.runtime.backend import Backend
 from tieroff.runtime.custody import Custody, Settings
 from tieroff.runtime.hooks import ForwardSlot, RecurrentWeights
 from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.parameters import functorch_is_active, install, uninstall
-from tieroff.runtime.program import Mode
+from tieroff.runtime.program import Mode, Program
 from tieroff.runtime.stats import Stats
 from tieroff.runtime.steps import MakePlan, Steps
 from tieroff.storage.store import Store
-from tieroff.units import format_bytes, format_seconds
+
+WriteReport = Callable[[Run, Path], None]
+MachineOf = Callable[[Trace], Machine | None]
 
 
 class Engine:
@@ -46,16 +51,19 @@ class Engine:
         make_plan: MakePlan,
         make_recorder: Callable[[], Recorder],
         on_close: Callable[[], None],
+        machine_of: MachineOf = lambda trace: None,
+        write_report: WriteReport | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
         self.stores = stores
         self._backend = backend
         self._on_close = on_close
+        self._machine_of, self._write_report = machine_of, write_report
         self._custody = Custody(model, backend, stores, settings)
         self._steps = Steps(self._custody, make_plan, make_recorder)
         self.executor = self._custody.executor
-        self._slots: list[ForwardSlot | RecurrentWeights] = []
+        self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
         self._pid = os.getpid()
         self.is_closed = False
         try:
@@ -65,6 +73,11 @@ class Engine:
             raise
 
     def _take_over(self) -> None:
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
+            raise StateError(
+                "this model was compiled in place (model.compile()): calls of it go past tieroff; wrap torch.compile(model) "
+                "instead, or leave it uncompiled"
+            )
         for module in self.model.modules():
             if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
                 raise StateError(
@@ -82,6 +95,8 @@ class Engine:
         root = ForwardSlot(self.model, self._forward)
         root.engine = self
         self._slots.append(root)
+        if self._backend.device.type != "cpu":
+            self._slots.append(state_dicts.install(self.model))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer whose `step` ends a training step.
@@ -95,8 +110,43 @@ class Engine:
         self._custody.stepper = BucketedStep(
             optimizer, self.executor, self._before_update, self._steps.after_update, self.settings.min_bytes
         )
+        if self._backend.device.type != "cpu":
+            self._slots.append(state_dicts.install_on_optimizer(optimizer))
         self._custody.stepper.take_over_state()
         self._steps.programs.clear()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The attached optimizer, None while there is none."""
+        stepper = self._custody.stepper
+        return stepper.optimizer if stepper is not None else None
+
+    def begin_in(self, method: str) -> None:
+        """Has steps begin in another method of the model too: one that a trainer calls in place of its forward.
+
+        Args:
+            method: name of a method that computes the loss, and neither runs backward nor updates. Naming it twice is naming
+                it once.
+        """
+        self._check_alive()
+        if not isinstance(self.model.__dict__.get(method), ForwardSlot):
+            self._slots.append(ForwardSlot(self.model, self._forward, method))
+
+    def settle(self) -> None:
+        """Takes over what was changed from outside since the last step, and puts optimizer state that is new below."""
+        self._check_alive()
+        self._steps.check_model()
+        if self._custody.stepper is not None:
+            self._custody.stepper.take_over_state()
+
+    def take_filled(self, parameter: torch.nn.Parameter) -> None:
+        """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
+        self._custody.take_filled(parameter)
+        self._steps.programs.clear()
+
+    def trim(self, parameter: torch.Tensor) -> None:
+        """Drops the pages of a parameter's home from memory and page cache; its value stays."""
+        self._custody.trim(parameter)
 
     def close(self) -> None:
         """Gives everything back: a plain module and optimizer with their values intact; threads and files end."""
@@ -121,6 +171,8 @@ class Engine:
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's forward."""
         self._check_alive()
+        if self._custody.may_be_hollow:
+            self._custody.check_filled()
         executor = self.executor
         if executor.gate.depth or functorch_is_active():
             return inner(*args, **kwargs)
@@ -198,10 +250,19 @@ class Engine:
     @property
     def timeline(self) -> Timeline:
         """What the last planned step did when, on compute and on each link."""
-        timeline = self._steps.timeline
-        if timeline is None:
+        last = self._steps.last
+        if last is None or last.ran is None:
             raise StateError("there is no timeline yet; the first planned step is the third")
-        return timeline
+        return last.ran[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._backend.device
+
+    def watch(self, seen: Callable[[Stats, Plan | None], None]) -> None:
+        """Has `seen` be called after every step, with its figures and the plan of its kind, None while there is none."""
+        self._steps.watchers.append(seen)
 
     @property
     def device_bytes(self) -> int:
@@ -219,27 +280,37 @@ class Engine:
             raise StateError("there are no figures yet; run a training step first")
         return stats
 
-    def explain(self) -> str:
-        """Returns text: what lives where and why, predicted and measured time, what was left alone and by which rule."""
-        last = self._steps.last
-        if last is None:
+    @property
+    def history(self) -> History:
+        """The figures of the last 4096 steps, oldest first."""
+        return History(tuple(self._steps.history))
+
+    def explain(self, *, detail: bool = False) -> str:
+        """Returns text: five lines on what moved and where, what it cost, exactness, and what was left alone.
+
+        It is of the kind of step that ran last, or, while that has no plan, of the last kind that has one.
+
+        Args:
+            detail: adds bytes per class and link, what keeps tensors on the device, and the biggest that move.
+        """
+        if self._steps.last is None:
             return "No training step has run yet: nothing is known of this model's tensors."
-        if last.plan is None or last.trace is None:
-            return "The first two steps are traced and measured, with everything moved out; the plan comes with the third."
-        lines = describe(last.trace, last.plan)
+        for program in self._kinds():
+            if program.trace is not None and program.plan is not None:
+                return self._explain(program.trace, program.plan, detail=detail)
+        return "The first two steps are traced and measured, with everything moved out; the plan comes with the third."
+
+    def _kinds(self) -> Iterator[Program]:
+        """Yields the kinds of steps, the one that ran last first."""
+        if self._steps.last is not None:
+            yield self._steps.last
+        yield from reversed(self._steps.programs.values())
+
+    def _explain(self, trace: Trace, plan: Plan, *, detail: bool) -> str:
         stats = self._steps.stats
-        if stats is not None:
-            lines.append(
-                f"Last step ({stats.phase}): {format_seconds(stats.step_s)}, of which compute "
-                f"{format_seconds(stats.compute_s)} and waiting for transfers {format_seconds(stats.stall_s)}; "
-                f"device peak {format_bytes(stats.peak_device_bytes)} by the engine's count."
-            )
-        lines.append("Numbers are those of the plain run, bit for bit: nothing is rounded or reordered.")
-        lines.append("Tensors saved outside the model's forward (by a loss, say) are counted, not moved; tieroff.scope does.")
-        for reason, names in self._unmoved_by_reason().items():
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"Left alone, {reason}: {shown}.")
-        return "\n".join(lines)
+        measured = stats.figures() if stats is not None else None
+        told = Told(trace, plan, measured, self._unmoved_by_reason(), self._backend.device.type == "cpu")
+        return "\n".join(explain(told, detail=detail))
 
     def _unmoved_by_reason(self) -> dict[str, list[str]]:
         reasons: dict[str, list[str]] = {}
@@ -247,17 +318,38 @@ class Engine:
             reasons.setdefault(reason, []).append(name)
         return reasons
 
+    def _run(self) -> Run:
+        for program in self._kinds():
+            if program.trace is not None and program.plan is not None and program.moves_nothing:
+                trace, plan, timeline = program.trace, program.plan, Timeline((), (), ())
+            elif program.ran is not None:
+                trace, plan, timeline = program.ran
+            else:
+                continue
+            explanation = self._explain(trace, plan, detail=True)
+            machine = self._machine_of(trace)
+            return Run(trace, plan, timeline, self.settings.config_toml, self.history.steps, machine, explanation)
+        raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")
+
     def save_run(self, folder: str | Path) -> None:
-        """Writes config.toml, trace.json, plan.json and timeline.json of the last planned step into a folder.
+        """Writes what the last planned step was and did into a folder, for `tieroff report` and other programs.
+
+        The files are config.toml, trace.json, plan.json, timeline.json, steps.json, planned_machine.toml and explain.txt.
 
         Raises:
             StateError: no step has run under a plan yet.
+            OSError: a file cannot be written; each one is whole, or as it was before.
         """
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        trace, plan = self.trace, self.plan
-        (path / "config.toml").write_text(self.settings.config_toml, encoding="utf-8")
-        save_trace(trace, path / "trace.json")
-        save_plan(plan, path / "plan.json")
-        timeline = Timeline((), (), ()) if plan.moves_nothing else self.timeline
-        save_timeline(timeline, path / "timeline.json")
+        save_run(self._run(), folder)
+
+    def save_report(self, path: str | Path) -> None:
+        """Writes one HTML page that shows the last planned step: memory, lanes, stalls, decisions, predicted and measured.
+
+        Raises:
+            StateError: no step has run under a plan yet.
+            ConfigError: plotly is not installed, or the path names no .html file in a folder that exists.
+            OSError: the file cannot be written; what was there before is as it was.
+        """
+        if self._write_report is None:
+            raise StateError("this engine was made without a way to draw; tieroff.wrap makes one that can")
+        self._write_report(self._run(), Path(path))

@@ -18,7 +18,7 @@ from tieroff.runtime.backend import bytes_of
 from tieroff.runtime.demand import OnDemand
 from tieroff.runtime.gradients import Gradients
 from tieroff.runtime.homes import HomeItem, ParameterItem
-from tieroff.runtime.item import Counts, Item, Traffic
+from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.parameters import Gate, current_graph_task
 from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.state import Event, State
@@ -115,7 +115,7 @@ class Executor:
         self.unborn_bytes += program.births[cursor - 1]
         transient = program.trace.ops[cursor - 1].transient_bytes
         count = self.traffic.device_bytes + max(self.unborn_bytes, 0) + transient
-        self.peak_bytes = max(self.peak_bytes, count)
+        self.peak_bytes = max(self.peak_bytes, self.traffic.note_memory(count))
 
     def _act(self, program: Program, cursor: int) -> None:
         actions = program.actions[cursor]
@@ -176,7 +176,7 @@ class Executor:
         self.cursor = self._activation_count = self.peak_bytes = self.unborn_bytes = 0
         self._keys, self._names, self.starts_ns, self.stops_ns, self.recorded = [], [], [], [], []
         self.saw_backward = False
-        self.traffic.counts, self.traffic.spans = Counts(), []
+        self.traffic.begin_step()
         self._written = program.written
         self.saved_tensors.forget()
         self.gate.live.sweep()

@@ -6,6 +6,7 @@ extent in a file): touching it works. The tensor object never changes; only what
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -17,6 +18,7 @@ from tieroff.runtime.backend import bytes_of, view_of
 from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.place import HomePlace, Place
 from tieroff.runtime.state import ON_DEVICE, Event, State
+from tieroff.storage.pages import MappedFiles
 
 
 def why_unmovable(tensor: torch.Tensor) -> str:
@@ -38,6 +40,20 @@ def why_unmovable(tensor: torch.Tensor) -> str:
     if not _is_dense(tensor):
         return "its elements overlap or leave gaps"
     return ""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor that holds a tensor's bytes in this process.
+
+    Of a `DTensor` that is this rank's shard: the very object that the `DTensor` computes on, so that its `.data` may lie
+    here or there as that of any other tensor. Everything else holds its bytes itself.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor; importing it takes long
+    if distributed is None or not isinstance(tensor, distributed.DTensor):
+        return tensor
+    with torch.no_grad():  # under autograd it would be a view
+        local: torch.Tensor = tensor.to_local()
+    return local
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -182,6 +198,13 @@ class HomeItem(Item):
         """Has the tensor lie below, with its latest value."""
         self.refresh(traffic)
         traffic.leave(self)
+
+    def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
+        """Has a tensor that was just adopted lie below; a mapped checkpoint that it lay in leaves memory."""
+        memory = self.device
+        self.leave(traffic)
+        if memory is not None and memory.is_cpu and self.device is None:
+            mapped.page_out(memory.data_ptr(), self.size_bytes)
 
     def leave_place(self, traffic: Traffic) -> None:
         """Gives the room below back; the tensor stays where it is lifted to."""

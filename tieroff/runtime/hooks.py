@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,38 +17,46 @@ from tieroff.runtime.parameters import Gate, current_graph_task, functorch_is_ac
 
 
 class ForwardSlot:
-    """Stands in for a module instance's `forward`. A copy or a pickle of the module gets its class's own again."""
+    """Stands in for a module instance's `forward`, or for another of its methods that begins a step.
 
-    def __init__(self, module: torch.nn.Module, around: Callable[..., Any]) -> None:
+    A copy or a pickle of the module gets its class's own again.
+    """
+
+    def __init__(self, module: torch.nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
         self._module = module
-        self._had_own = module.__dict__.get("forward")
-        self.inner = module.forward
+        self._method = method
+        self._had_own = module.__dict__.get(method)
+        self.inner = getattr(module, method)
         self._around = around
+        self._is_removed = False
         self.engine: Any = None
         functools.update_wrapper(self, self.inner, updated=())
         for name, value in getattr(self.inner, "__dict__", {}).items():
             self.__dict__.setdefault(name, value)  # those of a slot inside this one must not take the place of its own
         self.__signature__ = inspect.signature(self.inner)
-        module.__dict__["forward"] = self
+        module.__dict__[method] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_removed:  # somebody else's forward has it inside
+            return self.inner(*args, **kwargs)
         return self._around(self.inner, args, kwargs)
 
     def remove(self) -> None:
-        """Gives the module its own forward back."""
-        if self._module.__dict__.get("forward") is not self:
+        """Gives the module its own method back."""
+        self._is_removed = True
+        if self._module.__dict__.get(self._method) is not self:
             return
         if self._had_own is not None:
-            self._module.__dict__["forward"] = self._had_own
+            self._module.__dict__[self._method] = self._had_own
         else:
-            del self._module.__dict__["forward"]
+            del self._module.__dict__[self._method]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = memo.get(id(self._module), self._module)
-        return types.MethodType(type(self._module).forward, owner)
+        return types.MethodType(getattr(type(self._module), self._method), owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "forward")
+        return getattr, (self._module, self._method)
 
 
 class _WrittenBuffers:
@@ -147,17 +155,28 @@ class RecurrentWeights:
 
 def signature_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Returns what tells one kind of step from another: shapes and types of the inputs, modes of model and autocast."""
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = leaves_of((args, kwargs))
     described = tuple(
         (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves
     )
     return (*described, model.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
 
 
+def leaves_of(values: Any) -> list[Any]:
+    """Returns the leaves of a nested structure, in order; of mappings that torch does not know (a tokenizer's batch) too."""
+    found: list[Any] = []
+    for leaf in torch.utils._pytree.tree_leaves(values):
+        if isinstance(leaf, Mapping):
+            found += leaves_of(dict(leaf))
+        else:
+            found.append(leaf)
+    return found
+
+
 def storages_of(values: Any) -> set[int]:
     """Returns the identities of the storages of all plain tensors in a nested structure."""
     return {
         leaf.untyped_storage()._cdata
-        for leaf in torch.utils._pytree.tree_leaves(values)
+        for leaf in leaves_of(values)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and type(leaf) in (torch.Tensor, torch.nn.Parameter)
     }

@@ -88,7 +88,9 @@ class Traffic:
     Attributes:
         device_bytes: bytes of device copies that the engine holds now.
         counts: bytes moved and time waited since `counts` was last replaced.
-        transfers: finished copies as (item index, link, start_ns, stop_ns, bytes), when `keep_spans`.
+        spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
+        waits: waits for copies as (item index, source, target, start_ns, stop_ns), when `keep_spans`.
+        memory: bytes held per tier at the end of each op of a planned step, when `keep_spans`.
     """
 
     def __init__(
@@ -99,8 +101,23 @@ class Traffic:
         self.counts = Counts()
         self.device_bytes = 0
         self.keep_spans = False
-        self.spans: list[tuple[int, str, Arrival, int]] = []
+        self.begin_step()
         self._demote = demote
+
+    def begin_step(self) -> None:
+        """Counts and spans are those of the step that begins here."""
+        self.counts = Counts()
+        self.spans: list[tuple[int, str, Arrival, int]] = []
+        self.waits: list[tuple[int, Tier, Tier, int, int]] = []
+        self.memory: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+
+    def note_memory(self, device_bytes: int) -> int:
+        """Keeps what each tier holds at the end of an op; returns `device_bytes`."""
+        if self.keep_spans:
+            for tier, held in self.memory.items():
+                store = self.stores.get(tier)
+                held.append(device_bytes if tier is Tier.DEVICE else store.used_bytes if store is not None else 0)
+        return device_bytes
 
     def hold(self, item: Item, device: torch.Tensor) -> None:
         """Takes a device copy that the program or the backend made under the engine's care."""
@@ -161,7 +178,7 @@ class Traffic:
             if arrival is None:
                 continue
             try:
-                self._wait(arrival, f"ending {item.name}")
+                self._wait(item, arrival, f"ending {item.name}")
             except StoreError as error:
                 log.warning("%s; nobody needs these bytes any more", error)
         item.leaving = item.arriving = None
@@ -199,7 +216,7 @@ class Traffic:
         if arrival is None:
             return
         try:
-            self._wait(arrival, f"copying {item.name} out")
+            self._wait(item, arrival, f"copying {item.name} out")
             if item.kind is not TensorClass.ACTIVATION:
                 self.backend.join(arrival)  # people may touch it next
             if item.state is State.LEAVING:  # not STALE: then these bytes are no news
@@ -232,7 +249,7 @@ class Traffic:
         if arrival is None:
             return
         try:
-            self._wait(arrival, f"bringing {item.name} back")
+            self._wait(item, arrival, f"bringing {item.name} back")
         except StoreError:
             item.arriving = None
             self._free_device(item)
@@ -248,13 +265,18 @@ class Traffic:
             item.device = None
             self.device_bytes -= item.size_bytes
 
-    def _wait(self, arrival: Arrival, what: str) -> None:
+    def _wait(self, item: Item, arrival: Arrival, what: str) -> None:
         start_ns = 0 if arrival.done() else time.monotonic_ns()
         try:
             await_arrival(arrival, what)
         finally:
             if start_ns:
-                self.counts.stall_ns += time.monotonic_ns() - start_ns
+                stop_ns = time.monotonic_ns()
+                self.counts.stall_ns += stop_ns - start_ns
+                if self.keep_spans:
+                    below = item.place.tier if item.place is not None else item.tier
+                    ends = (Tier.DEVICE, below) if arrival is item.leaving else (below, Tier.DEVICE)
+                    self.waits.append((item.index, *ends, start_ns, stop_ns))
 
     def _count(self, item: Item, link: str, arrival: Arrival) -> None:
         self.counts.moved_bytes[link] += item.size_bytes

@@ -17,9 +17,10 @@ from tieroff.core.recording import buckets_of
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
 from tieroff.runtime.executor import Executor
-from tieroff.runtime.homes import HomeItem, why_unmovable
+from tieroff.runtime.homes import HomeItem, local_of, why_unmovable
 from tieroff.runtime.program import Mode
 from tieroff.runtime.state import Event, State
+from tieroff.storage.pages import MappedFiles
 
 log = logging.getLogger("tieroff")
 
@@ -63,6 +64,7 @@ class BucketedStep:
         self._bucketed_ids: tuple[int, ...] = ()
         self._positions: dict[int, int] = {}
         self._state_taken_over: Any = None
+        self.is_removed = False
         self.is_split = self._can_be_split()
         self._install()
 
@@ -74,6 +76,8 @@ class BucketedStep:
 
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             """Performs one optimization step, bucket by bucket (tieroff)."""
+            if this.is_removed:  # somebody kept this method, as trainers with a loss scale do
+                return type(self).step(self, *args, **kwargs)
             return this.step(*args, **kwargs)
 
         step._bucketed_by = this  # type: ignore[attr-defined]
@@ -84,6 +88,7 @@ class BucketedStep:
 
     def remove(self) -> None:
         """Gives the optimizer its own `step` and plain state tensors back."""
+        self.is_removed = True
         if self._previous is not None:
             self.optimizer.step = self._previous  # type: ignore[method-assign]
         else:
@@ -99,7 +104,7 @@ class BucketedStep:
         optimizer: Any = self.optimizer
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
         self._begin()
-        if self._executor.mode is Mode.PASS:
+        if self._moves_nothing():
             out = type(optimizer).step(optimizer, *args, **kwargs)
             self._ended()
             return out
@@ -109,13 +114,19 @@ class BucketedStep:
             if changed is not None:
                 (_, *args), kwargs = changed
         loss, args, kwargs = self._run_closure(args, kwargs)
-        self._update(args, kwargs)
+        if self._moves_nothing():  # a closure ran the step's forward, which needs nothing moved
+            raw_step(optimizer)(optimizer, *args, **kwargs)
+        else:
+            self._update(args, kwargs)
         optimizer._optimizer_step_code()
         post = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
         for hook in list(post):
             hook(optimizer, (optimizer, *args), kwargs)
         self._ended()
         return loss
+
+    def _moves_nothing(self) -> bool:
+        return self._executor.mode is Mode.PASS
 
     def _run_closure(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         kwargs = dict(kwargs)
@@ -205,6 +216,7 @@ class BucketedStep:
         if state is self._state_taken_over:
             return
         self._state_taken_over = state
+        mapped = MappedFiles()
         executor = self._executor
         device = executor.traffic.backend.device
         for bucket in self.buckets():
@@ -214,7 +226,7 @@ class BucketedStep:
                 if executor.is_elsewhere(tensor) and is_updated_there and key != "step":
                     tensor.data = tensor.data.to(device)
             for item in self._adopt_state(bucket):
-                item.leave(executor.traffic)
+                item.settle_below(executor.traffic, mapped)
 
     def _let_go_of_strangers(self) -> None:
         """Ends the care for state of parameters that left the optimizer."""
@@ -223,10 +235,10 @@ class BucketedStep:
             del self.items[key]
 
     def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Returns (parameter, key, tensor) of the state tensors of a bucket."""
+        """Returns (parameter, key, tensor) of the state tensors of a bucket; of a sharded one, this rank's shard."""
         state = self.optimizer.state
         return [
-            (param, key, value)
+            (param, key, local_of(value))
             for param in bucket
             if param in state
             for key, value in state[param].items()
@@ -355,5 +367,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _size(tensor: torch.Tensor) -> int:
+    """Returns the bytes that a tensor has on this rank."""
+    tensor = local_of(tensor)
     return tensor.numel() * tensor.element_size()
 

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.units import NS_PER_S
 
@@ -57,6 +58,7 @@ class Program:
         names: the same for people.
         activations: ordinal of a saved storage -> (trace index, size).
         actions: per tick, derived from the plan.
+        ran: trace and plan of the last step that ran as planned, and what it did; a newer plan may wait for its first.
         births: per op, bytes of activations and gradients that come to life in it.
         mismatches: steps in a row that left the sequence.
         retraces: how often it was traced again.
@@ -75,6 +77,7 @@ class Program:
     names: list[str] = field(default_factory=list)
     trace: Trace | None = None
     plan: Plan | None = None
+    ran: tuple[Trace, Plan, Timeline] | None = None
     index: dict[Hashable, int] = field(default_factory=dict)
     actions: list[TickActions] = field(default_factory=list)
     births: list[int] = field(default_factory=list)

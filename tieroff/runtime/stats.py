@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tieroff.core.history import StepFigures
+from tieroff.units import NS_PER_S
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -37,3 +40,23 @@ class Stats:
     fallbacks: int
     phase: str
     settings: dict[str, str]
+
+    def figures(self, number: int = 0) -> StepFigures:
+        """Returns what of this is kept of every step, as that of step `number`."""
+        return StepFigures(
+            number=number,
+            phase=self.phase,
+            step_ns=round(self.step_s * NS_PER_S),
+            compute_ns=round(self.compute_s * NS_PER_S),
+            stall_ns=round(self.stall_s * NS_PER_S),
+            recompute_ns=round(self.recompute_s * NS_PER_S),
+            peak_device_bytes=self.peak_device_bytes,
+            peak_host_bytes=self.peak_host_bytes,
+            nvme_bytes=self.nvme_bytes,
+            moved_bytes=dict(self.moved_bytes),
+            fallbacks=self.fallbacks,
+        )
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the figures as name -> value, as TensorBoard and other loggers of scalars take them."""
+        return self.figures().scalars()

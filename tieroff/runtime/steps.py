@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.core.timeline import OpSpan, Timeline, TransferSpan
+from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError
 from tieroff.runtime.custody import Custody
@@ -28,6 +30,8 @@ MakePlan = Callable[[Trace, dict[str, float]], Plan]
 
 # Kinds of steps (signatures) whose traces and plans are kept.
 _PROGRAMS_KEPT = 16
+# Steps whose figures are kept.
+_HISTORY_STEPS = 4096
 # Steps in a row that must leave a plan before the kind is traced again; doubled each time.
 _MISMATCHES_BEFORE_RETRACE = 2
 _RECORDINGS_AT_MOST = 6
@@ -52,7 +56,8 @@ class Steps:
         programs: signature of a step's first input -> what is known of that kind of step.
         last: the kind that ran last.
         recomputed: dotted path of a module -> its forward's stand-in.
-        stats, timeline: of the last step, and of the last planned one.
+        stats: of the last step.
+        history: figures of the last steps, oldest first.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class Steps:
         self.last: Program | None = None
         self.recomputed: dict[str, ForwardSlot] = {}
         self.stats: Stats | None = None
-        self.timeline: Timeline | None = None
+        self.watchers: list[Callable[[Stats, Plan | None], None]] = []
+        self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
         self._program: Program | None = None
         self._step_is_over = True
         self._begun_ns = self._recompute_ns = self._steps_done = 0
@@ -162,6 +168,11 @@ class Steps:
         self._step_is_over = True
         self._note_stats()
         self._steps_done += 1
+        assert self.stats is not None and self._program is not None
+        for seen in self.watchers:
+            seen(self.stats, self._program.plan)
+        assert self.stats is not None
+        self.history.append(self.stats.figures(self._steps_done))
         if self._steps_done == _WARMUP_STEPS:
             for store in self._custody.stores.values():
                 store.end_warmup()
@@ -302,9 +313,11 @@ class Steps:
             settings={"backend": self._custody.backend.name, **self._custody.settings.chosen},
         )
         if executor.mode is Mode.PLANNED and self._custody.traffic.keep_spans:
-            self.timeline = self._measured_timeline(program)
+            assert program.trace is not None and program.plan is not None
+            program.ran = program.trace, program.plan, self._measured_timeline(program)
 
     def _measured_timeline(self, program: Program) -> Timeline:
+        """Returns what the step did up to here."""
         start_ns = self._begun_ns
         executor = self._custody.executor
         ops = tuple(
@@ -322,5 +335,22 @@ class Steps:
                 )
             )
         transfers.sort(key=lambda span: span.start_ns)
+        stalls = tuple(
+            Stall(bisect_left(executor.starts_ns, begun_ns), ended_ns - begun_ns, index, source, target)
+            for index, source, target, begun_ns, ended_ns in self._custody.traffic.waits
+        )
         step_ns = max([span.stop_ns for span in ops], default=0)
-        return Timeline(ops, tuple(transfers), (), {}, step_ns)
+        return Timeline(ops, tuple(transfers), stalls, self._memory(program, len(ops)), step_ns)
+
+    def _memory(self, program: Program, op_count: int) -> dict[Tier, tuple[int, ...]]:
+        """Returns what each tier held at each op; at the last one, in which user code runs on, what it holds now."""
+        assert program.trace is not None
+        memory = {}
+        for tier, held in self._custody.traffic.memory.items():
+            store = self._custody.stores.get(tier)
+            below = store.used_bytes if store is not None else 0
+            open_ops = program.trace.ops[len(held) : op_count]
+            device_bytes = self._custody.traffic.device_bytes
+            now = [device_bytes + op.transient_bytes if tier is Tier.DEVICE else below for op in open_ops]
+            memory[tier] = (*held, *now)
+        return memory

@@ -19,6 +19,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000  # the same on x86-64 and aarch64
+_MADV_PAGEOUT = 21  # since Linux 5.4
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _PROT_NONE = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -62,6 +63,13 @@ def advise_huge_pages(address: int, size_bytes: int) -> None:
     """Asks for huge pages; no error where there are none, since nothing but speed hangs on it."""
     if size_bytes >= HUGE_PAGE_BYTES:
         _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
+
+
+def page_out(address: int, size_bytes: int) -> None:
+    """Has the system take a range's whole pages back as if memory were short: nothing is lost. No error where it cannot."""
+    start, stop = align_up(address, PAGE_BYTES), (address + size_bytes) // PAGE_BYTES * PAGE_BYTES
+    if start < stop:
+        _libc.madvise(start, stop - start, _MADV_PAGEOUT)
 
 
 def write_back(fd: int, offset: int, size_bytes: int) -> None:

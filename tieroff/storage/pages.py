@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
+import sys
 import threading
 from typing import Protocol
 
-from tieroff.storage.memory import advise
+from tieroff.storage.memory import advise, page_out
 
 
 class PageReturner(Protocol):
@@ -15,6 +17,36 @@ class PageReturner(Protocol):
 
     def close(self) -> None:
         """Stops it and joins its thread."""
+
+
+class MappedFiles:
+    """What of this process's memory was mapped from files at one moment: a checkpoint that was loaded with `mmap=True`.
+
+    Its pages stay resident, though nobody needs them any more, for as long as any tensor of the checkpoint lives.
+    """
+
+    def __init__(self) -> None:
+        """Looks at the mappings; finds none where the system does not show them."""
+        try:
+            with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+                split = (line.split(maxsplit=5) for line in lines)
+                ranges = [parts[0].split("-") for parts in split if parts[4] != "0"]  # the file's inode
+        except OSError:
+            ranges = []
+        self._ranges = sorted((int(start, 16), int(stop, 16)) for start, stop in ranges)
+
+    @classmethod
+    def none(cls) -> MappedFiles:
+        """Returns one that knows of no file, for memory that is known to come from none."""
+        found = cls.__new__(cls)
+        found._ranges = []
+        return found
+
+    def page_out(self, address: int, size_bytes: int) -> None:
+        """Gives the pages of a range back to the system if they are a file's. Values stay, those written privately too."""
+        index = bisect.bisect_right(self._ranges, (address, sys.maxsize)) - 1
+        if index >= 0 and address + size_bytes <= self._ranges[index][1]:
+            page_out(address, size_bytes)
 
 
 def return_pages(address: int, size_bytes: int, interval_s: float) -> PageReturner:

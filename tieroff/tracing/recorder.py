@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_iter
 
 from tieroff.core.lifetime import merge_intervals
@@ -44,10 +50,15 @@ class StepRecorder(TorchDispatchMode):
     It is pushed when the step's first forward begins and popped when the step ends, so that backward and the user's own
     code between are seen. Not seen: `p.data = t` and writes through NumPy. Scratch memory inside one kernel shows on the CPU
     only, by the peak counter of the kernel of the operating system.
+
+    Args:
+        device: whose storages are followed.
+        tell: called with the trace as soon as there is one, or with None when there will be none of this step.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tell: Callable[[Trace | None], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
         self._device_type = device.type
         self._lives: list[Life] = []
         self._alive: dict[int, Life] = {}
@@ -71,6 +82,8 @@ class StepRecorder(TorchDispatchMode):
         """
         others = _get_current_dispatch_mode_stack()
         if others:
+            if self._tell is not None:
+                self._tell(None)
             raise CaptureError(
                 f"cannot trace a step inside another TorchDispatchMode ({type(others[-1]).__name__}); "
                 "run one training step outside of it first"
@@ -164,6 +177,11 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor, say: what it wraps has the bytes, its own storage has none
+            for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+                if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
+                    self._use(part, is_written, is_output)
+            return
         if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
             return
         try:
@@ -228,7 +246,10 @@ class StepRecorder(TorchDispatchMode):
             )
             for i, s in enumerate(subjects)
         )  # fmt: skip
-        return Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__})
+        trace = Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__})
+        if self._tell is not None:
+            self._tell(trace)
+        return trace
 
     def _uses(
         self, index: dict[Hashable, int], count: int

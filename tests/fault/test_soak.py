@@ -1,0 +1,77 @@
+"""Two thousand steps: nothing grows, every count is the same after every step, and the numbers stay those of the plain run."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tieroff.core.tensor import Tier
+
+STEPS = 2000
+_SETTLED = 200  # from here on nothing may change: the plan is made and made again, and caches are filled
+_GROWTH_BYTES = 4 << 20  # pages that come and go; one leaked activation of each step would be 1800 x 256 KiB
+_EVERY = 10
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    torch.manual_seed(step)
+    loss = (model(torch.randn(512, 128)) - 1).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_two_thousand_steps(tmp_path: Path) -> None:
+    model, optimizer = _model()
+    expected = [_step(model, optimizer, step) for step in range(STEPS)]
+    values = [p.detach() for p in model.parameters()]
+
+    model, optimizer = _model()
+    config = {
+        "budget": {"device": "60%", "host": "1MiB", "nvme": "64MiB"},
+        "nvme": {"dirs": [str(tmp_path)], "staging": "256KiB"},
+        "plan": {"min_bytes": 0},
+    }
+    tieroff.wrap(model, optimizer, config)
+    engine = tieroff.engine(model)
+    process = psutil.Process()
+    counts: set[tuple[object, ...]] = set()
+    resident: list[int] = []
+    for step in range(STEPS):
+        assert torch.equal(_step(model, optimizer, step), expected[step]), f"step {step}"
+        if step < _SETTLED:
+            continue
+        stats = engine.stats()
+        assert stats.phase == "planned", f"step {step}"
+        held = engine.device_bytes, *(engine.stores[tier].used_bytes for tier in (Tier.HOST, Tier.NVME))
+        handles = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        counts.add((*held, *handles, *stats.moved_bytes.values(), stats.peak_device_bytes, stats.fallbacks))
+        if step % _EVERY == 0:
+            gc.collect()
+            resident.append(process.memory_info().rss)
+    assert len(counts) == 1, f"{len(counts)} different counts after a step: {sorted(counts, key=str)[:3]}"
+    assert sum(engine.stats().moved_bytes.values()) > 0
+    part = len(resident) // 6
+    first, last = statistics.median(resident[:part]), statistics.median(resident[-part:])
+    assert last - first < _GROWTH_BYTES, f"resident memory grew from {first} to {last} bytes"
+    tieroff.unwrap(model)
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))

@@ -1,0 +1,88 @@
+"""What the integrations share: the torch optimizer inside a trainer's, and when a model is wrapped or only attached."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tieroff.api import ConfigSource, engine, engine_of, unwrap, wrap
+from tieroff.config import Config
+from tieroff.errors import ConfigError, StateError
+from tieroff.runtime.engine import Engine
+
+log = logging.getLogger("tieroff")
+
+
+def torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """Returns the optimizer whose `step` updates parameters: trainers hand out wrappers that keep it as `.optimizer`.
+
+    Raises:
+        StateError: there is no torch optimizer, or its updates are made by something else.
+    """
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer  # type: ignore[attr-defined]
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise StateError(
+            f"expected a torch.optim.Optimizer in the trainer, got {type(optimizer).__name__}: tieroff steps torch's "
+            "optimizers; turn DeepSpeed or the like off, or train without tieroff"
+        )
+    return inner
+
+
+def attach(model: torch.nn.Module, optimizer: object, config: ConfigSource, device: torch.device) -> Engine:
+    """Has a trainer's model and optimizer train under tieroff, and returns the engine.
+
+    A model that is wrapped already keeps its engine, and with it its config, when no optimizer is attached to it yet or
+    this very one is. With another optimizer (of an earlier run of the trainer) it is unwrapped and wrapped anew.
+
+    Args:
+        model: the root whose forward begins a step.
+        optimizer: torch's, or a trainer's wrapper round it.
+        config: as for `tieroff.wrap`.
+        device: where the trainer computes.
+
+    Raises:
+        ConfigError: the config cannot be used on this machine, or has the model compute elsewhere than its trainer does.
+        StateError: the model or the optimizer cannot be wrapped.
+        StoreError: a folder is missing, read-only or too small.
+    """
+    inner = torch_optimizer(optimizer)
+    found = engine_of(model)
+    if found is not None and found.optimizer is inner:
+        return found
+    if found is not None and found.optimizer is None:
+        found.attach(inner)
+        return found
+    if found is not None:
+        log.info("this model was wrapped with another optimizer: it is unwrapped, and wrapped with the new one")
+        unwrap(model)
+    check_ranks(model, config)
+    wrap(model, inner, config)
+    made = engine(model)
+    if made.device.type != device.type:
+        unwrap(model)
+        raise ConfigError(
+            f"expected one device, got {device.type} for the trainer and {made.device.type} for tieroff: set device in the "
+            "config, or the trainer's own; tieroff knows cpu and cuda"
+        )
+    return made
+
+
+def check_ranks(model: torch.nn.Module, config: ConfigSource) -> None:
+    """Returns if the homes of parameters may change their device although a trainer may have made DDP of the model.
+
+    Raises:
+        StateError: they would. DDP listens on nodes that belong to a parameter's device, and would miss every gradient.
+    """
+    is_spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_spread or torch.distributed.get_world_size() == 1 or all(p.is_cpu for p in model.parameters()):
+        return
+    covered = sorted({"parameters", "gradients"} & set(Config.load(config).plan.cover))
+    if covered:
+        raise StateError(
+            f"expected [plan] cover without {' and '.join(covered)} for a model that a trainer spreads over several GPUs, "
+            "since DDP would lose the gradients of parameters that move; leave them out of cover (activations and "
+            "optimizer state still move), or call tieroff.wrap before the trainer sees the model"
+        )

@@ -1,0 +1,61 @@
+"""Hugging Face `Trainer`: one callback."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from tieroff.api import ConfigSource
+from tieroff.errors import ConfigError, StateError
+from tieroff.integrations.accelerate import attach_accelerated
+from tieroff.runtime.engine import Engine
+
+try:
+    from transformers.trainer_callback import TrainerCallback
+except ImportError as error:
+    raise ConfigError(f"expected transformers, but {error}: pip install 'tieroff[transformers]'") from error
+
+log = logging.getLogger("tieroff")
+
+
+class TieroffCallback(TrainerCallback):
+    """Has a `transformers.Trainer` train within a memory budget: `Trainer(..., callbacks=[TieroffCallback(config)])`.
+
+    The model is wrapped when training begins, after the trainer has made its optimizer or read it from a checkpoint. It
+    stays wrapped when training ends, since the whole of it with its optimizer's state need not fit the device: evaluate,
+    predict and save go on as they are, and `tieroff.unwrap(model)` gives a plain model.
+
+    Attributes:
+        engine: of the model, once training has begun; None before.
+    """
+
+    def __init__(self, config: ConfigSource = None) -> None:
+        """Takes the config, in any form that `tieroff.wrap` takes."""
+        self.config = config
+        self.engine: Engine | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, optimizer: Any, **others: Any
+    ) -> None:
+        """Wraps the model.
+
+        Raises:
+            ConfigError: the config cannot be used on this machine.
+            StateError: the trainer is set up in a way that tieroff cannot train under, or the model cannot be wrapped.
+            StoreError: a folder is missing, read-only or too small.
+        """
+        if args.n_gpu > 1:
+            raise StateError(
+                f"expected one process per GPU, got one for {args.n_gpu} of them: torch.nn.DataParallel makes copies that no "
+                "budget covers; start with `tieroff launch` or torchrun, or show the process one GPU (CUDA_VISIBLE_DEVICES)"
+            )
+        if args.torch_compile:
+            raise StateError("expected torch_compile=False: the compiled copy of the model is called past tieroff")
+        self.engine = attach_accelerated(model, optimizer, self.config, args.device)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Says what was done."""
+        if self.engine is not None and not self.engine.is_closed:
+            log.info("%s", self.engine.explain())

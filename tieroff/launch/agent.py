@@ -1,0 +1,233 @@
+"""Starts the ranks under torch's elastic agent, as torchrun does, waits for them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tieroff.config import CONFIG_VARIABLE, Config
+from tieroff.core.machine import save_machine
+from tieroff.errors import ConfigError
+from tieroff.launch import numa
+from tieroff.launch.folder import (
+    CONFIG_FILE,
+    ERROR_FILE,
+    LAUNCH_FILE,
+    MACHINE_FILE,
+    STDERR_FILE,
+    STDOUT_FILE,
+    rank_folder,
+    write_json,
+)
+from tieroff.launch.summary import Outcome, summarize
+from tieroff.probe import limits
+from tieroff.probe.machine import measure_machine
+
+_SHUTDOWN_S = 5
+"""How long ranks have to end after they were told to; then they are killed."""
+
+_MEASURE_S = 1.5
+_PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# What the agent says of ranks that fail is in the summary, once.
+_NOISY = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be launched.
+
+    Attributes:
+        config: where the config is; None as for `Config.load`.
+        script, arguments: what every rank runs.
+        nproc: ranks; None takes one per GPU, or one alone.
+        log_dir: where the launch's folder is made; None takes the system's folder for temporary files.
+        is_quiet: rank 0's output goes to logs as well.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    config: Path | None = None
+    nproc: int | None = None
+    log_dir: Path | None = None
+    is_quiet: bool = False
+
+
+class RankLogs(LogsSpecs):
+    """Rank 0 has the launcher's own streams, byte for byte; the others write to files."""
+
+    def __init__(self, folder: Path, is_quiet: bool) -> None:
+        super().__init__(str(folder))
+        self._folder, self._is_quiet = folder, is_quiet
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        found = LogsDest()
+        for local_rank, environment in envs.items():
+            own = rank_folder(self._folder, local_rank)
+            own.mkdir()
+            is_shown = local_rank == 0 and not self._is_quiet
+            found.stdouts[local_rank] = "" if is_shown else str(own / STDOUT_FILE)
+            found.stderrs[local_rank] = "" if is_shown else str(own / STDERR_FILE)
+            found.error_files[local_rank] = environment["TORCHELASTIC_ERROR_FILE"] = str(own / ERROR_FILE)
+        return found
+
+
+def launch(request: Request) -> Outcome:
+    """Runs a script in several ranks and returns when all have ended.
+
+    Raises:
+        ConfigError: the config cannot be used, or there are fewer GPUs than ranks.
+        OSError: a folder is missing or cannot be written.
+        StoreError: a folder of the NVMe tier could not be measured.
+    """
+    config = Config.load(request.config)
+    device = _device(config)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    nproc = request.nproc or max(gpus, 1)
+    if device == "cuda" and nproc > gpus:
+        raise ConfigError(
+            f'expected a GPU for each of {nproc} ranks, but torch sees {gpus}; ask for fewer, or set device = "cpu"'
+        )
+    folder = Path(tempfile.mkdtemp(prefix="tieroff-launch-", dir=request.log_dir)).resolve()
+    path = folder / CONFIG_FILE
+    path.write_text(_written_out(config, device, nproc, folder).to_toml(), encoding="utf-8")
+    cpus = numa.places(nproc, _gpus(nproc) if device == "cuda" and len(numa.nodes()) > 1 else ())
+    write_json(folder / LAUNCH_FILE, {"pid": os.getpid(), "cpus": [sorted(c) for c in cpus] if cpus else None})
+    changes = {CONFIG_VARIABLE: str(path)}
+    if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
+        # torchrun would say 1. Cores are shared out instead, or every rank would start a thread on each.
+        changes["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // nproc, 1))
+    failures, ended_by = _run(request, nproc, folder, changes)
+    return summarize(folder, nproc, failures, ended_by)
+
+
+def _device(config: Config) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _written_out(config: Config, device: str, nproc: int, folder: Path) -> Config:
+    """Returns the config with everything in it that ranks would else find out each for itself, while others take it.
+
+    Budgets of the lower tiers are the machine's; a rank divides them. What links do is measured once, with nothing running.
+    """
+    budget, dirs = config.budget, config.nvme.dirs
+    if budget.host is None and device == "cuda":
+        budget = budget.model_copy(update={"host": limits.default_host_bytes()})
+    if budget.nvme is None and dirs:
+        budget = budget.model_copy(update={"nvme": limits.default_nvme_bytes(dirs)})
+    config = config.model_copy(update={"budget": budget})
+    if config.plan.machine is None and nproc > 1:
+        engine = config.nvme.engine
+        if device == "cuda":  # in a process of its own, or this one would hold a part of the first GPU's memory
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                machine = pool.submit(measure_machine, device, dirs, engine=engine, seconds=_MEASURE_S).result()
+        else:
+            machine = measure_machine(device, dirs, engine=engine, seconds=_MEASURE_S)
+        save_machine(machine, folder / MACHINE_FILE)
+        config = config.model_copy(update={"plan": config.plan.model_copy(update={"machine": folder / MACHINE_FILE})})
+    return config
+
+
+def _gpus(count: int) -> list[str]:
+    """Returns the PCI addresses of the first GPUs."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # see `_written_out`
+        return pool.submit(_pci_addresses, count).result()
+
+
+def _pci_addresses(count: int) -> list[str]:
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(count)]  # its stub lacks these names
+    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
+
+
+def _run(
+    request: Request, nproc: int, folder: Path, changes: Mapping[str, str]
+) -> tuple[dict[int, ProcessFailure], str]:
+    """Returns the failures by rank, and the signal that ended the launch from outside, or ""."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a free port: launches at once do not meet
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=RankLogs(folder, request.is_quiet),
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+    arguments = ["-u", "-m", "tieroff.launch.rank", str(folder), str(request.script), *request.arguments]
+    for name in _NOISY:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    with _environment(changes), _nothing_left():
+        try:
+            elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            return error.failures, ""
+        except SignalException as error:
+            return {}, error.sigval.name
+        except KeyboardInterrupt:  # before the agent had put its own answer to signals in place
+            return {}, signal.SIGINT.name
+    return {}, ""
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Has processes that start meanwhile see changed variables."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[None]:
+    """Ends what the ranks started and left running.
+
+    Orphans below this process become its children, so that it finds them. Signals that come while it does so are not for
+    anybody any more: everything is being ended.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # The agent answers signals in the main thread only, and leaves its answers in place.
+    answers = {number: signal.getsignal(number) for number in _SIGNALS if threading.current_thread() is threading.main_thread()}
+    known = set(psutil.Process().children(recursive=True))
+    try:
+        yield
+    finally:
+        for number in answers:
+            signal.signal(number, signal.SIG_IGN)
+        while left := set(psutil.Process().children(recursive=True)) - known:
+            known |= left  # whoever does not end now is in the kernel's hands
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_SHUTDOWN_S)
+        for number, answer in answers.items():
+            signal.signal(number, signal.SIG_DFL if answer is None else answer)
