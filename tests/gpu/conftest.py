@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.parity.support")
-
 # Read when cuBLAS makes its first handle, so before any test.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.parity.support", "tests.parity.databases")
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
