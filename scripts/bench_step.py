@@ -95,7 +95,9 @@ def measure(rows: list[Row], options: Options, config: Config, repeat: int, fold
             print(f"run {repetition + 1} of {repeat}: {row.name}", file=sys.stderr)
             own = replace(options, out=folder / f"{row.name}-{repetition}")
             if row.share is not None:
-                chosen, row.budget_bytes = choose_budget(config, row.share, rows[0], options.device, nvme_dir)
+                chosen, row.budget_bytes = choose_budget(
+                    config, row.share, rows[0].results[0].peak_bytes, options.device, nvme_dir
+                )
                 own = wrapped(own, chosen)
             try:
                 row.results.append(run(own, is_quiet=row.share is not None))
@@ -105,9 +107,10 @@ def measure(rows: list[Row], options: Options, config: Config, repeat: int, fold
                 row.infeasible = str(error)
 
 
-def choose_budget(config: Config, share: float, plain: Row, device: str, nvme_dir: Path) -> tuple[Config, int | None]:
+def choose_budget(
+    config: Config, share: float, peak_bytes: int, device: str, nvme_dir: Path
+) -> tuple[Config, int | None]:
     """Returns the config for a share of the plain run's peak, and the budget in bytes (None: all that is free)."""
-    peak_bytes = plain.results[0].peak_bytes
     chosen, budget_bytes = fit_budget(config, int(peak_bytes * share), device, nvme_dir)
     if share < 1:
         return chosen, budget_bytes

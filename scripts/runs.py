@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -32,16 +33,30 @@ class RunFailed(Exception):
         self.kind = kind
 
 
-def run(options: Options, *, is_quiet: bool = False) -> Result:
-    """Runs scripts/train_gpt.py in a new process and returns what it measured.
+def run(
+    options: Options,
+    *,
+    is_quiet: bool = False,
+    script: str = "train_gpt.py",
+    more: Sequence[str] = (),
+    limit_s: float | None = None,
+) -> Result:
+    """Runs a script of this folder in a new process and returns what it measured.
+
+    Args:
+        options: of the run, passed on the command line.
+        is_quiet: keeps its messages for the error that it may end with.
+        script: it takes the options, and writes a `Result` or an error to `metrics.json` in their folder.
+        more: arguments that it takes besides them.
+        limit_s: seconds after which the process is ended; None: it may take as long as it needs.
 
     Raises:
-        RunFailed: the process ended with an error.
+        RunFailed: the process ended with an error, or was ended.
     """
     if options.out is None:
         raise ValueError("expected a folder for the run's results")
     options.out.mkdir(parents=True, exist_ok=True)
-    arguments = [sys.executable, str(Path(__file__).with_name("train_gpt.py"))]
+    arguments = [sys.executable, str(Path(__file__).with_name(script)), *more]
     for field in fields(Options):
         value = getattr(options, field.name)
         if value is not None:
@@ -51,9 +66,12 @@ def run(options: Options, *, is_quiet: bool = False) -> Result:
     # Standard error has progress and messages, standard output the sample, which is in the result too.
     messages = subprocess.PIPE if is_quiet else None
     environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(
-        arguments, stdout=subprocess.DEVNULL, stderr=messages, text=True, check=False, env=environment
-    )
+    try:
+        done = subprocess.run(
+            arguments, stdout=subprocess.DEVNULL, stderr=messages, text=True, check=False, env=environment, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise RunFailed(f"expected {' '.join(arguments)} to end within {expired.timeout:g} s; it was ended") from None
     content = json.loads(metrics.read_text()) if metrics.is_file() else {}
     if "error" in content:
         raise RunFailed(content["error"]["message"], content["error"]["type"])
