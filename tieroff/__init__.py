@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,12 @@ __all__ = [
     "StateError", "StoreError", "TieroffError", "TraceMismatchError", "clip_grad_norm_", "engine", "load_weights",
     "save_weights", "scope", "unwrap", "wrap",
 ]  # fmt: skip
+
+if sys.platform.startswith("linux"):
+    # torch reads this when it allocates the first tensor on the CPU, and then asks for huge pages in large ones. Memory that
+    # left the process, so that a budget holds, is faulted in again page by page when it is wanted: on the CPU backend that took
+    # most of what a step loses (docs/results/huge_pages.json). Set to 0 by a person, it stays 0.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 try:
     __version__ = version("tieroff")

@@ -6,6 +6,7 @@ import itertools
 
 from hypothesis import HealthCheck, given, settings
 from test_planner_properties import cases, machines
+from test_updates_properties import cases as cases_with_updates
 
 from tieroff.core.check import check
 from tieroff.core.machine import Machine
@@ -16,9 +17,9 @@ from tieroff.planner.policies.auto import GENERATORS, plan_auto
 from tieroff.planner.problem import make_problem
 from tieroff.planner.simulate import simulate
 
-_SUBSETS = [
-    frozenset(chosen) for count in range(len(GENERATORS) + 1) for chosen in itertools.combinations(sorted(GENERATORS), count)
-]
+_OTHERS = sorted(GENERATORS - {"updated"})  # which does nothing where no CPU updates
+_SUBSETS = [frozenset(chosen) for count in range(len(_OTHERS) + 1) for chosen in itertools.combinations(_OTHERS, count)]
+_WITH_UPDATES = [subset | {"updated"} for subset in _SUBSETS if len(subset) < 2 or subset == frozenset(_OTHERS)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -33,3 +34,17 @@ def test_every_choice_of_generators_plans_the_same_problems(case: tuple[Trace, d
             check(plan, trace, IDEAL_EXECUTOR)
             found[chosen] = simulate(plan, trace, machine).step_ns
     assert set(found) in (set(), set(_SUBSETS))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@given(case=cases_with_updates())
+def test_updates_on_the_host_off_and_on_plan_the_same_problems(case: tuple[Trace, dict[Tier, int], Machine]) -> None:
+    trace, budget, machine = case
+    problem = make_problem(trace, machine, budget, IDEAL_EXECUTOR)
+    chosen = [*_WITH_UPDATES, *(subset - {"updated"} for subset in _WITH_UPDATES)]
+    plans = [plan_auto(problem, subset) for subset in chosen]
+    fits = [plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE] for plan in plans]
+    for plan, fit in zip(plans, fits, strict=True):
+        if fit:
+            check(plan, trace, IDEAL_EXECUTOR)
+    assert len(set(fits)) == 1

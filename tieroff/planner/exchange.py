@@ -30,6 +30,7 @@ from tieroff.planner.windows import make_moves
 
 _WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units looked at, all changes together
 _PER_ITEM = {"fast": 1, "high": 20}  # changes for every four ops or units: a small step has few that differ
+_SEARCHED_AT_MOST = {"fast": 6_000, "high": 300_000}  # ops and units: a few changes to a larger step are not worth their time
 _BEGINS = 2  # choices that the search begins with: that of the relaxation, and the best greedy ones
 _CLOSE = 0.002  # of the bound: no need to search on
 _HEAT = 0.01  # how much longer than the best a step may be at the beginning
@@ -76,6 +77,8 @@ def plan_exchanged(problem: Problem, policy: str) -> Plan:
     relaxed = relaxed_selection(problem)
     guided = _offer_all(best, sweep_leads(problem, policy, relaxed)) if relaxed is not None else []
     begins = [*guided[:1], *greedy[:_BEGINS]][:_BEGINS]
+    if problem.op_count + len(problem.units) > _SEARCHED_AT_MOST[problem.effort]:
+        return best.plan
     for seed, begin in enumerate(begins):
         if best.is_within(bound_ns, _CLOSE):
             break

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tieroff.core.lifetime import Gap
 from tieroff.core.plan import Plan, Repeat, Residency, Transfer
@@ -79,7 +80,7 @@ def find_candidates(problem: Problem) -> list[Candidate]:
                 continue
             if int(problem.live[gap.start : gap.stop].max(initial=0)) <= problem.device_bytes:
                 continue
-            chain = chains.find(life.tensor, gap.stop, frozenset())
+            chain = chains.find(life.tensor, gap.stop, lambda _: False)
             if chain is None:
                 continue
             size = problem.size_bytes(life.tensor)
@@ -122,16 +123,16 @@ class _Chains:
         can_begin = _can_move(self._trace.tensors[tensor], self._problem.capabilities.min_bytes)
         return is_plain and can_begin and len(self._trace.lifetimes[tensor].writes) == 1
 
-    def find(self, tensor: int, tick: int, away: frozenset[int]) -> _Chain | None:
+    def find(self, tensor: int, tick: int, is_away: Callable[[int], bool]) -> _Chain | None:
         """Returns the chain of a tensor at a tick, or None.
 
         Args:
             tensor: what to make.
             tick: when.
-            away: tensors that are alive at the tick and dropped.
+            is_away: whether a tensor is alive at the tick and dropped.
         """
         chain = _Chain()
-        if not self._add(tensor, tick, away, chain):
+        if not self._add(tensor, tick, is_away, chain):
             return None
         chain.needed -= chain.made
         chain.ops.sort()
@@ -146,7 +147,7 @@ class _Chains:
         is_alive = life.birth <= tick < life.death
         return not is_alive or any(gap.start <= tick < gap.stop or tick + len(self._trace.ops) < gap.stop for gap in life.gaps)
 
-    def _add(self, tensor: int, tick: int, away: frozenset[int], chain: _Chain) -> bool:
+    def _add(self, tensor: int, tick: int, is_away: Callable[[int], bool], chain: _Chain) -> bool:
         trace = self._trace
         if not self.can_repeat(tensor, tick):
             return False
@@ -164,15 +165,41 @@ class _Chains:
             if any(index < write < tick for write in life.writes):
                 return False
             is_alive = trace.tensors[read].is_persistent or life.birth <= tick < life.death
-            if is_alive and read not in away:
+            if is_alive and not is_away(read):
                 chain.needed.add(read)
-            elif not self._add(read, tick, away, chain):
+            elif not self._add(read, tick, is_away, chain):
                 return False
         return True
 
 
 def _can_move(tensor: Tensor, min_bytes: int) -> bool:
     return tensor.is_movable and tensor.kind is not TensorClass.INPUT and tensor.size_bytes >= min_bytes
+
+
+class _OpenGaps:
+    """Gaps whose tensors are still to be made, by tensor: no look at one of them takes longer the more there are."""
+
+    def __init__(self, gaps: list[Gap]) -> None:
+        self._of: dict[int, dict[int, Gap]] = {}
+        for gap in gaps:
+            self._of.setdefault(gap.tensor, {})[gap.start] = gap
+
+    def has(self, gap: Gap) -> bool:
+        """Returns whether a gap is open."""
+        return gap.start in self._of[gap.tensor]
+
+    def around(self, tensor: int, tick: int) -> list[Gap]:
+        """Returns the open gaps of a tensor in which it is away at a tick: at most one."""
+        return [gap for gap in self._of.get(tensor, {}).values() if gap.start <= tick < gap.stop]
+
+    def is_away(self, tick: int, tensor: int) -> bool:
+        """Returns whether a tensor is away at a tick."""
+        return bool(self.around(tensor, tick))
+
+    def close(self, gaps: list[Gap]) -> None:
+        """Takes gaps out."""
+        for gap in gaps:
+            del self._of[gap.tensor][gap.start]
 
 
 def remake(problem: Problem, chosen: list[Candidate]) -> Remade:
@@ -183,21 +210,19 @@ def remake(problem: Problem, chosen: list[Candidate]) -> Remade:
     needs: dict[int, set[int]] = defaultdict(set)  # per tick: tensors that repeats need besides
     repeats: set[tuple[int, int]] = set()
     gaps = sorted((c.gap for c in chosen), key=lambda gap: (gap.stop, gap.tensor))
-    open_ = {(gap.tensor, gap.start): gap for gap in gaps}
+    open_ = _OpenGaps(gaps)
     for gap in gaps:
-        if (gap.tensor, gap.start) not in open_:
+        if not open_.has(gap):
             continue  # it was made for another one, before its own use
-        away = frozenset(g.tensor for g in open_.values() if g.start <= gap.stop < g.stop)
-        chain = chains.find(gap.tensor, gap.stop, away)
-        del open_[gap.tensor, gap.start]
+        chain = chains.find(gap.tensor, gap.stop, partial(open_.is_away, gap.stop))
+        open_.close([gap])
         if chain is None:
             continue
         repeats.update((gap.stop, op) for op in chain.ops)
         needs[gap.stop] |= chain.needed
         for tensor in chain.made:
             births[tensor].add(gap.stop)
-            for key in [key for key, g in open_.items() if g.tensor == tensor and g.start <= gap.stop < g.stop]:
-                del open_[key]
+            open_.close(open_.around(tensor, gap.stop))
     made = tuple(Repeat(op, at) for at, op in sorted(repeats))
     derived, origin = _split(trace, {t: sorted(ticks) for t, ticks in births.items()}, needs, made)
     once = replace(problem.capabilities, repeats_ops=False)  # what is made again is decided

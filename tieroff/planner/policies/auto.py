@@ -4,7 +4,8 @@ Windows come from greedy choices that are swept, then repaired and filled by the
 relaxation, which is solved meanwhile; a local search goes on from the best. Choices are swept for the problem as it is
 and for those in which ever more tensors are made again (see tieroff/planner/recompute.py); the rest is done for the most
 promising of them. It ends early when a plan is as good as a lower bound, and is deterministic: what is tried depends on
-the problem alone.
+the problem alone. Where the executor updates on the host, the problem that updates leave is searched likewise, after it
+(see tieroff/planner/updates.py), so that no plan is slower for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tieroff.core.plan import Plan
 from tieroff.planner.assemble import Draft, draft, plan_of
@@ -26,15 +28,18 @@ from tieroff.planner.policies.greedy import candidate_count, greedy_selections, 
 from tieroff.planner.policies.relaxed import can_relax, fitted_windows, relaxed_windows
 from tieroff.planner.policies.select import Selection
 from tieroff.planner.problem import Problem
-from tieroff.planner.recompute import remade_problems
+from tieroff.planner.recompute import Remade, remade_problems
+from tieroff.planner.updates import can_update, updated_problems
 from tieroff.planner.windows import make_moves
 
-GENERATORS = frozenset({"swept", "fitted", "relaxed", "recomputed", "improved"})
+GENERATORS = frozenset({"swept", "fitted", "relaxed", "recomputed", "improved", "updated"})
 
 _CLOSE = {"fast": 0.002, "high": 0.0002}  # of the bound: no need to search on
 _FIRST = {"fast": 2, "high": 2}  # swept choices for the problem as it is, before any other
 _CHOICES = {"fast": 4, "high": 54}  # swept choices on that one
 _REMADE = {"fast": 6, "high": 16}  # problems with repeats
+_UPDATED = {"fast": 2, "high": 5}  # problems in which the CPU updates buckets of the optimizer
+_RIVALS = {"fast": 1, "high": 2}  # of them that are searched
 _RELAXED = {"fast": 1, "high": 3}  # problems whose relaxation is solved
 _RIVAL = 1.03  # times the best estimate: what may yet turn out better
 _IMPROVED = {"fast": 2, "high": 4}  # windows that the local search begins with
@@ -48,7 +53,7 @@ class _Ground:
     """A problem, and how its plans become plans of the one that was asked for."""
 
     problem: Problem
-    restore: Callable[[Plan], Plan]
+    restore: Callable[[Plan], Plan | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,43 +66,83 @@ def plan_auto(problem: Problem, generators: frozenset[str] = GENERATORS) -> Plan
     """Returns the best plan found; `generators` names those of GENERATORS that take part."""
     if problem.fits:
         return build_plan(problem, "auto", [], {})
-    search = _Search(problem, generators)
+    repeats = problem.capabilities.repeats_ops and "recomputed" in generators
+    updates = "updated" in generators and can_update(problem)
+    bound_ns = lower_bound_ns(problem, Scope(repeats, updates))
+    search = _Search(problem, _as_it_is(problem), generators, bound_ns)
     search.run()
-    return search.best.plan if search.best.plan is not None else _last_resort(problem)
+    best = search.best
+    if updates and not best.is_within(bound_ns, _CLOSE[problem.effort]):
+        rivals = [_Search(problem, ground, generators, bound_ns) for ground in _updated(problem)]
+        for rival in rivals if len(rivals) > _RIVALS[problem.effort] else ():
+            rival.probe()
+        rivals.sort(key=lambda rival: (rival.best.step_ns is None, rival.best.step_ns))
+        for rival in rivals[: _RIVALS[problem.effort]]:
+            rival.run()
+            best.offer(rival.best.plan)
+    return best.plan if best.plan is not None else _last_resort(problem)
+
+
+def _as_it_is(problem: Problem) -> _Ground:
+    return _Ground(problem, lambda plan: plan)
+
+
+def _updated(problem: Problem) -> Iterator[_Ground]:
+    """Yields the problems in which the CPU updates buckets of the optimizer."""
+    count = max(1, min(_UPDATED[problem.effort], candidate_count(problem) // _FULL))
+    for updated in updated_problems(problem, count):
+        yield _Ground(updated.problem, updated.plan)
+
+
+def _remade(ground: _Ground, count: int) -> Iterator[_Ground]:
+    """Yields the problems in which ops are repeated."""
+    for remade in remade_problems(ground.problem, count):
+        yield _Ground(remade.problem, partial(_restore, ground, remade))
+
+
+def _restore(ground: _Ground, remade: Remade, plan: Plan) -> Plan | None:
+    return ground.restore(remade.plan(plan))
 
 
 def _last_resort(problem: Problem) -> Plan:
-    """Returns the floor's plan, with ops repeated where it fits only so; over the budget where none is found."""
+    """Returns the floor's plan, with repeats or updates on the host where it fits only so; over the budget where none is."""
     plan = last_resort(problem, "auto")
     best = Best(problem)
     best.offer(plan)
-    for remade in remade_problems(problem, _REMADE[problem.effort]) if best.plan is None else ():
-        best.offer(remade.plan(last_resort(remade.problem, "auto")))
+    for ground in (_as_it_is(problem), *_updated(problem)) if best.plan is None else ():
+        for each in (ground, *_remade(ground, _REMADE[problem.effort])):
+            best.offer(each.restore(last_resort(each.problem, "auto")))
     return best.plan if best.plan is not None else plan
 
 
 class _Search:
-    """The search for one problem.
+    """The search for one problem, or one that is left of it.
 
     Attributes:
-        best: of all plans so far.
+        best: of all plans so far, of the problem that was asked for.
     """
 
-    def __init__(self, problem: Problem, generators: frozenset[str]) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, ground: _Ground, generators: frozenset[str], bound_ns: int) -> None:
+        self._problem = ground.problem
+        self._ground = ground
         self._generators = generators
         self._found: list[_Found] = []
         # Of what is tried: all on steps of a few thousand tensors, ever less on larger ones.
-        self._share = candidate_count(problem) // _FULL
-        repeats = problem.capabilities.repeats_ops and "recomputed" in generators
-        self._bound_ns = lower_bound_ns(problem, Scope(repeats=repeats))
+        self._share = candidate_count(ground.problem) // _FULL
+        self._bound_ns = bound_ns
         self.best = Best(problem)
+
+    def probe(self) -> None:
+        """Sweeps a first choice, to tell which of several searches is worth it."""
+        self._sweep(self._ground, 1)
 
     def run(self) -> None:
         """Goes from one generator to the next until the best plan is as good as the bound."""
         grounds = self._grounds()
         first = next(grounds)
         self._sweep(first, self._limit(_FIRST))
+        if self._problem.fits:
+            return  # what updates on the host have left: nothing has to move any more
         for ground in grounds:
             if self._is_done():
                 return
@@ -125,11 +170,9 @@ class _Search:
 
     def _grounds(self) -> Iterator[_Ground]:
         """Yields the problem as it is, then those in which ops are repeated."""
-        problem = self._problem
-        yield _Ground(problem, lambda plan: plan)
+        yield self._ground
         if "recomputed" in self._generators:
-            for remade in remade_problems(problem, self._limit(_REMADE)):
-                yield _Ground(remade.problem, remade.plan)
+            yield from _remade(self._ground, self._limit(_REMADE))
 
     def _best_grounds(self, first: _Ground) -> list[_Ground]:
         """Returns the problems with the best drafts so far, best first, as long as they are near the first.

@@ -40,12 +40,16 @@ TOLERANCE = 0.005
 """Share of a step within which plans are equals: nobody measures durations better than that."""
 
 _WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units looked at, all candidates together
-_CANDIDATES_AT_LEAST = 3
+_LARGE = 4_000  # ops and units, above which a candidate costs more than its share: the work itself shrinks then
 
 
 def candidate_count(problem: Problem) -> int:
-    """Returns how many candidates are tried: all on traces of a few thousand tensors, fewer on large ones."""
-    return max(_CANDIDATES_AT_LEAST, _WORK[problem.effort] // (problem.op_count + len(problem.units) + 1))
+    """Returns how many candidates are tried: all on traces of a few thousand tensors, fewer on large ones, at least one.
+
+    With effort "fast" that is one from about 25,000 tensors on, so that 50,000 are planned in seconds.
+    """
+    size = problem.op_count + len(problem.units) + 1
+    return max(1, _WORK[problem.effort] * min(size, _LARGE) // size**2)
 
 
 def plan_greedy(problem: Problem) -> Plan:

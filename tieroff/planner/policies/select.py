@@ -7,7 +7,7 @@ its bytes at most, and by the pressure at most. Its relief is the sum of that ov
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,6 +33,10 @@ class Score(StrEnum):
     RELIEF = "relief"
     BYTES = "bytes"
     RATIO = "ratio"
+
+
+_RANKED = (Score.SLACK, Score.TIME)
+"""Scores by which the value of a unit that relieves any op does not depend on the pressure."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,53 @@ def pressure_order(problem: Problem) -> list[Unit]:
     return [problem.units[position] for _, position in sorted(keys)]
 
 
+class _Choice:
+    """Units that left so far.
+
+    Attributes:
+        chosen: the units, in order.
+        usage: the device's bytes at each op with them away.
+        room: what is left in the lower tiers.
+    """
+
+    def __init__(self, problem: Problem, line_bytes: int) -> None:
+        self._problem = problem
+        self._line_bytes = line_bytes
+        self.chosen: list[Unit] = []
+        self.usage = problem.live.copy()
+        self.room = LowerRoom(problem)
+
+    def _pieces(self, position: int) -> Iterator[tuple[int, int, int]]:
+        op_count = self._problem.op_count
+        for slot in self._problem.units[position].slots:
+            size = self._problem.size_bytes(slot.tensor)
+            for start, stop in slot.pieces(op_count):
+                yield size, start, stop
+
+    def leave(self, position: int, order: tuple[Tier, ...]) -> bool:
+        """Has a unit leave, to the first tier of `order` with room; returns False where none has."""
+        unit = self._problem.units[position]
+        if not self.room.place(unit.tensors, order):
+            return False
+        self.chosen.append(unit)
+        for size, start, stop in self._pieces(position):
+            self.usage[start:stop] -= size
+        return True
+
+    def relieves(self, position: int) -> bool:
+        """Returns whether any of a unit's idle ops is over the line."""
+        return any(int(self.usage[start:stop].max()) > self._line_bytes for _, start, stop in self._pieces(position))
+
+    def over(self) -> Bytes:
+        """Returns what each op has over the line, in bytes."""
+        return np.maximum(self.usage - self._line_bytes, 0)
+
+    def update(self, over: Bytes, position: int) -> None:
+        """Brings what `over` returned up to date at the idle ops of a unit that left since."""
+        for _, start, stop in self._pieces(position):
+            over[start:stop] = np.maximum(self.usage[start:stop] - self._line_bytes, 0)
+
+
 class Selector:
     """Chooses units by one score after another on one problem, sharing what does not change."""
 
@@ -108,10 +159,8 @@ class Selector:
     def value(self, score: Score, position: int, over: Bytes) -> float:
         """Returns what a unit is worth by a score: `over` is what each op has over the line, in bytes."""
         unit = self._problem.units[position]
-        if score in (Score.SLACK, Score.TIME):
-            if not _relieves(self._problem, unit, over):
-                return 0.0
-            return self._idle_ns[position] / (self._transfer_ns[position] if score is Score.SLACK else 1)
+        if score in _RANKED:
+            return self._rank(score, position) if _relieves(self._problem, unit, over) else 0.0
         relief = _relief(self._problem, unit, over, self._weights)
         if relief <= 0.0:
             return 0.0
@@ -123,6 +172,9 @@ class Selector:
         pieces = [(slot, piece) for slot in unit.slots for piece in slot.pieces(self._problem.op_count)]
         at_peak = sum(self._problem.size_bytes(s.tensor) for s, (a, b) in pieces if a <= peak < b)
         return at_peak + relief / (1.0 + float(over.max()) * float(self._weights.sum()))
+
+    def _rank(self, score: Score, position: int) -> float:
+        return self._idle_ns[position] / (self._transfer_ns[position] if score is Score.SLACK else 1)
 
     def choose(
         self,
@@ -138,30 +190,32 @@ class Selector:
         persistent tensors: their transfers crowd at the step's ends and in the optimizer, where little hides them.
         The units in `first`, by position, go before all others, each to its tier where that has room.
 
-        Tensors take the first tier of `order` that has room. Values only fall as the pressure falls (for BYTES nearly
-        so), so a heap with values of an earlier round gives the best unit after few evaluations.
+        Tensors take the first tier of `order` that has room. By some scores a unit that relieves anything is worth the
+        same at all times: those are taken in one pass. The other values only fall as the pressure falls (for BYTES
+        nearly so), so a heap with values of an earlier round gives the best unit after few evaluations.
         """
-        problem = self._problem
-        room = LowerRoom(problem)
-        usage = problem.live.copy()
-        chosen: list[Unit] = []
-
-        def leave(unit: Unit, tiers: tuple[Tier, ...]) -> bool:
-            if not room.place(unit.tensors, tiers):
-                return False
-            chosen.append(unit)
-            for slot in unit.slots:
-                for start, stop in slot.pieces(problem.op_count):
-                    usage[start:stop] -= problem.size_bytes(slot.tensor)
-                    over[start:stop] = np.maximum(usage[start:stop] - line_bytes, 0)
-            return True
-
-        over = np.maximum(usage - line_bytes, 0)
+        choice = _Choice(self._problem, line_bytes)
         ahead = first or {}
         for position, tier in ahead.items():
-            leave(problem.units[position], (tier, *(other for other in order if other is not tier)))
+            choice.leave(position, (tier, *(other for other in order if other is not tier)))
         weight = [1.0 / reluctance if is_persistent else 1.0 for is_persistent in self._is_persistent]
-        heap = [(-self.value(score, p, over) * weight[p], p) for p in range(len(problem.units)) if p not in ahead]
+        waiting = [position for position in range(len(self._problem.units)) if position not in ahead]
+        if score in _RANKED:
+            ranked = sorted((-self._rank(score, p) * weight[p], p) for p in waiting)
+            for _, position in ranked:
+                if choice.relieves(position):
+                    choice.leave(position, order)
+        else:
+            self._leave_by_value(choice, score, waiting, weight, order)
+        is_over = int(choice.usage.max(initial=0)) > line_bytes
+        return None if is_over else (choice.chosen, choice.usage, choice.room.tier_of)
+
+    def _leave_by_value(
+        self, choice: _Choice, score: Score, waiting: list[int], weight: list[float], order: tuple[Tier, ...]
+    ) -> None:
+        """Has units leave whose value changes as others do, the one of highest value first."""
+        over = choice.over()
+        heap = [(-self.value(score, p, over) * weight[p], p) for p in waiting]
         heap = [entry for entry in heap if entry[0] < 0]
         heapq.heapify(heap)
         while heap and over.any():
@@ -172,8 +226,8 @@ class Selector:
             if heap and -value > heap[0][0]:
                 heapq.heappush(heap, (-value, position))
                 continue
-            leave(problem.units[position], order)
-        return None if over.any() else (chosen, usage, room.tier_of)
+            if choice.leave(position, order):
+                choice.update(over, position)
 
     def select(
         self,
@@ -209,6 +263,8 @@ class Selector:
         """Returns whether slots that are away may stay under the line; adds their bytes to the usage if so."""
         op_count = self._problem.op_count
         pieces = [(self._problem.size_bytes(s.tensor), piece) for s in slots for piece in s.pieces(op_count)]
+        if any(int(usage[start:stop].max()) + size > line_bytes for size, (start, stop) in pieces):
+            return False  # one piece alone is too much; whether all are shows only with all of them there
         for size, (start, stop) in pieces:
             usage[start:stop] += size
         if all(usage[start:stop].max() <= line_bytes for _, (start, stop) in pieces):

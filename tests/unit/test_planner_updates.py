@@ -1,0 +1,202 @@
+"""Updates on the host: which buckets the CPU can run, what they take and bring, and what is left to plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tieroff.core.check import check
+from tieroff.core.files import load_trace_json
+from tieroff.core.machine import Machine
+from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, HostUpdate, Repeat, Residency, Transfer
+from tieroff.core.tensor import Tensor, TensorClass, Tier
+from tieroff.core.trace import Op, Trace
+from tieroff.planner.build import build_plan, plan_from
+from tieroff.planner.policies.auto import GENERATORS, plan_auto
+from tieroff.planner.policies.floor import plan_floor
+from tieroff.planner.problem import Problem, live_bytes, make_problem
+from tieroff.planner.updates import find_buckets, update, updated_problems
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+_MACHINE = Machine(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, cpu_update_bytes_per_s=5 * 10**9)
+_TENSORS = (
+    Tensor("w", 10, TensorClass.PARAMETER, is_persistent=True),
+    Tensor("a", 100, TensorClass.ACTIVATION),
+    Tensor("g", 10, TensorClass.GRADIENT, owner=0),
+    Tensor("m", 100, TensorClass.OPTIMIZER, is_persistent=True),
+)
+_OPS = (
+    Op("forward", 50, (0,), (1,), phase="forward"),
+    Op("backward", 50, (0, 1), (2,), phase="backward"),
+    Op("update", 10, (0, 2, 3), (0, 3), phase="optimizer"),
+)
+_CASE = Trace(_OPS, _TENSORS)
+
+
+def _problem(
+    trace: Trace = _CASE, *, host_bytes: int = 1000, caps: Capabilities = IDEAL_EXECUTOR, machine: Machine = _MACHINE
+) -> Problem:
+    return make_problem(trace, machine, {DEVICE: 130, HOST: host_bytes, Tier.NVME: 0}, caps)
+
+
+def _changed(tensor: int, **changes: object) -> Trace:
+    tensors = list(_TENSORS)
+    tensors[tensor] = replace(tensors[tensor], **changes)  # type: ignore[arg-type]
+    return Trace(_OPS, tuple(tensors))
+
+
+def test_the_cpu_updates_where_that_is_faster_by_an_exact_amount() -> None:
+    """The state does not fit beside the activation: 100 ns out and 100 ns back, against 10 out, 20 on the CPU and 10 back."""
+    without = plan_auto(_problem(), GENERATORS - {"updated"})
+    plan = plan_auto(_problem())
+    check(plan, _CASE, IDEAL_EXECUTOR)
+    assert (without.step_ns, without.host_updates) == (50 + 50 + 10 + 100 + 100, ())
+    assert (plan.step_ns, plan.host_updates) == (50 + 50 + 10 + 20 + 10, (HostUpdate(2, 2, 3, 20),))
+    assert sorted((t.tensor, t.source) for t in plan.transfers) == [(0, HOST), (2, DEVICE)]
+    assert plan.peak_bytes == {DEVICE: 120, HOST: 120, Tier.NVME: 0}
+
+
+def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:
+    machine = replace(_MACHINE, cpu_update_bytes_per_s=10**9 // 2)
+    assert find_buckets(_problem(machine=machine)) == []
+    assert plan_auto(_problem(machine=machine)).host_updates == ()
+
+
+def test_a_bucket_is_made_of_state_parameters_and_gradients() -> None:
+    (bucket,) = find_buckets(_problem())
+    assert (bucket.op, bucket.state, bucket.parameters, bucket.gradients) == (2, (3,), (0,), (2,))
+    assert (bucket.cpu_ns, bucket.moved_ns) == (20, 100)
+
+
+def test_what_is_left_has_no_state_and_ends_gradients_with_their_copy() -> None:
+    (updated,) = updated_problems(_problem(), 5)
+    rest = updated.problem
+    assert updated.origin == (0, 1, 2)
+    assert (rest.trace.ops[2].duration_ns, rest.trace.ops[2].reads, rest.trace.ops[2].writes) == (0, (), ())
+    assert rest.budget[HOST] == 1000 - 10 - 10 - 100
+    assert rest.live.tolist() == [110, 120, 10]
+    assert not rest.trace.tensors[2].is_movable
+    assert not rest.capabilities.updates_on_host
+
+
+@pytest.mark.parametrize(
+    ("trace", "reason"),
+    [
+        (_changed(3, is_movable=False), "state that cannot move"),
+        (_changed(0, is_movable=False), "a parameter that cannot move"),
+        (_changed(2, kind=TensorClass.INPUT), "an input"),
+        (_changed(2, is_persistent=True), "a gradient that lasts and is written again"),
+        (_changed(0, holds=((2, 3),)), ""),
+        (_changed(3, is_persistent=False), "state that is born in the update"),
+        (replace(_CASE, ops=(*_OPS, Op("log", 1, (2,)))), "a gradient that is read later"),
+        (replace(_CASE, ops=(*_OPS, Op("clamp", 1, (0,), (0,)))), "a parameter that another op writes"),
+        (replace(_CASE, ops=(*_OPS, Op("again", 1, (3,), (3,), phase="optimizer"))), "state of two updates"),
+        (replace(_changed(0, holds=((2, 4),)), ops=(*_OPS, Op("log", 1))), "a parameter that is wanted from the update on"),
+        (replace(_CASE, ops=(*_OPS[:2], replace(_OPS[2], phase="backward"))), "an op that is not the optimizer's"),
+        (_changed(3, kind=TensorClass.ACTIVATION), "no state that the CPU's speed is known for"),
+    ],
+)
+def test_which_buckets_the_cpu_can_update(trace: Trace, reason: str) -> None:
+    assert len(find_buckets(_problem(trace))) == (not reason), reason
+
+
+@pytest.mark.parametrize(
+    "caps",
+    [
+        replace(IDEAL_EXECUTOR, updates_on_host=False),
+        replace(IDEAL_EXECUTOR, wraps=False),
+        replace(IDEAL_EXECUTOR, gradient_follows_parameter=True),
+        replace(IDEAL_EXECUTOR, tiers=(Tier.NVME,)),
+        RUNTIME_EXECUTOR,
+    ],
+)
+def test_no_bucket_where_the_executor_cannot(caps: Capabilities) -> None:
+    assert find_buckets(_problem(caps=caps)) == []
+
+
+def test_no_bucket_where_the_cpu_speed_is_unknown() -> None:
+    assert find_buckets(_problem(machine=replace(_MACHINE, cpu_update_bytes_per_s=0))) == []
+
+
+def test_a_bucket_with_a_tiny_tensor_is_updated_only_where_tiny_ones_may_move() -> None:
+    ops = (*_OPS[:2], replace(_OPS[2], reads=(0, 2, 3, 4), writes=(0, 3, 4)))
+    trace = Trace(ops, (*_TENSORS, Tensor("step", 4, TensorClass.OPTIMIZER, is_persistent=True)))
+    assert find_buckets(_problem(trace, caps=replace(IDEAL_EXECUTOR, min_bytes=5))) == []
+    plan = plan_auto(_problem(trace))
+    check(plan, trace, IDEAL_EXECUTOR)
+    assert plan.host_updates and Residency(4, HOST, 0, 3) in plan.residencies
+
+
+def test_state_that_the_program_holds_keeps_its_room_on_the_device() -> None:
+    trace = _changed(3, size_bytes=10, holds=((0, 3),))
+    updated = update(_problem(trace), find_buckets(_problem(trace)) or pytest.fail("expected a bucket"))
+    plan = updated.plan(plan_floor(updated.problem))
+    assert plan is not None
+    check(plan, trace, IDEAL_EXECUTOR)
+    held = [(r.tier, r.start, r.stop) for r in plan.residencies if r.tensor == 3]
+    assert sorted(held) == [(DEVICE, 0, 3), (HOST, 0, 3)]
+
+
+def _two_buckets() -> Trace:
+    ops = (
+        Op("forward", 50, (0, 4), (1,), phase="forward"),
+        Op("backward", 50, (0, 1, 4), (2, 5), phase="backward"),
+        Op("update 0", 10, (0, 2, 3), (0, 3), phase="optimizer"),
+        Op("update 1", 10, (4, 5, 6), (4, 6), phase="optimizer"),
+    )
+    return Trace(ops, (*_TENSORS, *(replace(_TENSORS[i], name=f"{_TENSORS[i].name}1") for i in (0, 2, 3))))
+
+
+def test_buckets_that_the_host_has_no_room_for_stay_on_the_device() -> None:
+    trace = _two_buckets()
+    assert [[b.op for b in u.buckets] for u in updated_problems(_problem(trace, host_bytes=240), 5)] == [[2, 3], [2]]
+    assert [[b.op for b in u.buckets] for u in updated_problems(_problem(trace, host_bytes=239), 5)] == [[2]]
+    assert list(updated_problems(_problem(trace, host_bytes=119), 5)) == []
+
+
+def test_an_update_is_awaited_while_the_cpu_runs_the_next_one() -> None:
+    problem = make_problem(_two_buckets(), _MACHINE, {DEVICE: 200, HOST: 1000, Tier.NVME: 0}, IDEAL_EXECUTOR)
+    plan = plan_auto(problem)
+    check(plan, problem.trace, IDEAL_EXECUTOR)
+    # Backward, two gradients out one after the other, two updates, and the load of the second parameter: 10 ns each.
+    assert [(u.issue_at, u.ready_by) for u in plan.host_updates] == [(2, 3), (3, 4)]
+    assert plan.step_ns == 100 + 10 + 20 + 20 + 10
+
+
+def test_parts_of_a_parameter_are_loaded_after_its_update_alone() -> None:
+    ops = (_OPS[0], _OPS[1], _OPS[2], Op("log", 5))
+    problem = _problem(Trace(ops, _TENSORS))
+    updated = update(problem, find_buckets(problem))
+    rest = updated.problem
+    residencies = [r for r in build_plan(rest, "hand", [], {}).residencies if r.tensor != 0]
+    residencies += [Residency(0, DEVICE, 2, 6, 0, 4), Residency(0, DEVICE, 0, 4, 4, 10), Residency(0, HOST, 0, 4, 0, 4)]
+    # The first 4 bytes would be loaded from tick 2 on, while the CPU writes them.
+    drafted = plan_from(rest, "hand", residencies, [Transfer(0, HOST, DEVICE, 2, 4, 0, 0, 4)])
+    check(drafted, rest.trace, rest.capabilities)
+    plan = updated.plan(drafted)
+    assert plan is not None
+    check(plan, problem.trace, IDEAL_EXECUTOR)
+    loads = sorted((t.first_byte, t.stop_byte, t.issue_at, t.ready_by) for t in plan.transfers if t.tensor == 0)
+    assert loads == [(0, 4, 3, 4), (4, 0, 3, 4)]
+    assert Residency(0, DEVICE, 3, 6, 0, 4) in plan.residencies
+
+
+def test_a_repeat_that_would_read_what_was_updated_gives_no_plan() -> None:
+    trace = replace(_CASE, ops=(*_OPS, Op("log", 1, (1,))))
+    problem = _problem(trace)
+    updated = update(problem, find_buckets(problem))
+    plan = build_plan(updated.problem, "hand", [], {})
+    assert updated.plan(replace(plan, repeats=(Repeat(0, 3),))) is None
+    assert updated.plan(replace(plan, repeats=(Repeat(0, 1),))) is not None
+
+
+def test_updates_on_the_host_make_a_recorded_step_faster(project: Path) -> None:
+    trace = load_trace_json(project / "tests/data/traces/lstm.json")
+    peak = int(live_bytes(trace).max())
+    machine = replace(_MACHINE, duplex_share=0.75)
+    problem = make_problem(trace, machine, {DEVICE: peak // 2, HOST: 4 * peak, Tier.NVME: 0}, IDEAL_EXECUTOR)
+    plan, without = plan_auto(problem), plan_auto(problem, GENERATORS - {"updated"})
+    check(plan, trace, IDEAL_EXECUTOR)
+    assert plan.host_updates and plan.step_ns < 0.95 * without.step_ns
