@@ -66,8 +66,6 @@ def run(
     # Standard error has progress and messages, standard output the sample, which is in the result too.
     messages = subprocess.PIPE if is_quiet else None
     environment = {**os.environ, **ENVIRONMENT}
-    if options.config is None:
-        environment["THP_MEM_ALLOC_ENABLE"] = "0"  # importing tieroff sets it, and a run without tieroff has not got that
     try:
         done = subprocess.run(
             arguments, stdout=subprocess.DEVNULL, stderr=messages, text=True, check=False, env=environment, timeout=limit_s
