@@ -76,9 +76,9 @@ def plan_exchanged(problem: Problem, policy: str) -> Plan:
         return best.plan
     relaxed = relaxed_selection(problem)
     guided = _offer_all(best, sweep_leads(problem, policy, relaxed)) if relaxed is not None else []
-    begins = [*guided[:1], *greedy[:_BEGINS]][:_BEGINS]
     if problem.op_count + len(problem.units) > _SEARCHED_AT_MOST[problem.effort]:
         return best.plan
+    begins = [*guided[:1], *greedy[:_BEGINS]][:_BEGINS]
     for seed, begin in enumerate(begins):
         if best.is_within(bound_ns, _CLOSE):
             break
