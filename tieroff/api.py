@@ -210,7 +210,7 @@ class _Builder:
             self.engine = Engine(
                 model, self.backend, stores, self._settings(stores), self._plan,
                 self._recorder, functools.partial(self._close, stores),
-                lambda trace: self.planned_machines.get(trace.digest), _write_report,
+                lambda trace: self.planned_machines.get(trace.digest), self._machine_as_seen, _write_report,
             )  # fmt: skip
             return self.engine
         except BaseException:
@@ -321,7 +321,7 @@ class _Builder:
         budget = self._budget(trace)
         agreed = self._agreed(trace, budget[Tier.DEVICE])
         budget[Tier.DEVICE] = agreed.budget_bytes
-        planning, machine = self.config.plan, self._machine_as_seen(rates)
+        planning, machine = self.config.plan, self._slowed(rates)
         self.planned_machines[trace.digest] = machine
         counts = len(trace.ops), len(trace.tensors)
         log.info("planning %d ops and %d tensors (%s, %s)", *counts, planning.policy, planning.effort)
@@ -334,7 +334,11 @@ class _Builder:
             sizes = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
             raise InfeasiblePlanError(text, op=error.op, **sizes) from None
 
-    def _machine_as_seen(self, rates: dict[str, float]) -> Machine:
+    def _machine_as_seen(self, rates: dict[str, float]) -> Machine | None:
+        """Returns what `_slowed` does; None where no machine was asked about, since the plan was given."""
+        return self._slowed(rates) if self.given_plan is None else None
+
+    def _slowed(self, rates: dict[str, float]) -> Machine:
         """Returns the machine with links no faster than they were beside compute: a probe has the cores to itself."""
         seen: dict[str, Any] = {f"{link}_bytes_per_s": int(rate) for link, rate in rates.items()}
         slower: dict[str, Any] = {key: rate for key, rate in seen.items() if 0 < rate < getattr(self.machine, key)}

@@ -22,6 +22,7 @@ from tieroff.errors import StateError
 from tieroff.runtime import state_dicts
 from tieroff.runtime.backend import Backend
 from tieroff.runtime.custody import Custody, Settings
+from tieroff.runtime.feedback import MachineAsSeen
 from tieroff.runtime.hooks import ForwardSlot, RecurrentWeights
 from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.parameters import functorch_is_active, install, uninstall
@@ -52,6 +53,7 @@ class Engine:
         make_recorder: Callable[[], Recorder],
         on_close: Callable[[], None],
         machine_of: MachineOf = lambda trace: None,
+        machine_as_seen: MachineAsSeen = lambda rates: None,
         write_report: WriteReport | None = None,
     ) -> None:
         self.model = model
@@ -61,7 +63,7 @@ class Engine:
         self._on_close = on_close
         self._machine_of, self._write_report = machine_of, write_report
         self._custody = Custody(model, backend, stores, settings)
-        self._steps = Steps(self._custody, make_plan, make_recorder)
+        self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen)
         self.executor = self._custody.executor
         self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
         self._pid = os.getpid()

@@ -10,7 +10,7 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
-from tieroff.units import NS_PER_S
+from tieroff.runtime.feedback import Feedback
 
 
 class Phase(Enum):
@@ -62,10 +62,7 @@ class Program:
         births: per op, bytes of activations and gradients that come to life in it.
         mismatches: steps in a row that left the sequence.
         retraces: how often it was traced again.
-        shortest_ns: per op, its shortest duration in the first planned steps.
-        planned_steps: how many of those there were.
-        link_spans: per link, (start_ns, stop_ns, bytes) of the transfers of those steps.
-        is_settled: the plan was compared with them.
+        feedback: what planned steps showed of the plan.
         update_at: tick at which the update begins; that of the step's end when it has none.
         needed_by_update: tensors that the plan has on the device when the update begins, of those that it moves.
         written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
@@ -84,10 +81,7 @@ class Program:
     tiers: dict[int, Tier] = field(default_factory=dict)
     mismatches: int = 0
     retraces: int = 0
-    shortest_ns: list[int] = field(default_factory=list)
-    planned_steps: int = 0
-    link_spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    is_settled: bool = False
+    feedback: Feedback = field(default_factory=Feedback)
     update_at: int = -1
     needed_by_update: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()
@@ -96,6 +90,7 @@ class Program:
         """Makes the plan what the next step of this kind runs."""
         assert self.trace is not None
         self.plan = plan
+        self.feedback.plan_count += 1
         self.tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
         self.actions = _actions(plan, self.trace, set(self.tiers))
         self._bring_back_for_update(plan)
@@ -125,23 +120,6 @@ class Program:
         )
         self.needed_by_update = frozenset(back)
         self.actions[update] = replace(actions, ins=(*back, *actions.ins))
-
-    def forget_planned_steps(self) -> None:
-        """The step was recorded anew: what earlier plans of this kind showed is of another sequence."""
-        self.shortest_ns, self.link_spans = [], {}
-        self.planned_steps, self.is_settled = 0, False
-
-    def link_rates(self) -> dict[str, float]:
-        """Returns bytes per second that each link moved while it was busy, beside compute."""
-        rates = {}
-        for link, spans in self.link_spans.items():
-            busy_ns, end_ns = 0, 0
-            for start_ns, stop_ns, _ in sorted(spans):
-                busy_ns += max(stop_ns - max(start_ns, end_ns), 0)
-                end_ns = max(end_ns, stop_ns)
-            if busy_ns:
-                rates[link] = sum(size_bytes for _, _, size_bytes in spans) * NS_PER_S / busy_ns
-        return rates
 
     @property
     def moves_nothing(self) -> bool:

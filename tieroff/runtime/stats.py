@@ -25,6 +25,9 @@ class Stats:
         moved_bytes_by_class: per tensor class, all links together.
         fallbacks: times the step left its plan.
         phase: "traced", "measured", "planned", "on demand" or "nothing moved".
+        plans: how many plans were made of this kind of step since it was traced.
+        settled_after: planned steps of this kind after which durations and links were found to be within 10 % of those that
+            its plan was made for; 0 while they were not.
         settings: values that the engine chose by itself.
     """
 
@@ -39,6 +42,8 @@ class Stats:
     moved_bytes_by_class: dict[str, int]
     fallbacks: int
     phase: str
+    plans: int
+    settled_after: int
     settings: dict[str, str]
 
     def figures(self, number: int = 0) -> StepFigures:

@@ -18,10 +18,12 @@ from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError
 from tieroff.runtime.custody import Custody
+from tieroff.runtime.feedback import Feedback, MachineAsSeen
 from tieroff.runtime.hooks import ForwardSlot, recompute, signature_of, storages_of
 from tieroff.runtime.parameters import install
 from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.stats import Stats
+from tieroff.units import NS_PER_S, format_seconds
 
 log = logging.getLogger("tieroff")
 
@@ -35,9 +37,6 @@ _HISTORY_STEPS = 4096
 # Steps in a row that must leave a plan before the kind is traced again; doubled each time.
 _MISMATCHES_BEFORE_RETRACE = 2
 _RECORDINGS_AT_MOST = 6
-# Planned steps whose shortest durations are compared with those the plan was made for, and by how much they may differ.
-_STEPS_BEFORE_SECOND_PLAN = 3
-_DRIFT = 0.05
 # Steps after which checksums end that were asked for the warm-up.
 _WARMUP_STEPS = 8
 
@@ -61,10 +60,14 @@ class Steps:
     """
 
     def __init__(
-        self, custody: Custody, make_plan: MakePlan, make_recorder: Callable[[], Recorder]
+        self,
+        custody: Custody,
+        make_plan: MakePlan,
+        make_recorder: Callable[[], Recorder],
+        machine_as_seen: MachineAsSeen,
     ) -> None:
         self._custody = custody
-        self._make_plan, self._make_recorder = make_plan, make_recorder
+        self._make_plan, self._make_recorder, self._machine_as_seen = make_plan, make_recorder, machine_as_seen
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.last: Program | None = None
         self.recomputed: dict[str, ForwardSlot] = {}
@@ -202,26 +205,31 @@ class Steps:
             program.phase = Phase.RECORD
 
     def _compare(self, program: Program) -> None:
-        """Plans once more when the first planned steps show that durations were measured too long, or too short.
+        """Plans once more when steps show that the plan was made for other durations, or faster or slower links.
 
-        The measured step runs with everything moved out, its caches cold; planned ones are nearer to the truth.
+        The measured step runs with everything moved out, its caches cold; planned ones are nearer to the truth. Later the
+        machine itself may change.
         """
-        executor = self._custody.executor
-        if program.is_settled or executor.cursor != len(program.keys):
+        executor, feedback = self._custody.executor, program.feedback
+        if executor.cursor != len(program.keys):
             return
-        spans = [b - a for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
-        best = program.shortest_ns
-        program.shortest_ns = [min(pair) for pair in zip(best, spans, strict=True)] if best else spans
-        for _, link, arrival, size_bytes in self._custody.traffic.spans:
-            program.link_spans.setdefault(link, []).append((arrival.start_ns, arrival.stop_ns, size_bytes))
-        program.planned_steps += 1
-        if program.planned_steps < _STEPS_BEFORE_SECOND_PLAN:
+        durations_ns = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
+        if not feedback.take(durations_ns, self._custody.traffic.spans):
             return
-        program.is_settled = True
-        assert program.trace is not None
-        if abs(sum(program.shortest_ns) - program.trace.ideal_ns) > _DRIFT * program.trace.ideal_ns:
-            program.trace = program.trace.with_durations([max(ns, 0) for ns in program.shortest_ns])
-            self._adopt(program, self._make_plan(program.trace, program.link_rates()))
+        assert program.trace is not None and program.plan is not None and self.stats is not None
+        reason = feedback.look(program.trace, self._machine_as_seen)
+        if reason:
+            trace = program.trace.with_durations(feedback.shortest_ns)
+            plan = self._make_plan(trace, feedback.plan_again())
+            if plan is program.plan:
+                feedback.settle()  # it was given, and stays
+                return
+            log.info("%s: the step was planned again", reason)
+            program.trace = trace
+            self._adopt(program, plan)
+        elif feedback.settle():
+            predicted, took = format_seconds(program.plan.step_ns / NS_PER_S), format_seconds(self.stats.step_s)
+            log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
 
     def _keep_recording(
         self, program: Program, recorder: Recorder | None, keys: list[Hashable], names: list[str]
@@ -233,7 +241,7 @@ class Steps:
             if program.retraces == _RECORDINGS_AT_MOST + 1:
                 log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
             return
-        program.forget_planned_steps()
+        program.feedback = Feedback()
         program.keys, program.names = keys, names
         subjects = self._subjects()
         program.trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
@@ -255,7 +263,7 @@ class Steps:
         executor = self._custody.executor
         durations = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
         program.trace = program.trace.with_durations(durations)
-        plan = self._make_plan(program.trace, {})
+        plan = self._make_plan(program.trace, program.feedback.rates)
         wanted = set(plan.recompute) - set(self.recomputed)
         if wanted:
             for name in sorted(wanted):
@@ -310,6 +318,8 @@ class Steps:
             moved_bytes_by_class=dict(counts.by_class),
             fallbacks=counts.fallbacks,
             phase=phase,
+            plans=program.feedback.plan_count,
+            settled_after=program.feedback.settled_after,
             settings={"backend": self._custody.backend.name, **self._custody.settings.chosen},
         )
         if executor.mode is Mode.PLANNED and self._custody.traffic.keep_spans:

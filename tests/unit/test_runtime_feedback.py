@@ -1,0 +1,217 @@
+"""Planned steps that do not take what their plan was made for have it made again; one that does ends the search."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tieroff.core.machine import Machine, save_machine
+from tieroff.core.plan import Plan
+from tieroff.core.run import load_run
+from tieroff.core.trace import Op, Trace
+from tieroff.runtime.feedback import Feedback
+from tieroff.units import parse_bytes
+
+MS = 1_000_000
+MIB = 1 << 20
+MACHINE = Machine(nvme_read_bytes_per_s=1000 * MIB, nvme_write_bytes_per_s=1000 * MIB)
+
+
+class Copy:
+    """A copy that was under way from `start_ns` to `stop_ns`."""
+
+    def __init__(self, start_ns: int, stop_ns: int) -> None:
+        self.start_ns, self.stop_ns = start_ns, stop_ns
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Ended long ago."""
+
+
+def trace_of(*durations_ns: int) -> Trace:
+    return Trace(ops=tuple(Op(f"op {i}", ns) for i, ns in enumerate(durations_ns)), tensors=())
+
+
+def as_seen(rates: dict[str, float]) -> Machine:
+    return replace(MACHINE, **{f"{link}_bytes_per_s": min(int(rate), 1000 * MIB) for link, rate in rates.items()})
+
+
+def looked(feedback: Feedback, durations_ns: list[int], *copies: tuple[str, int, int, int]) -> int:
+    """Takes steps of these durations and copies (link, start, stop, bytes) until there are enough; returns how many."""
+    for count in range(1, 1000):
+        at = count * 1000 * MS
+        spans = [(0, link, Copy(at + start, at + stop), size) for link, start, stop, size in copies]
+        if feedback.take(list(durations_ns), spans):
+            return count
+    raise AssertionError("no look after 1000 steps")
+
+
+def test_durations_as_planned_settle_the_plan_after_three_steps() -> None:
+    feedback, trace = Feedback(), trace_of(50 * MS, 50 * MS)
+    assert looked(feedback, [52 * MS, 54 * MS]) == 3
+    assert feedback.look(trace, as_seen) == ""
+    assert feedback.settle()
+    assert feedback.settled_after == 3
+    assert looked(feedback, [52 * MS, 54 * MS]) == 8
+    assert feedback.look(trace, as_seen) == ""
+    assert not feedback.settle()
+    assert feedback.settled_after == 3
+
+
+@pytest.mark.parametrize("durations", [[58 * MS, 58 * MS], [42 * MS, 42 * MS]])
+def test_durations_more_than_a_tenth_off_say_so(durations: list[int]) -> None:
+    feedback = Feedback()
+    looked(feedback, durations)
+    expected = f"compute takes {sum(durations) / MS} ms, planned were 100.0 ms"
+    assert feedback.look(trace_of(50 * MS, 50 * MS), as_seen) == expected
+
+
+def test_shortest_of_each_op_counts() -> None:
+    feedback = Feedback()
+    for durations in ([50 * MS, 90 * MS], [90 * MS, 50 * MS], [90 * MS, 90 * MS]):
+        feedback.take(durations, ())
+    assert feedback.shortest_ns == [50 * MS, 50 * MS]
+    assert feedback.look(trace_of(50 * MS, 50 * MS), as_seen) == ""
+
+
+def test_short_steps_are_not_planned_again_for_noise() -> None:
+    feedback = Feedback()
+    looked(feedback, [4 * MS, 4 * MS], ("nvme_read", 0, 2 * MS, MIB))
+    assert feedback.look(trace_of(2 * MS, 2 * MS), as_seen) == ""
+
+
+def test_link_that_is_slower_beside_compute_says_so() -> None:
+    feedback, trace = Feedback(), trace_of(50 * MS, 50 * MS)
+    # Two that overlap: busy from 0 to 40 ms for 20 MiB, half of what the plan was made for.
+    copies = ("nvme_read", 0, 30 * MS, 10 * MIB), ("nvme_read", 20 * MS, 40 * MS, 10 * MIB)
+    looked(feedback, [50 * MS, 50 * MS], *copies)
+    assert feedback.look(trace, as_seen) == "nvme_read moves 500.00 MiB/s, planned were 1000.00 MiB/s"
+    assert feedback.plan_again() == {"nvme_read": pytest.approx(500 * MIB)}
+    looked(feedback, [50 * MS, 50 * MS], *copies)
+    assert feedback.look(trace, as_seen) == ""
+    feedback.settle()
+    looked(feedback, [50 * MS, 50 * MS], ("nvme_read", 0, 1, 20 * MIB))
+    assert "nvme_read moves 1000.00 MiB/s, planned were 500.00 MiB/s" in feedback.look(trace, as_seen)
+
+
+def test_link_faster_than_the_machine_changes_nothing() -> None:
+    feedback = Feedback()
+    looked(feedback, [50 * MS], ("nvme_read", 0, MS, 100 * MIB))
+    assert feedback.look(trace_of(50 * MS), as_seen) == ""
+
+
+def test_links_are_not_compared_where_the_machine_is_not_known() -> None:
+    feedback = Feedback()
+    looked(feedback, [50 * MS], ("nvme_read", 0, 500 * MS, MIB))
+    assert feedback.look(trace_of(50 * MS), lambda rates: None) == ""
+
+
+def test_plan_that_never_fits_is_made_anew_ever_more_rarely() -> None:
+    feedback, trace = Feedback(), trace_of(50 * MS)
+    counts = []
+    for _ in range(6):
+        counts.append(looked(feedback, [100 * MS]))
+        assert feedback.look(trace, as_seen)
+        feedback.plan_again()
+        assert feedback.settled_after == 0
+    assert counts == [3, 2, 2, 8, 16, 32]  # with the traced and the measured step, the third plan is there after nine
+
+
+class Sleepy(nn.Module):
+    """Layers that take as long as one says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.delay_s = 0.005
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            time.sleep(self.delay_s)
+        return x
+
+
+def config(folder: Path, nvme_rate: str) -> dict[str, object]:
+    """Returns a config with a machine file whose drive has this bandwidth both ways."""
+    rate = parse_bytes(nvme_rate)
+    host = parse_bytes("10GiB")
+    machine = Machine(
+        d2h_bytes_per_s=host, h2d_bytes_per_s=host, nvme_write_bytes_per_s=rate, nvme_read_bytes_per_s=rate
+    )  # fmt: skip
+    save_machine(machine, folder / "machine.toml")
+    return {
+        "device": "cpu",
+        "budget": {"device": "60%", "nvme": "1GiB"},
+        "nvme": {"dirs": [str(folder)], "staging": "1MiB"},
+        "plan": {"min_bytes": "4KiB", "policy": "floor", "machine": str(folder / "machine.toml")},
+    }
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(64, 256)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_engine_plans_again_when_the_model_slows_down_and_settles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tieroff")
+    model = Sleepy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tieroff.wrap(model, optimizer, config=config(tmp_path, "1MiB"))  # so slow that no copy is slower than planned
+    engine = tieroff.engine(model)
+    train(model, optimizer, 10)
+    settled = engine.stats()
+    assert settled.phase == "planned" and 0 < settled.settled_after <= 7
+    assert "the plan holds after" in caplog.text
+    ideal_ns = engine.trace.ideal_ns
+    model.delay_s = 0.03
+    train(model, optimizer, 17)  # the look that is under way may still have a fast step in it
+    assert engine.stats().plans > settled.plans
+    assert "compute takes" in caplog.text and "the step was planned again" in caplog.text
+    assert engine.trace.ideal_ns > ideal_ns + 6 * 20 * MS
+    tieroff.unwrap(model)
+
+
+def test_engine_plans_again_for_a_drive_slower_than_its_machine_file(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tieroff.wrap(model, optimizer, config=config(tmp_path, "1000GiB"))
+    engine = tieroff.engine(model)
+    for _ in range(8):
+        model(torch.ones(8, 2048)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.stats().plans >= 2
+    engine.save_run(tmp_path / "run")
+    planned = load_run(tmp_path / "run").machine
+    assert planned is not None
+    assert 0 < planned.nvme_read_bytes_per_s < parse_bytes("500GiB")
+    tieroff.unwrap(model)
+
+
+def test_plan_that_was_given_stays(tmp_path: Path) -> None:
+    def run(plan: Plan | None, delay_s: float) -> tuple[Plan, int]:
+        torch.manual_seed(0)
+        model = Sleepy()
+        model.delay_s = delay_s
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        tieroff.wrap(model, optimizer, config=config(tmp_path, "1MiB"), plan=plan)
+        train(model, optimizer, 7)
+        engine = tieroff.engine(model)
+        found = engine.plan, engine.stats().plans
+        tieroff.unwrap(model)
+        return found
+
+    first, _ = run(None, 0.0)
+    assert run(first, 0.01) == (first, 1)

@@ -1,0 +1,122 @@
+"""Feedback: planned steps against what their plan was made for, so that it is made again when that does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tieroff.core.machine import Machine
+from tieroff.core.trace import Trace
+from tieroff.runtime.backend import Arrival
+from tieroff.units import NS_PER_S, format_bytes, format_seconds
+
+# By how much durations and bandwidth may differ from those that a plan was made for, and how much of a step that has to be.
+_DRIFT = 0.1
+_NOISE_NS = 5_000_000
+# Planned steps of each look at a plan while it settles: with one traced and one measured step, the last ends with step 9.
+_FIRST_LOOKS = (3, 2, 2)
+# Of each look after that; twice as many after each plan that is made later, since a speed that keeps changing cannot be met.
+_LATER_STEPS, _LATER_STEPS_AT_MOST = 8, 512
+
+# (tensor, link, copy, bytes), as `Traffic.spans` has them.
+Span = tuple[int, str, Arrival, int]
+MachineAsSeen = Callable[[dict[str, float]], Machine | None]
+
+
+class Feedback:
+    """What the planned steps of one kind showed since their plan was made or last looked at.
+
+    Attributes:
+        plan_count: plans made of this kind of step since it was recorded.
+        settled_after: planned steps after which the plan that runs was found to hold; 0 while none was.
+        rates: bytes per second of links, beside compute, that the plan that runs was made for; {} before any was seen.
+        shortest_ns: per op, its shortest duration.
+    """
+
+    def __init__(self) -> None:
+        self.plan_count = self.settled_after = 0
+        self.rates: dict[str, float] = {}
+        self._planned_steps = self._looks = 0
+        self._later_steps = _LATER_STEPS
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = 0
+        self.shortest_ns: list[int] = []
+        self._busy: dict[str, list[tuple[int, int, int]]] = {}
+
+    @property
+    def is_settling(self) -> bool:
+        """True while the plan is new enough to be looked at often."""
+        return self._looks < len(_FIRST_LOOKS)
+
+    def take(self, durations_ns: list[int], spans: Iterable[Span]) -> bool:
+        """Takes what a step that followed its plan showed; True when that is enough to look at the plan."""
+        best = self.shortest_ns
+        self.shortest_ns = [min(pair) for pair in zip(best, durations_ns, strict=True)] if best else durations_ns
+        for _, link, arrival, size_bytes in spans:
+            self._busy.setdefault(link, []).append((arrival.start_ns, arrival.stop_ns, size_bytes))
+        self._planned_steps += 1
+        self._steps += 1
+        return self._steps >= (_FIRST_LOOKS[self._looks] if self.is_settling else self._later_steps)
+
+    def look(self, trace: Trace, machine_as_seen: MachineAsSeen) -> str:
+        """Says in which way the plan no longer fits, "" when it does.
+
+        Args:
+            trace: the plan's, with the durations it was made for.
+            machine_as_seen: the machine to plan for when links were seen at given rates; None: links are not compared.
+        """
+        reasons = [_compute_drift(sum(self.shortest_ns), trace.ideal_ns)]
+        before, now = machine_as_seen(self.rates), machine_as_seen(self._rates())
+        for link, spans in self._busy.items():
+            if before is not None and now is not None:
+                key = f"{link}_bytes_per_s"
+                moved_bytes = sum(size_bytes for *_, size_bytes in spans) / self._steps
+                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes))
+        return "; ".join(filter(None, reasons))
+
+    def settle(self) -> bool:
+        """The plan was found to hold; True the first time."""
+        is_first = not self.settled_after
+        self.settled_after = self.settled_after or self._planned_steps
+        self._looks = len(_FIRST_LOOKS)
+        self._forget()
+        return is_first
+
+    def plan_again(self) -> dict[str, float]:
+        """The plan is made again from what was seen; returns the rates of links to make it for."""
+        self.rates.update(self._rates())
+        if self.is_settling:
+            self._looks += 1
+        else:
+            self._later_steps = min(2 * self._later_steps, _LATER_STEPS_AT_MOST)
+        self.settled_after = 0
+        self._forget()
+        return self.rates
+
+    def _rates(self) -> dict[str, float]:
+        """Returns bytes per second that each link moved while it was busy, beside compute."""
+        rates = {}
+        for link, spans in self._busy.items():
+            busy_ns, end_ns = 0, 0
+            for start_ns, stop_ns, _ in sorted(spans):
+                busy_ns += max(stop_ns - max(start_ns, end_ns), 0)
+                end_ns = max(end_ns, stop_ns)
+            if busy_ns:
+                rates[link] = sum(size_bytes for _, _, size_bytes in spans) * NS_PER_S / busy_ns
+        return rates
+
+
+def _compute_drift(seen_ns: int, planned_ns: int) -> str:
+    off_ns = abs(seen_ns - planned_ns)
+    if off_ns <= max(_DRIFT * planned_ns, _NOISE_NS):
+        return ""
+    return f"compute takes {format_seconds(seen_ns / NS_PER_S)}, planned were {format_seconds(planned_ns / NS_PER_S)}"
+
+
+def _link_drift(link: str, planned: int, seen: int, moved_bytes: float) -> str:
+    if not planned or not seen or abs(seen - planned) <= _DRIFT * planned:
+        return ""
+    if moved_bytes * abs(1 / seen - 1 / planned) * NS_PER_S <= _NOISE_NS:
+        return ""
+    return f"{link} moves {format_bytes(seen)}/s, planned were {format_bytes(planned)}/s"
