@@ -48,6 +48,15 @@ class Recorder(Protocol):
             is_new: the engine has just made it; otherwise the program did, when it was first seen.
         """
 
+    def read(self, key: Hashable) -> None:
+        """The op that runs reads the subject's bytes on the device, in code that is not watched."""
+
+    def begin_unseen(self) -> None:
+        """Code begins whose tensors are not seen one by one: what it takes for itself has to be measured."""
+
+    def end_unseen(self) -> None:
+        """That code has ended."""
+
     def died(self, key: Hashable) -> None:
         """Nothing can ask for the subject's bytes any more."""
 

@@ -21,6 +21,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime import state_dicts
 from tieroff.runtime.backend import Backend
+from tieroff.runtime.compiled import CompiledCall, find_compiled
 from tieroff.runtime.custody import Custody, Settings
 from tieroff.runtime.feedback import MachineAsSeen
 from tieroff.runtime.hooks import ForwardSlot, RecurrentWeights
@@ -65,7 +66,7 @@ class Engine:
         self._custody = Custody(model, backend, stores, settings)
         self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen)
         self.executor = self._custody.executor
-        self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
+        self._slots: list[ForwardSlot | RecurrentWeights | CompiledCall | state_dicts.Handle] = []
         self._pid = os.getpid()
         self.is_closed = False
         try:
@@ -94,6 +95,7 @@ class Engine:
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):
                 self._slots.append(RecurrentWeights(module, self.executor.gate))
+        self._slots += [CompiledCall(module, self.executor) for module in list(find_compiled(self.model))]
         root = ForwardSlot(self.model, self._forward)
         root.engine = self
         self._slots.append(root)

@@ -17,6 +17,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError
+from tieroff.runtime.compiled import compiled_count
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.feedback import Feedback, MachineAsSeen
 from tieroff.runtime.hooks import ForwardSlot, recompute, signature_of, storages_of
@@ -76,7 +77,7 @@ class Steps:
         self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
         self._program: Program | None = None
         self._step_is_over = True
-        self._begun_ns = self._recompute_ns = self._steps_done = 0
+        self._begun_ns = self._recompute_ns = self._steps_done = self._compiled_before = 0
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = signature_of(self._custody.model, args, kwargs)
@@ -132,6 +133,7 @@ class Steps:
         self._step_is_over = False
         self._begun_ns, self._recompute_ns = time.monotonic_ns(), 0
         if recorder is not None:
+            self._compiled_before = compiled_count()
             self._start_recorder(recorder)
 
     def _start_recorder(self, recorder: Recorder) -> None:
@@ -236,6 +238,9 @@ class Steps:
     ) -> None:
         program.retraces += 1
         if recorder is None:
+            return
+        if compiled_count() > self._compiled_before:
+            log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
         if program.retraces > _RECORDINGS_AT_MOST:
             if program.retraces == _RECORDINGS_AT_MOST + 1:

@@ -70,7 +70,13 @@ class StepRecorder(TorchDispatchMode):
         counter = PeakCounter() if device.type == "cpu" else None
         self._counter = counter if counter is not None and counter.works else None
         self._scratch: dict[int, int] = {}
+        self._is_unseen = False
         self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch.compile compile while a step is traced: code that it meets then and skips would stay uncompiled."""
+        return True
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
@@ -108,9 +114,13 @@ class StepRecorder(TorchDispatchMode):
 
     def event(self, name: str, phase: str) -> None:
         self._sweep()
+        was_unseen = self._is_unseen
+        self.end_unseen()  # what the code took so far belongs to the op that ends, and what is fetched now is known
         self._events.append((name, phase))
         self._now += 1
         self._first_instant.append(self._now)
+        if was_unseen:
+            self.begin_unseen()
 
     def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
         assert isinstance(storage, torch.UntypedStorage)
@@ -122,6 +132,24 @@ class StepRecorder(TorchDispatchMode):
         if key not in life.keys:
             life.keys.append(key)
         life.is_below = is_below
+
+    def read(self, key: Hashable) -> None:
+        found = next((life for life in reversed(self._lives) if key in life.keys and not life.is_below), None)
+        if found is not None:
+            found.reads.add(max(self._op, 0))
+
+    def begin_unseen(self) -> None:
+        self._is_unseen = True
+        if self._counter is not None:
+            self._counter.start()
+
+    def end_unseen(self) -> None:
+        if not self._is_unseen:
+            return
+        self._is_unseen = False
+        self._now += 1
+        if self._counter is not None:
+            self._scratch[self._now] = self._counter.stop()
 
     def died(self, key: Hashable) -> None:
         self._deaths[key] = self._op
@@ -145,7 +173,7 @@ class StepRecorder(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op, and notes the scratch memory that it took at the instant it ends."""
         counter = self._counter
-        if counter is None or not any(_is_large(leaf) for leaf in tree_iter((args, kwargs))):
+        if counter is None or self._is_unseen or not any(_is_large(leaf) for leaf in tree_iter((args, kwargs))):
             out = func(*args, **kwargs)
             self._now += 1
             return out

@@ -1,0 +1,182 @@
+"""Submodules that torch.compile made run compiled inside a wrapped model: the plain run's graphs, and so its bits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import tieroff
+from tests.parity.support import BACKENDS
+
+MIB = 1 << 20
+WIDTH = 32
+STEPS = 7
+
+pytestmark = [  # of torch's own code, when it compiles
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A compiler that runs graphs as they are, counts the runs, and takes memory that no dispatcher sees."""
+
+    def __init__(self, scratch_bytes: int = 0) -> None:
+        self.sizes: list[int] = []
+        self.runs = 0
+        self.scratch_bytes = scratch_bytes
+        self.backend = aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)
+
+    def _compile(self, graph: torch.fx.GraphModule, _example: Any) -> Any:
+        self.sizes.append(len(graph.graph.nodes))
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            scratch = b"\1" * self.scratch_bytes
+            out = graph(*args)
+            del scratch
+            return out
+
+        return make_boxed_func(run)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def build(how: str, backend: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, WIDTH))
+    for at in (1, 2):
+        if how == "in place":
+            model[at].compile(backend=backend)
+        elif how == "wrapped":
+            model[at] = torch.compile(model[at], backend=backend)  # type: ignore[assignment]
+    if how == "whole":
+        return torch.compile(model, backend=backend)  # type: ignore[return-value]
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 16) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = model(torch.randn(rows, WIDTH)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def wrap(
+    model: nn.Module, folder: Path, backend: str = "cpu", budget: str = "90%", **plan: Any
+) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {
+        "device": "cpu",
+        "budget": {"device": budget, "nvme": "64MiB"},
+        "nvme": {"dirs": [str(folder)], "staging": "1MiB"},
+        "plan": {"min_bytes": "1KiB", "policy": "floor", **plan},
+    }
+    tieroff.wrap(model, optimizer, config=config, backend=BACKENDS[backend]())
+    return optimizer
+
+
+def check_equal(
+    make: Callable[[], nn.Module], folder: Path, backend: str, **plan: Any
+) -> tuple[nn.Module, list[float]]:
+    """Trains plain and wrapped and compares; returns the model, still wrapped, and the losses."""
+    plain = make()
+    expected = train(plain, torch.optim.AdamW(plain.parameters()))
+    torch._dynamo.reset()
+    model = make()
+    losses = train(model, wrap(model, folder, backend, **plan))
+    assert losses == expected
+    stats = tieroff.engine(model).stats()
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert stats.moved_bytes["nvme_write"] > 0
+    for got, wanted in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(got, wanted)
+    return model, losses
+
+
+@pytest.mark.parametrize("cover", [["activations", "parameters", "gradients", "optimizer"], ["activations", "optimizer"]])
+@pytest.mark.parametrize("backend", ["cpu", "delayed"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
+def test_compiled_modules_run_the_plain_runs_graphs(how: str, backend: str, cover: list[str], tmp_path: Path) -> None:
+    made: list[Graphs] = []
+
+    def make() -> nn.Module:
+        made.append(Graphs())
+        return build(how, made[-1].backend)
+
+    model, _ = check_equal(make, tmp_path, backend, cover=cover)
+    plain, wrapped = made
+    assert wrapped.sizes == plain.sizes  # one forward and one backward graph; nothing is compiled twice
+    assert wrapped.runs == plain.runs > 0
+    tieroff.unwrap(model)
+    train(model, torch.optim.AdamW(model.parameters()))
+    assert set(wrapped.sizes) == set(plain.sizes)  # compiled once more where fetched values had another type
+    assert wrapped.runs == 2 * plain.runs
+    assert all(type(module._parameters) is dict for module in model.modules())
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("backend", ["cpu", "delayed"])
+def test_inductor_gives_the_plain_runs_bits(backend: str, tmp_path: Path) -> None:
+    model, losses = check_equal(lambda: build("wrapped", "inductor"), tmp_path, backend)
+    tieroff.unwrap(model)
+    eager = build("none", None)
+    # Else the test could not tell compiled from uncompiled.
+    assert losses != train(eager, torch.optim.AdamW(eager.parameters()))
+
+
+def test_memory_of_compiled_code_is_in_the_trace(tmp_path: Path) -> None:
+    graphs = Graphs(scratch_bytes=8 * MIB)
+    model = build("wrapped", graphs.backend)
+    train(model, wrap(model, tmp_path, budget="16MiB"))
+    ops = tieroff.engine(model).trace.ops
+    for phase in ("forward", "backward"):
+        taken = [op.name for op in ops if op.phase == phase and op.transient_bytes >= 7 * MIB]
+        assert len(taken) == 2, (phase, taken)  # one op of each of the two blocks
+    tieroff.unwrap(model)
+
+
+def test_parameter_assigned_in_compiled_code_is_kept(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x @ self.weight
+            self.weight = self.weight
+            return out
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.compile(Counting(), backend=Graphs().backend))  # type: ignore[arg-type]
+
+    model, _ = check_equal(make, tmp_path, "cpu")
+    tieroff.unwrap(model)
