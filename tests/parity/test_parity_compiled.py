@@ -142,6 +142,25 @@ def test_compiled_modules_run_the_plain_runs_graphs(how: str, backend: str, cove
     assert all(type(module._parameters) is dict for module in model.modules())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "delayed"])
+def test_module_compiled_after_wrap_and_once_more_runs_compiled(backend: str, tmp_path: Path) -> None:
+    model, first, second = build("none", None), Graphs(), Graphs()
+    plain = build("none", None)
+    expected = train(plain, torch.optim.AdamW(plain.parameters()))
+    optimizer = wrap(model, tmp_path, backend)
+    block = model[1]  # type: ignore[index]
+    block.compile(backend=first.backend)  # type: ignore[operator]
+    assert train(model, optimizer) == expected
+    assert first.runs == 2 * STEPS
+    torch._dynamo.reset()
+    block.compile(backend=second.backend)  # type: ignore[operator]
+    train(model, optimizer)
+    assert (first.runs, second.runs) == (2 * STEPS, 2 * STEPS)
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)
+    assert all(type(module._parameters) is dict for module in model.modules())
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("backend", ["cpu", "delayed"])
 def test_inductor_gives_the_plain_runs_bits(backend: str, tmp_path: Path) -> None:

@@ -54,6 +54,28 @@ def test_optimizer_makes_the_same_updates_wrapped(name: str, backend: str, tiers
     check_parity(workload, tiers, BACKENDS[backend], tmp_path)
 
 
+PER_PARAMETER = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD,
+    optim.Adagrad, optim.Adadelta, optim.Adafactor,
+)  # fmt: skip
+FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+VARIANTS = [
+    *((kind, {"foreach": foreach}) for kind in PER_PARAMETER for foreach in (False, True)),
+    *((kind, {"fused": True}) for kind in FUSED),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), VARIANTS, ids=[f"{kind.__name__}-{options}" for kind, options in VARIANTS]
+)
+def test_every_variant_of_every_optimizer_makes_the_same_updates(
+    kind: Callable[..., optim.Optimizer], options: dict[str, bool], tmp_path: Path
+) -> None:
+    momentum = {"momentum": 0.9} if kind is optim.SGD else {}  # without it there is no state to move
+    workload = replace(MLP_WORKLOAD, optimizer=make(kind, lr=1e-2, **momentum, **options))
+    check_parity(workload, NVME, BACKENDS["delayed"], tmp_path)
+
+
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw_foreach", "adamw_fused", "adafactor"])
 def test_optimizer_makes_the_same_updates_on_a_gpt(name: str, tmp_path: Path) -> None:
     workload = replace(GPT_WORKLOAD, optimizer=OPTIMIZERS[name])

@@ -52,11 +52,16 @@ class CompiledCall:
         else:
             module._compiled_call_impl = self._called
 
+    @property
+    def is_current(self) -> bool:
+        """False when the module was compiled anew since."""
+        return self._slot is not None or self._module._compiled_call_impl == self._called
+
     def remove(self) -> None:
         """Gives the module its own call back."""
         if self._slot is not None:
             self._slot.remove()
-        else:
+        elif self.is_current:
             self._module._compiled_call_impl = self._inner
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,8 @@ class Engine:
         self._custody = Custody(model, backend, stores, settings)
         self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen)
         self.executor = self._custody.executor
-        self._slots: list[ForwardSlot | RecurrentWeights | CompiledCall | state_dicts.Handle] = []
+        self._compiled: dict[torch.nn.Module, CompiledCall] = {}
+        self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
         self._pid = os.getpid()
         self.is_closed = False
         try:
@@ -95,12 +96,19 @@ class Engine:
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):
                 self._slots.append(RecurrentWeights(module, self.executor.gate))
-        self._slots += [CompiledCall(module, self.executor) for module in list(find_compiled(self.model))]
+        self._take_compiled()
         root = ForwardSlot(self.model, self._forward)
         root.engine = self
         self._slots.append(root)
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install(self.model))
+
+    def _take_compiled(self) -> None:
+        """Stands round the calls of submodules that are compiled by now."""
+        for module in list(find_compiled(self.model)):
+            known = self._compiled.get(module)
+            if known is None or not known.is_current:
+                self._compiled[module] = CompiledCall(module, self.executor)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer whose `step` ends a training step.
@@ -160,7 +168,7 @@ class Engine:
         if os.getpid() != self._pid:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
         self.executor.abandon()
-        for slot in (*self._slots, *self._steps.recomputed.values()):
+        for slot in (*self._slots, *self._compiled.values(), *self._steps.recomputed.values()):
             slot.remove()
         uninstall(self.model)
         try:
@@ -183,6 +191,7 @@ class Engine:
         args, kwargs = self._to_device(args, kwargs)
         if not torch.is_grad_enabled() or self._custody.has_substitutes():
             return self._infer(inner, args, kwargs)
+        self._take_compiled()
         self._steps.begin_forward(args, kwargs)
         executor.gate.new_forward(self._backend.device)
         executor.gate.depth += 1
