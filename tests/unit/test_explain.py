@@ -27,7 +27,7 @@ def test_five_lines_say_fit_moves_cost_exactness_and_what_was_left_alone() -> No
         "Moved: 1 of 3 tensors, for a part of the step: activation 4.00 MiB to nvme. "
         "Host memory asked for, unused, because nvme was enough.",
         "Predicted step 48.0 ms, of which compute 40.0 ms; the last one (planned) took 57.0 ms: compute 42.0 ms, "
-        "waiting for transfers 12.0 ms, the engine's own work 3.0 ms.",
+        "waiting for transfers 12.0 ms, the engine's own work 3.0 ms (750 us for each of 4 ticks).",
         "Numbers are those of the plain run, bit for bit: nothing is rounded or reordered.",
         "Left alone: 1 by rule 'small'; smaller than min_bytes: x, y, z and 1 more.",
     ]

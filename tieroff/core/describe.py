@@ -112,9 +112,11 @@ def _cost(told: Told) -> str:
     measured = told.measured
     if measured is None:
         return f"{text}; none was measured yet."
+    ticks = max(len(told.trace.ops), 1)
     return (
         f"{text}; the last one ({measured.phase}) took {_time(measured.step_ns)}: compute {_time(measured.compute_ns)}, "
-        f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)}."
+        f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)} "
+        f"({_time(measured.rest_ns // ticks)} for each of {ticks} ticks)."
     )
 
 
