@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 import tieroff
 from tests.fault.twins import Mlp, Run, Setting, adam, assert_same, follow, look, loss_of, mlp_and_adam
 from tests.fault.twins import usual_step as usual
+from tieroff.api import engine_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,6 +80,26 @@ def test_another_batch_size_has_a_trace_of_its_own(each_setting: Setting, caplog
     assert phases[:4] == ["traced", "measured", "planned", "planned"]
     assert [phases[i] for i in (5, 6, 8, 10)] == ["planned"] * 4
     assert messages(caplog) == []
+
+
+def test_plans_of_many_shapes_take_bounded_memory(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    traces: list[weakref.ref[Any]] = []
+    kept: list[int] = []
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch=1 + index // 3)  # 20 shapes, three steps of each
+        loss.backward()
+        optimizer.step()
+        if (engine := engine_of(model)) is not None and index % 3 == 2:
+            traces.append(weakref.ref(engine.trace))
+            gc.collect()
+            kept.append(sum(trace() is not None for trace in traces))
+        return loss
+
+    phases = phases_of(mlp_and_adam, step, 60, each_setting, caplog)
+    assert phases == ["traced", "measured", "planned"] * 20
+    assert kept == [*range(1, 17), 16, 16, 16, 16]
 
 
 def test_another_branch_once(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
