@@ -22,7 +22,7 @@ from tieroff.units import GIB
 
 _FOLDER, _MACHINE = g10_cells.FOLDER, g10_cells.MACHINE
 _BUDGET = {**g10_cells.budget_of(g10_cells.HOST_BYTES), Tier.NVME: 0}
-_EFFORTS = ("fast", pytest.param("high", marks=pytest.mark.long))
+_EFFORTS = ("fast", pytest.param("high", marks=pytest.mark.published))
 _SWEPT = sorted({name for name, host in g10_cells.published_times() if host == 0})
 
 
@@ -111,7 +111,7 @@ def test_auto_is_never_slower_than_the_published_time(name: str, effort: str) ->
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("effort", "least"), [("fast", 0.94), pytest.param("high", 0.97, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("effort", "least"), [("fast", 0.94), pytest.param("high", 0.97, marks=pytest.mark.published)])
 def test_geometric_mean_of_ideal_over_step(effort: str, least: float) -> None:
     shares = [ideal_share_of(name, effort) for name in g10_cells.published_cells()]
     assert math.exp(statistics.fmean(math.log(share) for share in shares)) >= least
@@ -143,7 +143,7 @@ def test_more_host_memory_is_never_slower() -> None:
     sweep_hosts("VIT-b1280", [0, 16 * GIB, 32 * GIB])
 
 
-@pytest.mark.long
+@pytest.mark.published
 @pytest.mark.parametrize("name", _SWEPT)
 def test_auto_is_never_slower_than_published_with_any_amount_of_host_memory(name: str) -> None:
     sweep_hosts(name, sorted(host for cell, host in g10_cells.published_times() if cell == name))
