@@ -16,6 +16,7 @@ from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.run import load_run
 from tieroff.core.trace import Op, Trace
+from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.runtime.feedback import Feedback
 from tieroff.units import parse_bytes
 
@@ -215,3 +216,27 @@ def test_plan_that_was_given_stays(tmp_path: Path) -> None:
 
     first, _ = run(None, 0.0)
     assert run(first, 0.01) == (first, 1)
+
+
+@pytest.mark.parametrize("kind", [InfeasiblePlanError, StoreError])
+def test_plan_that_cannot_be_made_again_runs_on(
+    kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Sleepy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tieroff.wrap(model, optimizer, config=config(tmp_path, "1MiB"))
+    engine = tieroff.engine(model)
+    train(model, optimizer, 2)
+    model.delay_s = 0.03
+    train(model, optimizer, 1)
+    planned = engine.plan
+
+    def refuse(trace: Trace, rates: dict[str, float]) -> Plan:
+        raise kind("there is less room than there was")
+
+    engine._steps._make_plan = refuse
+    train(model, optimizer, 4)
+    assert "keeps its plan: there is less room than there was" in caplog.text
+    assert engine.plan is planned
+    assert (engine.stats().phase, engine.stats().plans, engine.stats().settled_after) == ("planned", 1, 0)
+    tieroff.unwrap(model)

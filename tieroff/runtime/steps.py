@@ -16,7 +16,7 @@ from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
-from tieroff.errors import CaptureError
+from tieroff.errors import CaptureError, InfeasiblePlanError, StoreError
 from tieroff.runtime.compiled import compiled_count
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.feedback import Feedback, MachineAsSeen
@@ -222,16 +222,24 @@ class Steps:
         reason = feedback.look(program.trace, self._machine_as_seen)
         if reason:
             trace = program.trace.with_durations(feedback.shortest_ns)
-            plan = self._make_plan(trace, feedback.plan_again())
-            if plan is program.plan:
-                feedback.settle()  # it was given, and stays
-                return
-            log.info("%s: the step was planned again", reason)
-            program.trace = trace
-            self._adopt(program, plan)
+            self._plan_again(program, trace, reason)
         elif feedback.settle():
             predicted, took = format_seconds(program.plan.step_ns / NS_PER_S), format_seconds(self.stats.step_s)
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
+
+    def _plan_again(self, program: Program, trace: Trace, reason: str) -> None:
+        try:
+            plan = self._make_plan(trace, program.feedback.plan_again())
+            self._reserve(plan)
+        except (InfeasiblePlanError, StoreError) as error:
+            # The process, or the drive, has less room than when the plan was made, which still runs.
+            log.warning("%s, but the step could not be planned again, and keeps its plan: %s", reason, error)
+            return
+        if plan is program.plan:
+            return  # it was given, and stays
+        log.info("%s: the step was planned again", reason)
+        program.trace = trace
+        program.adopt(plan)
 
     def _keep_recording(
         self, program: Program, recorder: Recorder | None, keys: list[Hashable], names: list[str]
@@ -276,10 +284,10 @@ class Steps:
                 self.recomputed[name] = recompute(module, executor.gate, self._timing_recompute)
             program.phase = Phase.RECORD
             return
-        self._adopt(program, plan)
-
-    def _adopt(self, program: Program, plan: Plan) -> None:
+        self._reserve(plan)
         program.adopt(plan)
+
+    def _reserve(self, plan: Plan) -> None:
         for store in self._custody.stores.values():
             store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
 
