@@ -165,22 +165,38 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad()
 
 
-def test_engine_plans_again_when_the_model_slows_down_and_settles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_plans_again_when_the_model_slows_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tieroff")
     model = Sleepy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tieroff.wrap(model, optimizer, config=config(tmp_path, "1MiB"))  # so slow that no copy is slower than planned
     engine = tieroff.engine(model)
-    train(model, optimizer, 10)
-    settled = engine.stats()
-    assert settled.phase == "planned" and 0 < settled.settled_after <= 7
-    assert "the plan holds after" in caplog.text
+    train(model, optimizer, 3)
     ideal_ns = engine.trace.ideal_ns
-    model.delay_s = 0.03
-    train(model, optimizer, 17)  # the look that is under way may still have a fast step in it
-    assert engine.stats().plans > settled.plans
+    model.delay_s = 0.1
+    for _ in range(40):  # the look that is under way may still have a fast step in it
+        train(model, optimizer, 1)
+        if engine.trace.ideal_ns > ideal_ns + 6 * 50 * MS:
+            break
+    else:
+        raise AssertionError("the plan is still the one for fast layers")
+    assert engine.stats().plans >= 1
     assert "compute takes" in caplog.text and "the step was planned again" in caplog.text
-    assert engine.trace.ideal_ns > ideal_ns + 6 * 20 * MS
+    tieroff.unwrap(model)
+
+
+def test_engine_says_when_the_plan_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "tieroff")
+    monkeypatch.setattr(Feedback, "look", lambda *_: "")
+    model = Sleepy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tieroff.wrap(model, optimizer, config=config(tmp_path, "1MiB"))
+    engine = tieroff.engine(model)
+    train(model, optimizer, 15)
+    assert (engine.stats().plans, engine.stats().settled_after) == (1, 3)
+    assert caplog.text.count("the plan holds after 3 planned steps") == 1
     tieroff.unwrap(model)
 
 

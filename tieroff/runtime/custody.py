@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,7 @@ class Custody:
         self.may_be_hollow = False
         self.is_open = True
         self._hooks: dict[int, Any] = {}
+        self._demoted: set[Hashable] = set()
         self._identity: tuple[Any, ...] = ()
         add_owner(self)
 
@@ -285,8 +286,11 @@ class Custody:
         others = [t for t in self.settings.spill if t is not item.tier]
         for tier in others:
             if self.stores[tier].capacity_bytes - self.stores[tier].used_bytes >= item.size_bytes:
-                level = logging.DEBUG if error.errno == errno.ENOSPC and self._fills_in_order() else logging.WARNING
-                log.log(level, "%s: %s goes to %s instead", error, item.name, tier.value)
+                is_usual = error.errno == errno.ENOSPC and self._fills_in_order()
+                level = logging.DEBUG if is_usual or item.key in self._demoted else logging.WARNING
+                self._demoted.add(item.key)
+                # Its text: the error itself holds frames, and with them tensors, for as long as a handler keeps the record.
+                log.log(level, "%s: %s goes to %s instead", str(error), item.name, tier.value)
                 item.tier = tier
                 return True
         return False
