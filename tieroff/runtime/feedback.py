@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from tieroff.core.machine import Machine
@@ -42,7 +43,8 @@ class Feedback:
     def _forget(self) -> None:
         self._steps = 0
         self.shortest_ns: list[int] = []
-        self._busy: dict[str, list[tuple[int, int, int]]] = {}
+        self._busy_ns: Counter[str] = Counter()
+        self._moved_bytes: Counter[str] = Counter()
 
     @property
     def is_settling(self) -> bool:
@@ -53,8 +55,12 @@ class Feedback:
         """Takes what a step that followed its plan showed; True when that is enough to look at the plan."""
         best = self.shortest_ns
         self.shortest_ns = [min(pair) for pair in zip(best, durations_ns, strict=True)] if best else durations_ns
+        per_link: dict[str, list[tuple[int, int]]] = {}
         for _, link, arrival, size_bytes in spans:
-            self._busy.setdefault(link, []).append((arrival.start_ns, arrival.stop_ns, size_bytes))
+            per_link.setdefault(link, []).append((arrival.start_ns, arrival.stop_ns))
+            self._moved_bytes[link] += size_bytes
+        for link, times in per_link.items():
+            self._busy_ns[link] += _covered_ns(times)
         self._planned_steps += 1
         self._steps += 1
         return self._steps >= (_FIRST_LOOKS[self._looks] if self.is_settling else self._later_steps)
@@ -68,11 +74,10 @@ class Feedback:
         """
         reasons = [_compute_drift(sum(self.shortest_ns), trace.ideal_ns)]
         before, now = machine_as_seen(self.rates), machine_as_seen(self._rates())
-        for link, spans in self._busy.items():
+        for link, moved_bytes in self._moved_bytes.items():
             if before is not None and now is not None:
                 key = f"{link}_bytes_per_s"
-                moved_bytes = sum(size_bytes for *_, size_bytes in spans) / self._steps
-                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes))
+                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes / self._steps))
         return "; ".join(filter(None, reasons))
 
     def settle(self) -> bool:
@@ -96,15 +101,16 @@ class Feedback:
 
     def _rates(self) -> dict[str, float]:
         """Returns bytes per second that each link moved while it was busy, beside compute."""
-        rates = {}
-        for link, spans in self._busy.items():
-            busy_ns, end_ns = 0, 0
-            for start_ns, stop_ns, _ in sorted(spans):
-                busy_ns += max(stop_ns - max(start_ns, end_ns), 0)
-                end_ns = max(end_ns, stop_ns)
-            if busy_ns:
-                rates[link] = sum(size_bytes for _, _, size_bytes in spans) * NS_PER_S / busy_ns
-        return rates
+        return {link: self._moved_bytes[link] * NS_PER_S / busy_ns for link, busy_ns in self._busy_ns.items() if busy_ns}
+
+
+def _covered_ns(times: list[tuple[int, int]]) -> int:
+    """Returns how long at least one of these (start, stop) was under way."""
+    covered_ns = end_ns = 0
+    for start_ns, stop_ns in sorted(times):
+        covered_ns += max(stop_ns - max(start_ns, end_ns), 0)
+        end_ns = max(end_ns, stop_ns)
+    return covered_ns
 
 
 def _compute_drift(seen_ns: int, planned_ns: int) -> str:

@@ -247,12 +247,12 @@ class Steps:
         program.retraces += 1
         if recorder is None:
             return
-        if compiled_count() > self._compiled_before:
-            log.info("this step compiled code, which takes memory of its own: the next one is traced")
-            return
         if program.retraces > _RECORDINGS_AT_MOST:
             if program.retraces == _RECORDINGS_AT_MOST + 1:
                 log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
+            return
+        if compiled_count() > self._compiled_before:
+            log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
         program.feedback = Feedback()
         program.keys, program.names = keys, names
