@@ -219,15 +219,35 @@ def make_moves(problem: Problem, selection: Selection, lead_ns: int) -> list[Mov
         selection: slots that bring every op under the budget.
         lead_ns: how much earlier than the latest start a load may be issued.
     """
-    sweep = _Sweep(problem, selection, lead_ns)
+    sweep = _Sweep(problem, _with_gaps(problem, selection), lead_ns)
     return _settle(problem, sweep.run(), sweep.usage)
+
+
+def _with_gaps(problem: Problem, selection: Selection) -> Selection:
+    """Returns the selection with the longest gap of each tied tensor whose chosen slots have no idle op.
+
+    A tied tensor has to leave. One that the last op and the first both use cannot do so at the step's end.
+    """
+    op_count = problem.op_count
+    chosen = [slot for slot in selection.slots if slot.tensor in problem.tied]
+    bare = {slot.tensor for slot in chosen} - {slot.tensor for slot in chosen if slot.pieces(op_count)}
+    if not bare:
+        return selection
+    usage, added = selection.usage.copy(), []
+    for unit in problem.units:
+        for tensor in bare.intersection(unit.tensors):
+            longest = max((slot for slot in unit.slots if slot.tensor == tensor), key=lambda s: s.stop - s.start)
+            added.append(longest)
+            for start, stop in longest.pieces(op_count):
+                usage[start:stop] -= problem.size_bytes(tensor)
+    return Selection((*selection.slots, *added), selection.tier_of, usage)
 
 
 def _settle(problem: Problem, moves: list[Move], usage: Bytes) -> list[Move]:
     """Drops moves of tensors that turn out to fit while they are away, the largest first, and mends empty ones.
 
-    A tensor's boundary move is dropped only with no other move of it left. Where a tied tensor's only move is empty
-    it is given its whole slot: it has to leave.
+    A tensor's boundary move is dropped only with no other move of it left. A tied tensor has to leave: an inner move of
+    it is dropped only where another one has it away or can at the boundary, and one left alone and empty gets an op.
     """
     by_tensor: dict[int, list[Move]] = {}
     for move in moves:
@@ -236,18 +256,31 @@ def _settle(problem: Problem, moves: list[Move], usage: Bytes) -> list[Move]:
     for tensor in sorted(by_tensor, key=lambda t: (-problem.size_bytes(t), t)):
         left = by_tensor[tensor]
         is_tied = tensor in problem.tied
-        if is_tied and len(left) == 1 and left[0].release_at == left[0].load_at:
-            result.append(Move(left[0].slot, left[0].slot.start, left[0].slot.stop))
-            continue
         crosses = any(move.slot.is_boundary for move in left)
         for move in sorted(left, key=lambda m: m.slot.is_boundary):
             is_needed = move.slot.is_boundary and not problem.capabilities.wraps and len(left) > 1
             if is_tied:
-                is_needed = move.slot.is_boundary or not crosses
+                others = [other for other in left if other is not move]
+                is_needed = move.slot.is_boundary or not crosses or not _can_leave(others, problem.op_count)
             if not is_needed and _fits(problem, move, usage):
                 left.remove(move)
+        if is_tied and len(left) == 1 and left[0].release_at == left[0].load_at:
+            left = [_for_one_op(left[0], problem.op_count)]
         result += left
     return result
+
+
+def _can_leave(moves: list[Move], op_count: int) -> bool:
+    """Returns whether a move has its tensor away for an op, or is a boundary's and can be made to."""
+    return any(move.release_at < move.load_at or (move.slot.is_boundary and move.slot.pieces(op_count)) for move in moves)
+
+
+def _for_one_op(move: Move, op_count: int) -> Move:
+    """Returns an empty move with one op in it: at the boundary the one on the side that is idle for longer."""
+    slot, tick = move.slot, move.load_at
+    if slot.is_boundary and slot.stop - op_count < op_count - slot.start:
+        return Move(slot, tick - 1, tick)
+    return Move(slot, tick, tick + 1)
 
 
 def _fits(problem: Problem, move: Move, usage: Bytes) -> bool:
