@@ -23,6 +23,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError, InfeasiblePlanError, StateError, TraceMismatchError
 from tieroff.planner.auto import make_plan
+from tieroff.planner.correlation import Correlation
 from tieroff.planner.policies import find_policy
 from tieroff.planner.predict import predict
 from tieroff.planner.problem import live_bytes, make_problem
@@ -165,7 +166,7 @@ class _Builder:
         self.ranks = Ranks.here()
         self.agreement: Agreement | None = None
         self.first_trace: Trace | None = None
-        self.floor_bytes = 0
+        self.floor_bytes = self.needed_bytes = 0
         self.host_bytes, self.nvme_bytes = self._lower_budgets()
         self.dirs = tuple(config.nvme.dirs) if self.nvme_bytes else ()
         self.io: IoEngine | None = None
@@ -211,6 +212,7 @@ class _Builder:
                 model, self.backend, stores, self._settings(stores), self._plan,
                 self._recorder, functools.partial(self._close, stores),
                 lambda trace: self.planned_machines.get(trace.digest), self._machine_as_seen, _write_report,
+                self._spare_bytes, Correlation() if self.config.plan.policy != "demand" else None,
             )  # fmt: skip
             return self.engine
         except BaseException:
@@ -333,6 +335,20 @@ class _Builder:
             text = f"{error}. All ranks plan with the least budget of any, which is that of rank {agreed.rank}"
             sizes = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
             raise InfeasiblePlanError(text, op=error.op, **sizes) from None
+
+    def _spare_bytes(self, trace: Trace) -> int:
+        """Returns the device bytes of this step's budget that no op of it, or of those before, needs, >= 0."""
+        if self.given_plan is not None:
+            return 0  # no machine was asked about, and no budget
+        budget, capabilities = self._budget(trace), self._capabilities()
+        used = {tensor for op in trace.ops for tensor in (*op.reads, *op.writes)}
+        unused_bytes = sum(  # below while nothing is planned: a plan has what is never idle on the device
+            tensor.size_bytes for i, tensor in enumerate(trace.tensors)
+            if i not in used and tensor.is_persistent and tensor.is_movable and tensor.size_bytes >= capabilities.min_bytes
+        )  # fmt: skip
+        needed_bytes = int(make_problem(trace, self.machine, budget, capabilities).base.max()) - unused_bytes
+        self.needed_bytes = max(self.needed_bytes, needed_bytes)
+        return max(budget[Tier.DEVICE] - self.needed_bytes, 0)
 
     def _machine_as_seen(self, rates: dict[str, float]) -> Machine | None:
         """Returns what `_slowed` does; None where no machine was asked about, since the plan was given."""

@@ -148,6 +148,7 @@ class SavedTensors:
         key = storage._cdata
         parameter = self._live.get(tensor)
         if parameter is not None:
+            self._executor.on_demand.saved(parameter)
             return PackedParameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
@@ -165,6 +166,7 @@ class SavedTensors:
         packed = Packed(tensor, item)
         item.packs += 1
         weakref.finalize(packed, self._dead.append, item).atexit = False
+        self._executor.on_demand.saved(item)
         self._executor.packed(item, is_complete=tensor.requires_grad)
         return packed
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tieroff.core.foresight import Foresight
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.runtime.backend import Backend
@@ -58,7 +59,12 @@ class Custody:
     """
 
     def __init__(
-        self, model: torch.nn.Module, backend: Backend, stores: dict[Tier, Store], settings: Settings
+        self,
+        model: torch.nn.Module,
+        backend: Backend,
+        stores: dict[Tier, Store],
+        settings: Settings,
+        foresight: Foresight | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -66,7 +72,7 @@ class Custody:
         self.settings = settings
         self.traffic = Traffic(backend, stores, self.demote)
         self.traffic.keep_spans = settings.keep_timeline
-        self.executor = Executor(self.traffic, self.tier_for, settings.min_bytes, settings.covers)
+        self.executor = Executor(self.traffic, self.tier_for, settings.min_bytes, settings.covers, foresight)
         self.stepper: BucketedStep | None = None
         self.unmoved: dict[str, str] = {}
         self.may_be_hollow = False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tieroff.core.describe import Told, explain
+from tieroff.core.foresight import Foresight
 from tieroff.core.history import History
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
@@ -56,6 +57,8 @@ class Engine:
         machine_of: MachineOf = lambda trace: None,
         machine_as_seen: MachineAsSeen = lambda rates: None,
         write_report: WriteReport | None = None,
+        spare_bytes: Callable[[Trace], int] = lambda trace: 0,
+        foresight: Foresight | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -63,8 +66,8 @@ class Engine:
         self._backend = backend
         self._on_close = on_close
         self._machine_of, self._write_report = machine_of, write_report
-        self._custody = Custody(model, backend, stores, settings)
-        self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen)
+        self._custody = Custody(model, backend, stores, settings, foresight)
+        self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen, spare_bytes)
         self.executor = self._custody.executor
         self._compiled: dict[torch.nn.Module, CompiledCall] = {}
         self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 import torch
 
+from tieroff.core.foresight import Foresight
 from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
@@ -37,7 +37,12 @@ class Executor:
     """
 
     def __init__(
-        self, traffic: Traffic, tier_for: Callable[[int], Tier], min_bytes: int, covers: frozenset[TensorClass]
+        self,
+        traffic: Traffic,
+        tier_for: Callable[[int], Tier],
+        min_bytes: int,
+        covers: frozenset[TensorClass],
+        foresight: Foresight | None = None,
     ) -> None:
         self.traffic = traffic
         self.covers = covers
@@ -55,7 +60,7 @@ class Executor:
         self.tier_for = tier_for
         self.names_by_id: dict[int, str] = {}
         self._keys, self._names = list[Hashable](), list[str]()
-        self.on_demand = OnDemand(self)
+        self.on_demand = OnDemand(self, foresight)
         self._written: frozenset[Hashable] = frozenset()
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
@@ -89,7 +94,7 @@ class Executor:
                     self._diverge(key, name)
             else:
                 self.traffic.backend.trim(0)  # nobody knows how much memory the next op takes
-                if program.phase is not Phase.PLANNED:
+                if program.phase in (Phase.RECORD, Phase.MEASURE):
                     self._keys.append(key)
                     if self.recorder is not None:
                         self._names.append(name())
@@ -163,9 +168,7 @@ class Executor:
                 "it goes on with transfers on demand (right, but slower)",
                 self.cursor, expected, name(),
             )  # fmt: skip
-        for item in list(self._live_activations.values()):
-            if item.state is not State.LOWER:
-                self.traffic.leave(item)
+        self.on_demand.let_leave(*[item for item in self._live_activations.values() if item.state is not State.LOWER])
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -186,6 +189,7 @@ class Executor:
             self.mode = Mode.PASS if program.moves_nothing else Mode.PLANNED
         if program.trace is not None:
             self.by_index = [None] * len(program.trace.tensors)
+        self.on_demand.begin()
 
     def end(self) -> tuple[list[Hashable], list[str]]:
         """The step's last op is over; returns the events that were recorded."""
@@ -221,6 +225,7 @@ class Executor:
         self.tick(("param", item.position), lambda: f"param:{item.name}", self.phase)
         value = self._value(item)
         item.may_be_written = self._may_write(item)
+        self.on_demand.used(item.key)
         return value
 
     def fetch_home(self, item: ParameterItem) -> torch.Tensor:
@@ -234,6 +239,7 @@ class Executor:
             if self.mode is not Mode.PLANNED:
                 self.watch_backward()
                 self.on_demand.hold(item)
+            self.on_demand.used(item.key)
             self.resume()
             home = item.tensor
             assert home is not None
@@ -247,6 +253,8 @@ class Executor:
         program = self.program
         if program is None or self.mode is Mode.IDLE:
             return item.key in self._written
+        if program.phase is Phase.FREE:
+            return item.key not in self.on_demand.clean
         if program.phase is Phase.RECORD or (program.phase is Phase.PLANNED and self.mode is Mode.DEMAND):
             return True
         return item.key in program.written
@@ -255,6 +263,7 @@ class Executor:
         """Returns the device bytes of a parameter that backward needs."""
         self.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
         value = self._value(item)
+        self.on_demand.wanted(item)
         self.gate.live.add(item, value)
         return item.device if item.device is not None else bytes_of(value)
 
@@ -351,7 +360,7 @@ class Executor:
         if self.mode is not Mode.DEMAND or item.state is State.LOWER:
             return
         if is_complete:
-            self.traffic.leave(item)
+            self.on_demand.let_leave(item)
         else:
             self.on_demand.wait_for(item)
         self.resume()
@@ -366,12 +375,14 @@ class Executor:
             if self.recorder is not None:
                 self.recorder.bind(device.untyped_storage(), item.key, is_new=True)
             if self.mode in (Mode.DEMAND, Mode.IDLE) and not self.is_closed:
-                self.traffic.leave(item)
+                self.on_demand.unpacked(item)
+            self.on_demand.wanted(item)
             self.resume()
             return device
 
     def _end_activation(self, item: ActivationItem) -> None:
         self._live_activations.pop(id(item), None)
+        self.on_demand.forget(item)
         if self.recorder is not None:
             self.recorder.died(item.key)
         self.unassign(item)
@@ -382,20 +393,6 @@ class Executor:
         if home is None:
             raise StateError(f"the parameter {item.name} died while its gradient was computed")
         return grad.to(home.device)
-
-    def recorded_subjects(self) -> list[Subject]:
-        """Returns the activations and gradients of the step that was recorded.
-
-        A gradient that was not cleared before the next forward is persistent: it wraps round the step.
-        """
-        alive = {known.key for known in self.gradients.values()}
-        # Those that were there before the step, and are only added to.
-        older = [
-            Subject(known.key, known.name, known.size_bytes, known.kind, owner=("param", position))
-            for position, known in self.gradients.items()
-        ]
-        unique = {subject.key: subject for subject in (*older, *self.recorded)}
-        return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]
 
     def bring_activations_home(self) -> None:
         """Puts what living graphs saved back on the device, for good."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,7 @@ class Gradients(dict[int, HomeItem]):
             else:
                 known = self._take(item, grad)
             if known is not None and self._executor.mode is Mode.DEMAND:
-                known.leave(self._executor.traffic)
+                self._executor.on_demand.let_leave(known)
                 self._executor.bind(known)
             self._executor.resume()
 
@@ -93,3 +94,17 @@ class Gradients(dict[int, HomeItem]):
             self._executor.unassign(known)
             if self._executor.recorder is not None:
                 self._executor.recorder.died(known.key)
+
+    def recorded_subjects(self) -> list[Subject]:
+        """Returns the activations and gradients of the step that was recorded.
+
+        A gradient that was not cleared before the next forward is persistent: it wraps round the step.
+        """
+        alive = {known.key for known in self.values()}
+        # Those that were there before the step, and are only added to.
+        older = [
+            Subject(known.key, known.name, known.size_bytes, known.kind, owner=("param", position))
+            for position, known in self.items()
+        ]
+        unique = {subject.key: subject for subject in (*older, *self._executor.recorded)}
+        return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]

@@ -180,3 +180,9 @@ def storages_of(values: Any) -> set[int]:
         for leaf in leaves_of(values)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and type(leaf) in (torch.Tensor, torch.nn.Parameter)
     }
+
+
+def bytes_in(values: Any) -> int:
+    """Returns the bytes of all strided tensors in a nested structure."""
+    tensors = [leaf for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

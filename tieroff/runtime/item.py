@@ -80,6 +80,7 @@ class Counts:
     by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
     stall_ns: int = 0
     fallbacks: int = 0
+    faults: int = 0  # tensors that were wanted and whose fetch had not even begun
 
 
 class Traffic:
@@ -152,6 +153,7 @@ class Traffic:
         """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
         if item.state not in ON_DEVICE:
             if item.state is State.LOWER:
+                self.counts.faults += 1
                 self.send(item, Event.FETCH)
             self._settle_in(item)
         assert item.device is not None

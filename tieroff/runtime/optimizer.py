@@ -145,6 +145,8 @@ class BucketedStep:
         for number, bucket in enumerate(buckets):
             executor.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
             moved = self._lift(bucket)
+            if number + 1 < len(buckets):
+                executor.on_demand.fetch(self._items_of(buckets[number + 1]))
             executor.resume()
             try:
                 self._run_on(bucket, args, kwargs)
@@ -159,8 +161,8 @@ class BucketedStep:
                     else:
                         item.refresh(executor.traffic)
                 if executor.mode is not Mode.PLANNED:
+                    executor.on_demand.let_leave(*moved)
                     for item in moved:
-                        item.leave(executor.traffic)
                         executor.bind(item)
         executor.tick(("end",), lambda: "end", "")
         # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
@@ -245,7 +247,8 @@ class BucketedStep:
             if isinstance(value, torch.Tensor)
         ]
 
-    def _lift(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+    def _items_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+        """Returns what of a bucket's tensors is looked after, and its update needs."""
         executor = self._executor
         moved: list[HomeItem] = []
         for param in bucket:
@@ -263,9 +266,15 @@ class BucketedStep:
             known = self.items.get((id(param), key))
             if known is not None and known.tensor is tensor:
                 moved.append(known)
+        return moved
+
+    def _lift(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+        executor = self._executor
+        moved = self._items_of(bucket)
         for known in moved:
             known.refresh(executor.traffic)
             if known.state is State.LOWER:
+                executor.traffic.counts.faults += 1
                 executor.traffic.send(known, Event.FETCH)
         for known in moved:
             known.lift(executor.traffic)

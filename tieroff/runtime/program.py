@@ -19,6 +19,7 @@ class Phase(Enum):
     RECORD = auto()  # the next step of this kind is traced
     MEASURE = auto()  # the next one gives durations
     PLANNED = auto()  # a plan runs
+    FREE = auto()  # its steps do not repeat: no plan, and none is tried for
 
 
 class Mode(Enum):
@@ -28,7 +29,8 @@ class Mode(Enum):
     |----------|----------------------------------------------|-------------------------------------------------------|
     | IDLE     | outside training steps (inference, closed)   | fetched when read, dropped soon after                 |
     | DEMAND   | a step is recorded or measured, or has left  | everything leaves as soon as it can, and is fetched   |
-    |          | the recorded sequence                        | when it is wanted                                     |
+    |          | the recorded sequence, or steps do not       | when it is wanted; but for recorded and measured      |
+    |          | repeat                                       | steps as far as there is room, see runtime/demand.py  |
     | PLANNED  | events match the program's                   | as the plan says, tick by tick                        |
     | PASS     | the plan moves nothing                       | untouched                                             |
     """
@@ -54,6 +56,7 @@ class Program:
 
     Attributes:
         signature: of the step's first input.
+        input_bytes: of that input's tensors.
         keys: the events in order; an op begins with each.
         names: the same for people.
         activations: ordinal of a saved storage -> (trace index, size).
@@ -85,6 +88,7 @@ class Program:
     update_at: int = -1
     needed_by_update: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()
+    input_bytes: int = 0
 
     def adopt(self, plan: Plan) -> None:
         """Makes the plan what the next step of this kind runs."""

@@ -24,6 +24,7 @@ class Stats:
         moved_bytes: per link: d2h, h2d, nvme_write, nvme_read.
         moved_bytes_by_class: per tensor class, all links together.
         fallbacks: times the step left its plan.
+        faults: tensors that were wanted, lay below, and whose fetch had not even begun.
         phase: "traced", "measured", "planned", "on demand" or "nothing moved".
         plans: how many plans were made of this kind of step since it was traced.
         settled_after: planned steps of this kind after which durations and links were found to be within 10 % of those that
@@ -41,6 +42,7 @@ class Stats:
     moved_bytes: dict[str, int]
     moved_bytes_by_class: dict[str, int]
     fallbacks: int
+    faults: int
     phase: str
     plans: int
     settled_after: int

@@ -20,7 +20,7 @@ from tieroff.errors import CaptureError, InfeasiblePlanError, StoreError
 from tieroff.runtime.compiled import compiled_count
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.feedback import Feedback, MachineAsSeen
-from tieroff.runtime.hooks import ForwardSlot, recompute, signature_of, storages_of
+from tieroff.runtime.hooks import ForwardSlot, bytes_in, recompute, signature_of, storages_of
 from tieroff.runtime.parameters import install
 from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.stats import Stats
@@ -41,6 +41,7 @@ _RECORDINGS_AT_MOST = 6
 # Steps after which checksums end that were asked for the warm-up.
 _WARMUP_STEPS = 8
 
+_PHASES = {Phase.RECORD: "traced", Phase.MEASURE: "measured", Phase.PLANNED: "planned", Phase.FREE: "on demand"}
 _ENDS = {
     "d2h": (Tier.DEVICE, Tier.HOST),
     "h2d": (Tier.HOST, Tier.DEVICE),
@@ -66,15 +67,19 @@ class Steps:
         make_plan: MakePlan,
         make_recorder: Callable[[], Recorder],
         machine_as_seen: MachineAsSeen,
+        spare_bytes: Callable[[Trace], int],
     ) -> None:
         self._custody = custody
         self._make_plan, self._make_recorder, self._machine_as_seen = make_plan, make_recorder, machine_as_seen
+        self._spare_bytes = spare_bytes
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.last: Program | None = None
         self.recomputed: dict[str, ForwardSlot] = {}
         self.stats: Stats | None = None
         self.watchers: list[Callable[[Stats, Plan | None], None]] = []
         self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
+        self._room_bytes, self._largest_input_bytes = 0, -1
+        self._read, self._written = set[Hashable](), set[Hashable]()  # parameters, by key, in recorded steps
         self._program: Program | None = None
         self._step_is_over = True
         self._begun_ns = self._recompute_ns = self._steps_done = self._compiled_before = 0
@@ -88,7 +93,7 @@ class Steps:
         if self._step_is_over or self._program is None:
             self._end_ring()
             self.check_model()
-            self._start_step(signature)
+            self._start_step(signature, bytes_in((args, kwargs)))
         if executor.mode is not Mode.PASS:
             executor.saved_tensors.fixed = (
                 storages_of((args, kwargs)) | storages_of(list(self._custody.model.buffers())) | self._custody.device_storages()
@@ -112,10 +117,14 @@ class Steps:
             p.grad is None for group in self._custody.stepper.optimizer.param_groups for p in group["params"]
         )
 
-    def _start_step(self, signature: Hashable) -> None:
+    def _start_step(self, signature: Hashable, input_bytes: int) -> None:
         program = self.programs.get(signature)
+        if program is not None and program.phase is Phase.FREE and not program.retraces:
+            program.phase = Phase.RECORD
         if program is None:
-            program = self.programs[signature] = Program(signature)
+            program = self.programs[signature] = Program(signature, input_bytes=input_bytes)
+            if len(self.programs) > _PROGRAMS_KEPT:
+                program.phase = Phase.FREE  # of so many kinds, only one that comes again soon is worth a trace
             while len(self.programs) > _PROGRAMS_KEPT:
                 self.programs.popitem(last=False)
         self.programs.move_to_end(signature)
@@ -127,6 +136,9 @@ class Steps:
         if program.phase is Phase.RECORD:
             recorder = self._make_recorder()
         self._program = self.last = program
+        # What a larger batch than any that was traced needs is not known.
+        is_known = input_bytes <= self._largest_input_bytes
+        self._custody.executor.on_demand.room_bytes = self._room_bytes if is_known else 0
         self._custody.executor.begin(program, recorder)
         for item in self._custody.home_items():
             self._custody.executor.assign(item)
@@ -194,7 +206,7 @@ class Steps:
         self._program = None
         if mode is Mode.PLANNED:
             self._compare(program)
-        if mode is not Mode.DEMAND or program.phase is Phase.PLANNED:
+        if mode is not Mode.DEMAND or program.phase not in (Phase.RECORD, Phase.MEASURE):
             return
         if self._custody.stepper is not None and ("end",) not in keys:
             return  # skipped by a GradScaler, or broken off: the next step is as good
@@ -248,8 +260,8 @@ class Steps:
         if recorder is None:
             return
         if program.retraces > _RECORDINGS_AT_MOST:
-            if program.retraces == _RECORDINGS_AT_MOST + 1:
-                log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
+            log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
+            program.phase = Phase.FREE
             return
         if compiled_count() > self._compiled_before:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
@@ -262,13 +274,26 @@ class Steps:
         in_passes = {t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.writes}
         program.written = frozenset(s.key for i, s in enumerate(subjects) if i in in_passes and s.kind is TensorClass.PARAMETER)
         program.phase = Phase.MEASURE
+        self._learn(program)
+
+    def _learn(self, program: Program) -> None:
+        """Keeps what a recorded step says about steps that run without a plan."""
+        assert program.trace is not None
+        on_demand = self._custody.executor.on_demand
+        self._room_bytes = self._spare_bytes(program.trace)
+        self._largest_input_bytes = max(self._largest_input_bytes, program.input_bytes)
+        in_passes = (t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.reads)
+        keys = list(program.index)
+        self._read |= {keys[tensor] for tensor in in_passes}
+        self._written |= program.written
+        on_demand.clean = frozenset(self._read - self._written)
 
     def _subjects(self) -> list[Subject]:
         subjects = [
             Subject(item.key, item.name, item.size_bytes, item.kind, is_persistent=True) for item in self._custody.home_items()
             if item.kind is not TensorClass.GRADIENT
         ]  # fmt: skip
-        subjects += self._custody.executor.recorded_subjects()
+        subjects += self._custody.executor.gradients.recorded_subjects()
         return subjects
 
     def _plan(self, program: Program) -> None:
@@ -313,7 +338,7 @@ class Steps:
         compute_ns = sum(b - a for a, b in zip(executor.starts_ns, executor.stops_ns, strict=False))
         host, nvme = self._custody.stores.get(Tier.HOST), self._custody.stores.get(Tier.NVME)
         is_pass = executor.mode is Mode.PASS
-        phase = {Phase.RECORD: "traced", Phase.MEASURE: "measured", Phase.PLANNED: "planned"}[program.phase]
+        phase = _PHASES[program.phase]
         if is_pass:
             phase = "nothing moved"
         elif program.phase is Phase.PLANNED and executor.mode is not Mode.PLANNED:
@@ -330,6 +355,7 @@ class Steps:
             moved_bytes=dict(counts.moved_bytes),
             moved_bytes_by_class=dict(counts.by_class),
             fallbacks=counts.fallbacks,
+            faults=counts.faults,
             phase=phase,
             plans=program.feedback.plan_count,
             settled_after=program.feedback.settled_after,
