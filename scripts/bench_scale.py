@@ -2,21 +2,27 @@
 
 A layer has 64 tensors (12 parameters with their gradients and two moments each, 13 activations, 3 gradients of
 activations) and 40 ops; a step has 2 of each more. Every trace is planned in a process of its own; CPU seconds are those of
-all its threads. Memory is the peak resident set above what the process had with the trace made.
+all its threads. Memory is the peak resident set above what the process had with the trace made; the peak itself, with the
+interpreter, all modules and the trace, is beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
+import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -90,8 +96,10 @@ class Row:
     Attributes:
         tensor_count, op_count: of the trace.
         executor: name in EXECUTORS.
+        share: of the peak with nothing moved, that is the device's budget.
         cpu_s, wall_s: of planning, the check of the plan included.
         memory_bytes: peak resident set above the one before planning.
+        peak_bytes: peak resident set of the process while it planned.
         transfer_count: of the plan.
         step_s, ideal_s: predicted step time, and the sum of the ops' durations.
     """
@@ -99,9 +107,11 @@ class Row:
     tensor_count: int
     op_count: int
     executor: str
+    share: float
     cpu_s: float
     wall_s: float
     memory_bytes: int
+    peak_bytes: int
     transfer_count: int
     step_s: float
     ideal_s: float
@@ -178,13 +188,16 @@ def measure(tensor_count: int, executor: str, share: float) -> Row:
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     plan, _ = plan_with_timeline(trace, MACHINE, budget, capabilities=EXECUTORS[executor])
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    peak_bytes = _status_bytes("VmHWM")
     return Row(
         tensor_count=len(trace.tensors),
         op_count=len(trace.ops),
         executor=executor,
+        share=share,
         cpu_s=cpu_s,
         wall_s=wall_s,
-        memory_bytes=_status_bytes("VmHWM") - before_bytes,
+        memory_bytes=peak_bytes - before_bytes,
+        peak_bytes=peak_bytes,
         transfer_count=len(plan.transfers),
         step_s=plan.step_ns / NS_PER_S,
         ideal_s=trace.ideal_ns / NS_PER_S,
@@ -209,19 +222,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, nargs="+", default=COUNTS, help="about how many tensors each trace has")
     parser.add_argument("--executors", nargs="+", choices=sorted(EXECUTORS), default=["runtime"], help="whom to plan for")
-    parser.add_argument("--share", type=float, default=0.5, help="device budget, of the peak with nothing moved")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.5], help="device budgets, of the peak with nothing moved")
+    parser.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     options = parser.parse_args(arguments)
     if min(options.tensors) < PER_LAYER + 2:
         parser.error(f"expected traces of {PER_LAYER + 2} tensors or more, got {min(options.tensors)}")
-    if not 0.0 < options.share <= 1.0:
-        parser.error(f"expected a share above 0 and up to 1, got {options.share}")
+    for share in options.share:
+        if not 0.0 < share <= 1.0:
+            parser.error(f"expected a share above 0 and up to 1, got {share}")
     return options
 
 
 def show(rows: Sequence[Row]) -> None:
     """Prints the rows as a table."""
-    table = Table("tensors", "ops", "executor", "cpu s", "wall s", "memory GiB", "KiB / tensor", "transfers", "step / ideal")
+    names = ("tensors", "ops", "executor", "share", "cpu s", "wall s", "memory GiB", "KiB / tensor", "peak GiB", "transfers")
+    table = Table(*names, "step / ideal")
     for column in table.columns:
         column.justify = "right"
     for row in rows:
@@ -229,31 +244,46 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.tensor_count:,}",
             f"{row.op_count:,}",
             row.executor,
+            f"{row.share:g}",
             f"{row.cpu_s:.2f}",
             f"{row.wall_s:.2f}",
             f"{row.memory_bytes / GIB:.3f}",
             f"{row.memory_bytes / KIB / row.tensor_count:.1f}",
+            f"{row.peak_bytes / GIB:.3f}",
             f"{row.transfer_count:,}",
             f"{row.step_s / row.ideal_s:.3f}",
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
+def document(command: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns what is written to JSON."""
+    return {
+        "date": date.today().isoformat(),
+        "command": command,
+        "kernel": f"{platform.system()} {platform.release()}",
+        "processor": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "effort": "fast",
+        "machine": asdict(MACHINE),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     options = parse_arguments(arguments)
+    command = shlex.join(["python", "scripts/bench_scale.py", *(sys.argv[1:] if arguments is None else arguments)])
     rows: list[Row] = []
     # A new process for each: memory that an earlier one left in the heap would hide what the next one takes.
     context = multiprocessing.get_context("spawn")
-    for executor in options.executors:
-        for count in options.tensors:
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                rows.append(pool.submit(measure, count, executor, options.share).result())
-    if options.json:
-        machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
-        print(json.dumps({"machine": machine, "share": options.share, "rows": [asdict(row) for row in rows]}, indent=2))
-    else:
-        show(rows)
+    for executor, share, count in itertools.product(options.executors, options.share, options.tensors):
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            rows.append(pool.submit(measure, count, executor, share).result())
+        if options.json is not None:  # row by row: what was measured before an interruption is there
+            options.json.write_text(json.dumps(document(command, rows), indent=2) + "\n")
+    show(rows)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from tieroff.planner.auto import make_plan
 from tieroff.planner.policies import greedy
 from tieroff.planner.policies.greedy import candidate_count
 from tieroff.planner.policies.select import Score, Selector
-from tieroff.planner.problem import Problem, make_problem
+from tieroff.planner.problem import LowerRoom, Problem, held_bytes, make_problem
 from tieroff.planner.recompute import _OpenGaps
+from tieroff.planner.simulate import simulate, simulate_totals
 
 
 def problem_of(tensor_count: int, executor: str = "runtime", effort: str = "fast") -> Problem:
@@ -46,11 +48,18 @@ def test_trace_of_every_size_has_the_same_layers() -> None:
     assert len(small.tensors) == 66
 
 
-def test_benchmark_prints_a_row_per_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_scale.main(["--tensors", "100", "1000", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_benchmark_writes_a_row_per_trace_and_says_where_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scale.json"
+    assert bench_scale.main(["--tensors", "100", "1000", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert document["command"] == f"python scripts/bench_scale.py --tensors 100 1000 --json {path}"
+    assert document["machine"]["name"] == bench_scale.MACHINE.name
+    assert {"date", "kernel", "processor", "cores", "python", "effort"} <= document.keys()
     assert [row["tensor_count"] for row in document["rows"]] == [66, 962]
+    assert "962" in capsys.readouterr().out
     for row in document["rows"]:
+        assert row["share"] == 0.5
+        assert row["peak_bytes"] > row["memory_bytes"]
         assert row["cpu_s"] > 0
         assert row["wall_s"] > 0
         assert row["step_s"] >= row["ideal_s"]
@@ -59,12 +68,12 @@ def test_benchmark_prints_a_row_per_trace(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_table_names_every_size(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_scale.show([bench_scale.Row(49_986, 31_242, "runtime", 1.0, 2.0, 2**30, 7, 3.0, 2.0)])
+    bench_scale.show([bench_scale.Row(49_986, 31_242, "runtime", 0.5, 1.0, 2.0, 2**30, 2**31, 7, 3.0, 2.0)])
     line = next(line for line in capsys.readouterr().out.splitlines() if "49,986" in line)
     assert "31,242" in line and "1.500" in line
 
 
-@pytest.mark.parametrize("arguments", [["--tensors", "10"], ["--share", "0"], ["--share", "1.5"]])
+@pytest.mark.parametrize("arguments", [["--tensors", "10"], ["--share", "0"], ["--share", "0.5", "1.5"]])
 def test_option_out_of_range_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench_scale.parse_arguments(arguments)
@@ -145,3 +154,62 @@ def test_plan_of_five_thousand_tensors_is_valid_and_within_its_budget(executor: 
     check(plan, trace, capabilities)
     assert all(plan.peak_bytes[tier] <= size for tier, size in budget.items())
     assert plan.step_ns >= trace.ideal_ns
+
+
+# What large steps need to be quick says the same as looking at every op does.
+
+
+def spans_of(problem: Problem, seed: int) -> list[tuple[int, int, int]]:
+    random = np.random.default_rng(seed)
+    n = problem.op_count
+    starts = random.integers(0, n, 200)
+    lengths = random.integers(0, n + 1, 200)
+    return [(int(a), int(a + b), int(random.integers(1, 10**6))) for a, b in zip(starts, lengths, strict=True)]
+
+
+def test_held_bytes_are_the_sum_of_all_spans_round_the_ring() -> None:
+    problem = problem_of(100)
+    n = problem.op_count
+    spans = spans_of(problem, 0)
+    expected = np.zeros(n, np.int64)
+    for start, stop, size in spans:
+        for op in range(start, stop):
+            expected[op % n] += size
+    assert np.array_equal(held_bytes(spans, n), expected)
+    assert np.array_equal(held_bytes([], n), np.zeros(n, np.int64))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 2.0])
+def test_lower_room_places_what_fits_at_every_op(share: float) -> None:
+    problem = problem_of(500)
+    total = sum(problem.room_bytes(tensor) for unit in problem.units for tensor in unit.tensors)
+    problem = replace(
+        problem, budget={**problem.budget, Tier.HOST: int(share * total) // 2, Tier.NVME: int(share * total) // 4}
+    )
+    room, free = LowerRoom(problem), {tier: np.full(problem.op_count, problem.budget[tier]) for tier in problem.tiers}
+    tier_of: dict[int, Tier] = {}
+    for position in np.random.default_rng(1).permutation(len(problem.units)).tolist():
+        tensors = [tensor for tensor in problem.units[position].tensors if tensor not in tier_of]
+        for tier in problem.tiers if tensors else ():
+            left = free[tier].copy()
+            for tensor in tensors:
+                start, stop = problem.lower_interval(tensor)
+                left[start:stop] -= problem.room_bytes(tensor)
+            if left.min() >= 0:
+                free[tier] = left
+                tier_of.update(dict.fromkeys(tensors, tier))
+                break
+        expected = all(tensor in tier_of for tensor in problem.units[position].tensors)
+        assert room.place(problem.units[position].tensors, problem.tiers) == expected
+    assert room.tier_of == tier_of
+    assert (share < 1.0) == (len(tier_of) < len({tensor for unit in problem.units for tensor in unit.tensors}))
+
+
+@pytest.mark.parametrize("executor", ["runtime", "ideal"])
+def test_totals_of_a_plan_are_those_of_its_timeline(executor: str) -> None:
+    trace = bench_scale.make_trace(300)
+    budget = {Tier.DEVICE: trace.peak_bytes // 2, Tier.HOST: trace.peak_bytes // 4, Tier.NVME: trace.peak_bytes}
+    plan = make_plan(trace, bench_scale.MACHINE, budget, capabilities=bench_scale.EXECUTORS[executor])
+    timeline = simulate(plan, trace, bench_scale.MACHINE)
+    assert plan.transfers
+    assert simulate_totals(plan, trace, bench_scale.MACHINE) == (timeline.step_ns, timeline.moved_bytes)

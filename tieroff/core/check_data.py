@@ -47,7 +47,7 @@ Event = tuple[int, Any]
 """`tick << 4 | kind`, by which events sort, and what happens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would triple the time to make one, and there are hundreds of thousands
 class Use:
     """One op's use of a tensor, in round `base / n` of the ring: a run on the device, a repeat of one, or an update."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tieroff.core.plan import Plan
 from tieroff.planner.problem import Problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.simulate import simulate_totals
 
 
 class Best:
@@ -41,13 +41,12 @@ class Best:
         """
         if plan is None or any(plan.peak_bytes[tier] > size for tier, size in self._problem.budget.items()):
             return None
-        timeline = simulate(plan, self._problem.trace, self._problem.machine)
-        moved = timeline.moved_bytes
-        key = timeline.step_ns, moved["nvme_write"], sum(moved.values())
-        fastest = min(timeline.step_ns, self.step_ns or timeline.step_ns)
-        self._equals.append((key, replace(plan, step_ns=timeline.step_ns)))
+        step_ns, moved = simulate_totals(plan, self._problem.trace, self._problem.machine)
+        key = step_ns, moved["nvme_write"], sum(moved.values())
+        fastest = min(step_ns, self.step_ns or step_ns)
+        self._equals.append((key, replace(plan, step_ns=step_ns)))
         self._equals = [offer for offer in self._equals if offer[0][0] <= fastest * (1.0 + self._tolerance)]
-        return timeline.step_ns
+        return step_ns
 
     def is_within(self, bound_ns: int, tolerance: float) -> bool:
         """True when the fastest plan takes at most this share longer than a bound."""

@@ -33,7 +33,7 @@ import numpy as np
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.problem import Bytes, Problem, make_problem
+from tieroff.planner.problem import Bytes, Problem, Span, held_bytes, make_problem
 from tieroff.planner.relaxation import Relaxation, check_points, column_count, group_tensors, movable_tensors
 from tieroff.units import NS_PER_S
 
@@ -185,15 +185,18 @@ class _Cut:
     """
 
     def __init__(self, problem: Problem, movable: list[int]) -> None:
-        op_count = problem.op_count
-        self.last, self.clean, self.persistent = (np.zeros(op_count, np.int64) for _ in range(3))
+        last: list[Span] = []
+        clean: list[Span] = []
+        persistent: list[Span] = []
         for index in movable:
             tensor, life = problem.trace.tensors[index], problem.trace.lifetimes[index]
-            for gap in life.gaps:
-                for start, stop in ((gap.start, min(gap.stop, op_count)), (0, max(0, gap.stop - op_count))):
-                    self.last[start:stop] += tensor.size_bytes * gap.is_last
-                    self.clean[start:stop] += tensor.size_bytes * (tensor.is_persistent and not life.writes)
-                    self.persistent[start:stop] += tensor.size_bytes * tensor.is_persistent
+            spans = [(gap.start, gap.stop, tensor.size_bytes) for gap in life.gaps]
+            if tensor.is_persistent:
+                persistent += spans
+                if not life.writes:
+                    clean += spans
+            last += [span for span, gap in zip(spans, life.gaps, strict=True) if gap.is_last]
+        self.last, self.clean, self.persistent = (held_bytes(spans, problem.op_count) for spans in (last, clean, persistent))
 
 
 def _bandwidths(problem: Problem, *, is_out: bool) -> tuple[dict[Tier, int], int]:

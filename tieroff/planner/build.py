@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,12 +38,12 @@ def last_dirty_writes(problem: Problem, slots: list[Slot]) -> list[int | None]:
     op_count = problem.op_count
     writes = problem.trace.lifetimes[tensor].writes
     is_persistent = problem.trace.tensors[tensor].is_persistent
-    ring = [w - op_count for w in writes] + list(writes) if is_persistent else list(writes)
+    ring = [*(w - op_count for w in writes), *writes] if is_persistent else writes
     since = slots[-1].stop - op_count if is_persistent else 0
     result: list[int | None] = []
     for slot in slots:
-        inside = [w for w in ring if since <= w < slot.start]
-        result.append(inside[-1] if inside else None)
+        position = bisect_left(ring, slot.start)
+        result.append(ring[position - 1] if position and ring[position - 1] >= since else None)
         since = slot.stop
     return result
 

@@ -14,6 +14,7 @@ may cross the step's end; a parameter with the gradients that follow it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,9 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Trace
 
 Bytes = npt.NDArray[np.int64]
+
+Span = tuple[int, int, int]
+"""Ops [start, stop) on the line [0, 2 n] that goes round the ring, and the bytes that are held there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,10 @@ class Slot:
         """Returns the idle ops as intervals on the line [0, n); none is empty."""
         if not self.is_boundary:
             return ((self.start, self.stop),)
-        parts = ((0, self.stop - op_count), (self.start, op_count))
-        return tuple((a, b) for a, b in parts if a < b)
+        head, tail = (0, self.stop - op_count), (self.start, op_count)
+        if head[1] > 0:
+            return (head, tail) if self.start < op_count else (head,)
+        return (tail,) if self.start < op_count else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class Problem:
     skipped: dict[str, int]
     effort: str = "fast"
 
-    @property
+    @cached_property
     def op_count(self) -> int:
         """Number of ops."""
         return len(self.trace.ops)
@@ -140,13 +146,19 @@ class Problem:
 
 def live_bytes(trace: Trace) -> Bytes:
     """Returns the bytes on the device at each op with nothing moved."""
-    op_count = len(trace.ops)
-    change = np.zeros(op_count + 1, np.int64)
-    for tensor, life in zip(trace.tensors, trace.lifetimes, strict=True):
-        change[life.birth] += tensor.size_bytes
-        change[life.death] -= tensor.size_bytes
+    spans = [(life.birth, life.death, t.size_bytes) for t, life in zip(trace.tensors, trace.lifetimes, strict=True)]
     transient = np.array([op.transient_bytes for op in trace.ops], np.int64)
-    return np.cumsum(change[:-1], dtype=np.int64) + transient
+    return held_bytes(spans, len(trace.ops)) + transient
+
+
+def held_bytes(spans: Iterable[Span], op_count: int) -> Bytes:
+    """Returns the sum per op of the bytes of spans, in time linear in their number and that of the ops."""
+    rows = np.array(list(spans), np.int64).reshape(-1, 3)
+    change = np.zeros(2 * op_count + 1, np.int64)
+    np.add.at(change, rows[:, 0], rows[:, 2])
+    np.subtract.at(change, rows[:, 1], rows[:, 2])
+    line = np.cumsum(change)
+    return line[:op_count] + line[op_count : 2 * op_count]
 
 
 def _slots(life: Lifetime, is_persistent: bool, op_count: int, wraps: bool) -> tuple[Slot, ...]:
@@ -218,23 +230,26 @@ def make_problem(
     for tier in tiers if units else ():
         machine.link(Tier.DEVICE, tier), machine.link(tier, Tier.DEVICE)
     live = live_bytes(trace)
-    base = live.copy()
     op_count = len(trace.ops)
-    for unit in units:
-        for slot in unit.slots:
-            for start, stop in slot.pieces(op_count):
-                base[start:stop] -= trace.tensors[slot.tensor].size_bytes
+    slots = (slot for unit in units for slot in unit.slots)
+    base = live - held_bytes([(slot.start, slot.stop, trace.tensors[slot.tensor].size_bytes) for slot in slots], op_count)
     starts = np.zeros(op_count + 1, np.int64)
     np.cumsum([op.duration_ns for op in trace.ops], out=starts[1:])
     return Problem(trace, machine, capabilities, full, tiers, starts, live, base, units, skipped, effort)
 
 
 class LowerRoom:
-    """Room left in the lower tiers at each op, while a policy decides who goes where."""
+    """Room left in the lower tiers at each op, while a policy decides who goes where.
+
+    What takes room at every op is kept as one number, and so is the least room that the others leave: most of what a
+    training step moves is persistent, and looking at all ops for each tensor would take time with their product.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._free = {tier: np.full(problem.op_count, problem.budget[tier], np.int64) for tier in problem.tiers}
+        self._least = {tier: problem.budget[tier] for tier in problem.tiers}  # of `_free`
+        self._always = dict.fromkeys(problem.tiers, 0)  # bytes that are taken at every op, besides
         self.tier_of: dict[int, Tier] = {}
 
     def place(self, tensors: tuple[int, ...], order: tuple[Tier, ...]) -> bool:
@@ -244,13 +259,17 @@ class LowerRoom:
         """
         tensors = tuple(tensor for tensor in tensors if tensor not in self.tier_of)
         for tier in order if tensors else ():
-            free = self._free[tier]
+            free, op_count = self._free[tier], self._problem.op_count
             spans = [(*self._problem.lower_interval(tensor), self._problem.room_bytes(tensor)) for tensor in tensors]
-            for start, stop, size in spans:
+            always = self._always[tier] + sum(size for start, stop, size in spans if stop - start == op_count)
+            parts = [span for span in spans if span[1] - span[0] < op_count]
+            for start, stop, size in parts:
                 free[start:stop] -= size
-            if all(free[start:stop].min() >= 0 for start, stop, _ in spans):
+            least = min([self._least[tier], *(int(free[start:stop].min()) for start, stop, _ in parts)])
+            if least >= always:
+                self._least[tier], self._always[tier] = least, always
                 self.tier_of.update(dict.fromkeys(tensors, tier))
                 return True
-            for start, stop, size in spans:
+            for start, stop, size in parts:
                 free[start:stop] += size
         return not tensors

@@ -255,7 +255,9 @@ def _split(
         origin += [tensor] * len(ticks)
 
     def at(tensor: int, tick: int) -> int:
-        number = sum(birth <= tick for birth in births.get(tensor, ()))
+        if tensor not in births:
+            return tensor
+        number = sum(birth <= tick for birth in births[tensor])
         return tensor if number == 0 else first_of[tensor] + number - 1
 
     repeated: dict[int, list[int]] = defaultdict(list)

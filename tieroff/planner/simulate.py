@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieroff import _native
-from tieroff.core.machine import Machine
+from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import AllocationKind, Plan, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
@@ -61,6 +61,20 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
     )
 
 
+def simulate_totals(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, dict[str, int]]:
+    """Returns `step_ns` and `moved_bytes` of the timeline that `simulate` makes, without making it.
+
+    A plan that is only weighed against others needs no more, and spans of all ops and transfers take most of the time.
+    """
+    options = SimulationOptions()
+    plan, ring = prepare(plan, trace, machine, options)
+    step_ns = _run(plan, ring, machine, options, with_spans=False).step_ns
+    moved = dict.fromkeys(_LINKS, 0)
+    for transfer in plan.transfers:
+        moved[LINK_NAMES[transfer.source, transfer.target]] += size_of(transfer, ring)
+    return step_ns, moved
+
+
 def memory_per_op(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
     """Returns the bytes that count at each op in each tier; `ring` is the trace of all ops of the plan."""
     residencies = [(_TIERS[r.tier], r.start, r.stop, size_of(r, ring)) for r in plan.residencies]
@@ -75,7 +89,9 @@ def memory_per_op(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
     return {tier: tuple(line.tolist()) for tier, line in zip(Tier, memory, strict=True)}
 
 
-def _run(plan: Plan, ring: Trace, machine: Machine, options: SimulationOptions) -> _native.SimulationResult:
+def _run(
+    plan: Plan, ring: Trace, machine: Machine, options: SimulationOptions, *, with_spans: bool = True
+) -> _native.SimulationResult:
     on_cpu = {update.op for update in plan.host_updates}
     transfers = [(_TIERS[t.source], _TIERS[t.target], t.issue_at, t.ready_by, t.rank, size_of(t, ring)) for t in plan.transfers]
     links = [
@@ -94,7 +110,7 @@ def _run(plan: Plan, ring: Trace, machine: Machine, options: SimulationOptions) 
             has_exclusive_link=options.has_exclusive_link,
             period=plan.period,
             step_count_max=options.step_count_max,
-            with_spans=True,
+            with_spans=with_spans,
         )
     except OverflowError as error:
         raise ConfigError(f"machine {machine.name!r} is too slow for trace {ring.name!r}: {error}") from error

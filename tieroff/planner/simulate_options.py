@@ -60,8 +60,7 @@ def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptio
 
 def size_of(item: Residency | Transfer, ring: Trace) -> int:
     """Returns the bytes of a residency or a transfer."""
-    start, stop = byte_range(item, ring)
-    return stop - start
+    return (item.stop_byte or ring.tensors[item.tensor].size_bytes) - item.first_byte
 
 
 def byte_range(item: Residency | Transfer, ring: Trace) -> Range:
@@ -190,8 +189,8 @@ def _check_ranges(plan: Plan, ring: Trace) -> None:
 def _has_bytes(item: Residency | Transfer, ring: Trace) -> bool:
     if not 0 <= item.tensor < len(ring.tensors):
         return False
-    start, stop = byte_range(item, ring)
-    return 0 <= start < stop <= ring.tensors[item.tensor].size_bytes
+    size = ring.tensors[item.tensor].size_bytes
+    return 0 <= item.first_byte < (item.stop_byte or size) <= size
 
 
 def _refuse(expected: str, op_count: int, item: Residency | Transfer | HostUpdate | Repeat) -> None:

@@ -50,6 +50,7 @@ class _Sweep:
         self._problem = problem
         self._n = problem.op_count
         self._starts = problem.starts_ns
+        self._line = problem.starts_ns.tolist()  # single values of it come faster from a list
         self.usage = selection.usage.copy()
         self._budget = problem.device_bytes
         self._now_ns = 0
@@ -93,9 +94,9 @@ class _Sweep:
             if not gap.slot.is_last:
                 loads.setdefault(gap.tier, []).append(gap)
         for queue in loads.values():
-            latest = int(self._starts[-1])
+            latest = self._line[-1]
             for gap in queue:
-                latest = min(latest, int(self._starts[gap.deadline])) - gap.back_ns
+                latest = min(latest, self._line[gap.deadline]) - gap.back_ns
                 gap.reach_ns = latest - lead_ns
         return loads
 
@@ -113,7 +114,7 @@ class _Sweep:
                     self._issue(gap, tick)
                 self._now_ns = max(self._now_ns, gap.loaded_ns)
             if tick < self._n:
-                self._now_ns += int(self._starts[tick + 1] - self._starts[tick])
+                self._now_ns += self._line[tick + 1] - self._line[tick]
         return [self._move(gap) for gap in self._gaps]
 
     def _move(self, gap: _Gap) -> Move:
@@ -129,7 +130,7 @@ class _Sweep:
 
     def _extend(self, gap: _Gap, tick: int) -> int:
         """Returns the tick up to which a leaving tensor stays from `tick` on, and commits its bytes."""
-        target_ns = gap.copied_ns - self._now_ns + int(self._starts[min(tick, self._n)])
+        target_ns = gap.copied_ns - self._now_ns + self._line[min(tick, self._n)]
         stop = min(int(np.searchsorted(self._starts, target_ns)), gap.release_limit)
         if stop <= tick:
             return tick
@@ -158,6 +159,7 @@ class _Sweep:
         """
         due = self._stays[tick] + self._copied()
         heapq.heapify(due)
+        late: list[int] = []  # copied too late for their turn: they go at the next tick
         while due:
             number = heapq.heappop(due)
             gap = self._leaving[number]
@@ -173,8 +175,10 @@ class _Sweep:
                 for other in self._copied():
                     if other > number:
                         heapq.heappush(due, other)
-                    else:  # its turn is over: it goes at the next tick
-                        heapq.heappush(self._copying, (self._leaving[other].copied_ns, other))
+                    else:
+                        late.append(other)
+        for number in late:  # only now: `_copied` would find them again at every wait
+            heapq.heappush(self._copying, (self._leaving[number].copied_ns, number))
 
     def _copied(self) -> list[int]:
         """Returns the gaps whose copies are done by now, each once."""
@@ -195,7 +199,7 @@ class _Sweep:
                 self._loads[gap.tier].pop()
                 continue
             is_away = gap.slot.is_boundary or _NEVER < gap.release_at <= tick
-            is_far = tick < gap.deadline and self._starts[tick + 1] <= gap.reach_ns  # the next tick is early enough
+            is_far = tick < gap.deadline and self._line[tick + 1] <= gap.reach_ns  # the next tick is early enough
             if not is_away or is_far:
                 blocked.add(gap.tier)
                 continue

@@ -51,15 +51,17 @@ class Selection:
 def idle_ns(problem: Problem, slot: Slot) -> int:
     """Returns the compute time that passes in a slot."""
     starts = problem.starts_ns
-    return sum(int(starts[b] - starts[a]) for a, b in slot.pieces(problem.op_count))
+    return sum(starts.item(b) - starts.item(a) for a, b in slot.pieces(problem.op_count))
 
 
 def transfer_ns(problem: Problem, unit: Unit, tier: Tier) -> int:
     """Returns the time that a unit's transfers take, out and in."""
     out, back = problem.links(tier)
+    slots_of: dict[int, list[Slot]] = {}
+    for slot in unit.slots:
+        slots_of.setdefault(slot.tensor, []).append(slot)
     total = 0
-    for tensor in unit.tensors:
-        slots = [slot for slot in unit.slots if slot.tensor == tensor]
+    for tensor, slots in slots_of.items():
         size = problem.size_bytes(tensor)
         copies = sum(write is not None for write in last_dirty_writes(problem, slots))
         total += copies * out.transfer_ns(size) + sum(not slot.is_last for slot in slots) * back.transfer_ns(size)
@@ -112,11 +114,12 @@ class _Choice:
         self.chosen: list[Unit] = []
         self.usage = problem.live.copy()
         self.room = LowerRoom(problem)
+        self._peak = 0  # an op that was over the line when it was last looked at
 
     def _pieces(self, position: int) -> Iterator[tuple[int, int, int]]:
-        op_count = self._problem.op_count
+        op_count, tensors = self._problem.op_count, self._problem.trace.tensors
         for slot in self._problem.units[position].slots:
-            size = self._problem.size_bytes(slot.tensor)
+            size = tensors[slot.tensor].size_bytes
             for start, stop in slot.pieces(op_count):
                 yield size, start, stop
 
@@ -132,7 +135,17 @@ class _Choice:
 
     def relieves(self, position: int) -> bool:
         """Returns whether any of a unit's idle ops is over the line."""
-        return any(int(self.usage[start:stop].max()) > self._line_bytes for _, start, stop in self._pieces(position))
+        pieces = list(self._pieces(position))
+        # One op in the middle mostly says it: to look at all takes as long as the slot is.
+        if any(self.usage[(start + stop) // 2] > self._line_bytes for _, start, stop in pieces):
+            return True
+        return any(int(self.usage[start:stop].max()) > self._line_bytes for _, start, stop in pieces)
+
+    def is_over(self) -> bool:
+        """Returns whether any op is over the line; looks at all of them only when the one it found last is not any more."""
+        if len(self.usage) and self.usage[self._peak] <= self._line_bytes:
+            self._peak = int(self.usage.argmax())
+        return bool(len(self.usage)) and bool(self.usage[self._peak] > self._line_bytes)
 
     def over(self) -> Bytes:
         """Returns what each op has over the line, in bytes."""
@@ -203,12 +216,13 @@ class Selector:
         if score in _RANKED:
             ranked = sorted((-self._rank(score, p) * weight[p], p) for p in waiting)
             for _, position in ranked:
+                if not choice.is_over():
+                    break
                 if choice.relieves(position):
                     choice.leave(position, order)
         else:
             self._leave_by_value(choice, score, waiting, weight, order)
-        is_over = int(choice.usage.max(initial=0)) > line_bytes
-        return None if is_over else (choice.chosen, choice.usage, choice.room.tier_of)
+        return None if choice.is_over() else (choice.chosen, choice.usage, choice.room.tier_of)
 
     def _leave_by_value(
         self, choice: _Choice, score: Score, waiting: list[int], weight: list[float], order: tuple[Tier, ...]
