@@ -34,6 +34,10 @@ class Subject:
 class Recorder(Protocol):
     """Watches one step."""
 
+    @property
+    def written_below(self) -> frozenset[Hashable]:
+        """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
+
     def start(self) -> None:
         """Begins to watch every op of this thread."""
 

@@ -2,9 +2,15 @@
 
 [Note: room]
 Room is what the budget leaves when every op has what it needs and everything else is away, by the traces of steps that were
-recorded. Up to it, what was used last stays (least recently used leaves first). With a `Foresight`, copies out begin before
-their room is needed, and what is foreseen is fetched; without, this is paging on demand. Steps that are recorded or measured
-have no room: their traces must show what ops need. Nor has a step with more input than any that was recorded.
+recorded. Up to it saved tensors stay (least recently used leaves first), and what the update is done with. With a
+`Foresight`, copies out begin before their room is needed, and what is foreseen is fetched; without, this is paging on demand.
+Steps that are recorded or measured have no room: their traces must show what ops need. Nor have those with an input that is
+larger than every recorded one.
+
+[Note: homes]
+Parameters and gradients stay no longer than without room: user code (hooks, forwards, whoever catches an exception) may write
+them through `.data`, which no version shows, and where they lie below that counts. A parameter is foreseen only if no recorded
+step wrote it in forward or backward, and lies above unused until it is read.
 """
 
 from __future__ import annotations
@@ -27,6 +33,46 @@ if TYPE_CHECKING:
 _PARAMETERS_HELD = 2
 # More tensors than any op saves of its inputs before its kernel runs, and fills in that kernel.
 _TICKS_OF_ONE_OP = 3
+
+
+Shapes = tuple[tuple[int, ...], ...] | None
+
+
+class Experience:
+    """What recorded steps say about steps that run without a plan.
+
+    Attributes:
+        room_bytes: device bytes of the budget that no op of theirs needed.
+        clean: keys of parameters that they read, and wrote in neither forward nor backward.
+    """
+
+    def __init__(self) -> None:
+        self.room_bytes = 0
+        self._read, self._written = set[Hashable](), set[Hashable]()
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+
+    @property
+    def clean(self) -> frozenset[Hashable]:
+        return frozenset(self._read - self._written)
+
+    def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
+        """Learns from one recorded step: what it read and wrote, its forwards' inputs, and the room of all steps so far."""
+        self._read |= read
+        self._written |= written
+        for shape in shapes:
+            if shape is not None and not self.covers(shape):
+                self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
+        self.room_bytes = room_bytes
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Returns whether some recorded input was at least as large in every dimension of every tensor."""
+        return shapes is not None and any(_is_within(shapes, known) for known in self._shapes)
+
+
+def _is_within(shapes: tuple[tuple[int, ...], ...], known: tuple[tuple[int, ...], ...]) -> bool:
+    return [len(shape) for shape in shapes] == [len(shape) for shape in known] and all(
+        size <= most for shape, limit in zip(shapes, known, strict=True) for size, most in zip(shape, limit, strict=True)
+    )
 
 
 class OnDemand:
@@ -58,7 +104,6 @@ class OnDemand:
 
     def begin(self) -> None:
         """A step begins."""
-        self._held.clear()
         self._known = {item.key: item for item in self._executor.gate.items.values()}
         if self._foresight is not None:
             self._foresight.begin()
@@ -67,36 +112,38 @@ class OnDemand:
 
     def hold(self, item: ParameterItem) -> None:
         """Keeps a fetched parameter at hand for a moment: whoever uses it holds its memory himself."""
+        self.claim(item)
         if item in self._parameters:
-            self._parameters.remove(item)
+            return
         self._parameters.append(item)
         while len(self._parameters) > _PARAMETERS_HELD:
-            old = self._parameters.popleft()
-            if not self.has_room:
-                self._drop(old)
-            elif id(old) not in self._held:
-                self._held[id(old)] = old
-        if self.has_room:
+            self._drop(self._parameters.popleft())  # at once, whatever the room: user code may write what is lifted
+
+    def claim(self, *items: Item) -> None:
+        """These are used now: whoever uses them decides when they leave."""
+        for item in items:
             self._held.pop(id(item), None)
-            self._shrink()
 
     def used(self, key: Hashable) -> None:
         """Forward used a parameter."""
         if self._foresight is not None:
-            self._foresight.used(key)
-            self.look_ahead()
+            with self._executor.lock:
+                self._foresight.used(key)
+                self._look_ahead()
 
     def saved(self, item: Item) -> None:
         """Autograd saved this for backward."""
         if self._foresight is not None:
-            self._known[item.key] = item
-            self._foresight.saved(item.key)
+            with self._executor.lock:
+                self._known[item.key] = item
+                self._foresight.saved(item.key)
 
     def wanted(self, item: Item) -> None:
         """Backward used what was saved."""
         if self._foresight is not None:
-            self._foresight.wanted(item.key)
-            self.look_ahead()
+            with self._executor.lock:
+                self._foresight.wanted(item.key)
+                self._look_ahead()
 
     def wait_for(self, item: ActivationItem) -> None:
         """Keeps a saved tensor until the ticks of its own op are over."""
@@ -111,7 +158,10 @@ class OnDemand:
                 self.let_leave(item)
 
     def let_leave(self, *items: Item) -> None:
-        """Has items leave that nothing uses right now: at once, or when their room is needed."""
+        """Has items leave that nothing uses right now: at once, or when their room is needed.
+
+        Of homes only those that no user code can reach before the next `let_go`.
+        """
         if not self.has_room:
             for item in items:
                 self._executor.release(item)
@@ -135,19 +185,27 @@ class OnDemand:
         self.tick(_TICKS_OF_ONE_OP)
         while self._parameters:
             self._drop(self._parameters.popleft())
-        for key, item in list(self._held.items()):
+        for item in list(self._held.values()):
             if isinstance(item, HomeItem):
-                del self._held[key]
+                self.claim(item)
                 self._drop(item)
+
+    def clear(self) -> None:
+        """Lets everything leave: the step is over, or what its ops need is not known."""
+        self.let_go()
+        while self._held:
+            _, item = self._held.popitem()
+            self._drop(item)
 
     def forget(self, item: Item) -> None:
         """The item is at its end."""
-        self._held.pop(id(item), None)
-        self._known.pop(item.key, None)
+        self.claim(item)
+        if self._known.get(item.key) is item:
+            del self._known[item.key]
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def look_ahead(self) -> None:
+    def _look_ahead(self) -> None:
         """Fetches what is foreseen, as far as there is room or something that is not foreseen can go without a wait."""
         if self._foresight is None or not self.has_room:
             return
@@ -185,7 +243,9 @@ class OnDemand:
         """Has what is held fit its room again, and copies under way of what leaves next: of half the room."""
         traffic = self._executor.traffic
         while self._held and traffic.device_bytes > self.room_bytes:
-            _, item = self._held.popitem(last=False)
+            # What was fetched and not used yet goes last.
+            item = next((i for i in self._held.values() if i.state is not State.ARRIVING), next(iter(self._held.values())))
+            self.claim(item)
             self._drop(item)
         excess_bytes = traffic.device_bytes - self.room_bytes // 2
         for item in self._held.values():

@@ -128,7 +128,7 @@ class Engine:
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install_on_optimizer(optimizer))
         self._custody.stepper.take_over_state()
-        self._steps.programs.clear()
+        self._steps.forget()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -157,7 +157,7 @@ class Engine:
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
         self._custody.take_filled(parameter)
-        self._steps.programs.clear()
+        self._steps.forget()
 
     def trim(self, parameter: torch.Tensor) -> None:
         """Drops the pages of a parameter's home from memory and page cache; its value stays."""

@@ -203,7 +203,7 @@ class Executor:
                 self._diverge("end", lambda: "the end of the step")
         if self.recorder is not None:
             self.recorder.stop()
-        self.on_demand.let_go()
+        self.on_demand.clear()
         self.traffic.backend.trim(0)  # what runs between steps, and what is planned next, counts on memory being free
         self.mode = Mode.IDLE
         return self._keys, self._names
@@ -213,7 +213,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.stop()
             self.recorder = None
-        self.on_demand.let_go()
+        self.on_demand.clear()
         self.traffic.backend.trim(0)
         self.mode = Mode.IDLE
         self.program = None

@@ -41,7 +41,7 @@ class Gradients(dict[int, HomeItem]):
             else:
                 known = self._take(item, grad)
             if known is not None and self._executor.mode is Mode.DEMAND:
-                self._executor.on_demand.let_leave(known)
+                known.leave(self._executor.traffic)  # at once: hooks of users run next, and may write it
                 self._executor.bind(known)
             self._executor.resume()
 

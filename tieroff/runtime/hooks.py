@@ -182,7 +182,12 @@ def storages_of(values: Any) -> set[int]:
     }
 
 
-def bytes_in(values: Any) -> int:
-    """Returns the bytes of all strided tensors in a nested structure."""
-    tensors = [leaf for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def shapes_of(values: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the shapes of all tensors in a nested structure; None when it holds something whose size nobody can tell."""
+    shapes = []
+    for leaf in leaves_of(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            shapes.append(tuple(leaf.shape))
+        elif not isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None))):
+            return None
+    return tuple(shapes)

@@ -142,6 +142,17 @@ class BucketedStep:
         executor.gradients.sweep()
         buckets = self.buckets()
         self._let_go_of_strangers()
+        try:
+            self._update_buckets(buckets, args, kwargs)
+        except BaseException:
+            self.lower_all()  # user code runs next
+            raise
+        executor.tick(("end",), lambda: "end", "")
+        # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
+        self.lower_all()
+
+    def _update_buckets(self, buckets: list[list[torch.Tensor]], args: Any, kwargs: dict[str, Any]) -> None:
+        executor = self._executor
         for number, bucket in enumerate(buckets):
             executor.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
             moved = self._lift(bucket)
@@ -164,9 +175,6 @@ class BucketedStep:
                     executor.on_demand.let_leave(*moved)
                     for item in moved:
                         executor.bind(item)
-        executor.tick(("end",), lambda: "end", "")
-        # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
-        self.lower_all()
 
     def _may_write_gradients(self) -> bool:
         optimizer = self.optimizer
@@ -175,6 +183,7 @@ class BucketedStep:
     def lower_all(self) -> None:
         """Has every moved home, gradient and state lie below, with its latest value."""
         executor = self._executor
+        executor.on_demand.let_go()
         for item in chain(executor.gate.items.values(), executor.gradients.values(), self.items.values()):
             if item.device is not None and not executor.keeps(item):
                 item.leave(executor.traffic)
@@ -271,6 +280,7 @@ class BucketedStep:
     def _lift(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         executor = self._executor
         moved = self._items_of(bucket)
+        executor.on_demand.claim(*moved)
         for known in moved:
             known.refresh(executor.traffic)
             if known.state is State.LOWER:

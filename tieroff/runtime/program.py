@@ -56,7 +56,6 @@ class Program:
 
     Attributes:
         signature: of the step's first input.
-        input_bytes: of that input's tensors.
         keys: the events in order; an op begins with each.
         names: the same for people.
         activations: ordinal of a saved storage -> (trace index, size).
@@ -88,7 +87,6 @@ class Program:
     update_at: int = -1
     needed_by_update: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()
-    input_bytes: int = 0
 
     def adopt(self, plan: Plan) -> None:
         """Makes the plan what the next step of this kind runs."""

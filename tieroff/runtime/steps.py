@@ -19,8 +19,9 @@ from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, InfeasiblePlanError, StoreError
 from tieroff.runtime.compiled import compiled_count
 from tieroff.runtime.custody import Custody
+from tieroff.runtime.demand import Experience, Shapes
 from tieroff.runtime.feedback import Feedback, MachineAsSeen
-from tieroff.runtime.hooks import ForwardSlot, bytes_in, recompute, signature_of, storages_of
+from tieroff.runtime.hooks import ForwardSlot, recompute, shapes_of, signature_of, storages_of
 from tieroff.runtime.parameters import install
 from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.stats import Stats
@@ -78,8 +79,8 @@ class Steps:
         self.stats: Stats | None = None
         self.watchers: list[Callable[[Stats, Plan | None], None]] = []
         self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
-        self._room_bytes, self._largest_input_bytes = 0, -1
-        self._read, self._written = set[Hashable](), set[Hashable]()  # parameters, by key, in recorded steps
+        self._experience = Experience()
+        self._shapes: list[Shapes] = []  # of the inputs of the forwards in the step that is recorded
         self._program: Program | None = None
         self._step_is_over = True
         self._begun_ns = self._recompute_ns = self._steps_done = self._compiled_before = 0
@@ -93,12 +94,23 @@ class Steps:
         if self._step_is_over or self._program is None:
             self._end_ring()
             self.check_model()
-            self._start_step(signature, bytes_in((args, kwargs)))
+            self._start_step(signature)
         if executor.mode is not Mode.PASS:
+            self._note_input(shapes_of((args, kwargs)))
             executor.saved_tensors.fixed = (
                 storages_of((args, kwargs)) | storages_of(list(self._custody.model.buffers())) | self._custody.device_storages()
             )
             executor.tick(("forward", signature), lambda: "forward", "forward")
+
+    def _note_input(self, shapes: Shapes) -> None:
+        """Before a forward on inputs of these shapes, in whatever mode."""
+        executor = self._custody.executor
+        executor.on_demand.let_go()  # an exception in backward may have left something
+        if executor.recorder is not None:
+            self._shapes.append(shapes)
+        elif not self._experience.covers(shapes):
+            executor.on_demand.room_bytes = 0  # nobody knows what ops on these need
+            executor.on_demand.clear()
 
     def check_model(self) -> None:
         """Adopts what somebody changed from outside: parameters replaced, converted, frozen, assigned."""
@@ -107,7 +119,7 @@ class Steps:
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         install(self._custody.model, self._custody.executor.gate)
         self._custody.register()
-        self.programs.clear()
+        self.forget()
 
     def _was_skipped(self) -> bool:
         """True when the step's backward is over and its gradients were cleared without an update (GradScaler, or none)."""
@@ -117,12 +129,12 @@ class Steps:
             p.grad is None for group in self._custody.stepper.optimizer.param_groups for p in group["params"]
         )
 
-    def _start_step(self, signature: Hashable, input_bytes: int) -> None:
+    def _start_step(self, signature: Hashable) -> None:
         program = self.programs.get(signature)
         if program is not None and program.phase is Phase.FREE and not program.retraces:
             program.phase = Phase.RECORD
         if program is None:
-            program = self.programs[signature] = Program(signature, input_bytes=input_bytes)
+            program = self.programs[signature] = Program(signature)
             if len(self.programs) > _PROGRAMS_KEPT:
                 program.phase = Phase.FREE  # of so many kinds, only one that comes again soon is worth a trace
             while len(self.programs) > _PROGRAMS_KEPT:
@@ -134,11 +146,9 @@ class Steps:
         self._custody.place_for(program)
         recorder = None
         if program.phase is Phase.RECORD:
-            recorder = self._make_recorder()
+            recorder, self._shapes = self._make_recorder(), []
         self._program = self.last = program
-        # What a larger batch than any that was traced needs is not known.
-        is_known = input_bytes <= self._largest_input_bytes
-        self._custody.executor.on_demand.room_bytes = self._room_bytes if is_known else 0
+        self._custody.executor.on_demand.room_bytes = self._experience.room_bytes
         self._custody.executor.begin(program, recorder)
         for item in self._custody.home_items():
             self._custody.executor.assign(item)
@@ -272,21 +282,27 @@ class Steps:
         program.trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
         program.index = {subject.key: i for i, subject in enumerate(subjects)}
         in_passes = {t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.writes}
-        program.written = frozenset(s.key for i, s in enumerate(subjects) if i in in_passes and s.kind is TensorClass.PARAMETER)
+        parameters = {s.key: i for i, s in enumerate(subjects) if s.kind is TensorClass.PARAMETER}
+        written = {key for key, i in parameters.items() if i in in_passes}
+        below = recorder.written_below & parameters.keys()
+        # A home that lies below now may be lifted when it is written next; another one never is.
+        program.written = frozenset(written | below if self._custody.backend.lifts_homes else written)
         program.phase = Phase.MEASURE
-        self._learn(program)
+        self._learn(program, written | below)
 
-    def _learn(self, program: Program) -> None:
+    def _learn(self, program: Program, written: set[Hashable]) -> None:
         """Keeps what a recorded step says about steps that run without a plan."""
         assert program.trace is not None
-        on_demand = self._custody.executor.on_demand
-        self._room_bytes = self._spare_bytes(program.trace)
-        self._largest_input_bytes = max(self._largest_input_bytes, program.input_bytes)
-        in_passes = (t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.reads)
         keys = list(program.index)
-        self._read |= {keys[tensor] for tensor in in_passes}
-        self._written |= program.written
-        on_demand.clean = frozenset(self._read - self._written)
+        in_passes = (t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.reads)
+        self._experience.add({keys[t] for t in in_passes}, written, self._shapes, self._spare_bytes(program.trace))
+        self._custody.executor.on_demand.clean = self._experience.clean
+
+    def forget(self) -> None:
+        """The model or its optimizer is another one now: what is known of its steps is void."""
+        self.programs.clear()
+        self._experience = Experience()
+        self._custody.executor.on_demand.clean = frozenset()
 
     def _subjects(self) -> list[Subject]:
         subjects = [

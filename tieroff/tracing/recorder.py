@@ -210,7 +210,11 @@ class StepRecorder(TorchDispatchMode):
                 if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
                     self._use(part, is_written, is_output)
             return
-        if tensor.device.type != self._device_type or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
+            return
+        if tensor.device.type != self._device_type:
+            if is_written and tensor.device.type == "cpu":
+                self._write_below(tensor)
             return
         try:
             storage = tensor.untyped_storage()
@@ -224,6 +228,12 @@ class StepRecorder(TorchDispatchMode):
         if is_output and not is_new:
             return  # a view of what is known, or written in place, which its argument tells
         (life.writes if is_written else life.reads).add(max(self._op, 0))
+
+    def _write_below(self, tensor: torch.Tensor) -> None:
+        """Notes a write on the host, if it is one to a home that lies there."""
+        life = self._alive.get(tensor.untyped_storage()._cdata)
+        if life is not None and life.is_below and not life.ref.expired():
+            life.writes.add(max(self._op, 0))
 
     def _life_of(self, storage: torch.UntypedStorage) -> tuple[Life, bool]:
         """Returns the life of a storage and whether it begins now."""
@@ -247,6 +257,12 @@ class StepRecorder(TorchDispatchMode):
             self._bury(key, life)
 
     # -- the trace -----------------------------------------------------------------------------------------------
+
+    @property
+    def written_below(self) -> frozenset[Hashable]:
+        """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
+        passes = {op for op, (_, phase) in enumerate(self._events) if phase in ("forward", "backward")}
+        return frozenset(key for life in self._lives if life.is_below and life.writes & passes for key in life.keys)
 
     def finish(self, subjects: list[Subject], durations_ns: list[int], name: str) -> Trace:
         self.stop()
