@@ -9,9 +9,8 @@ is given, each way: they run on the real files of the NVMe tier, and end no soon
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
@@ -19,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from progress import make_console
 from tieroff.runtime.backend import Arrival, CpuBackend, settle_vector_math
 from tieroff.runtime.place import Place
 from tieroff.units import NS_PER_S, parse_bytes
+from where import when_and_where
 
 POLICIES = ("demand", "auto")
 
@@ -98,30 +97,18 @@ class Experts(nn.Module):
         return x
 
 
-class RandomDepth(nn.Module):
-    """Layers of which each is left out of a step with a probability of a third."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_mlp(width) for _ in range(2 * layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand(()) > 1 / 3:
-                x = x + layer(x)
-        return x
-
-
 class Plain(nn.Module):
-    """Layers in a row, for sequences of random length."""
+    """Layers in a row, each left out of a step with a probability of `skips`."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, skips: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_mlp(width) for _ in range(2 * layers))
+        self.skips = skips
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + layer(x)
+            if not self.skips or torch.rand(()) > self.skips:
+                x = x + layer(x)
         return x
 
 
@@ -131,7 +118,7 @@ def _mlp(width: int) -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[int, int], nn.Module], bool]] = {  # and whether lengths vary
     "experts": (Experts, False),
-    "random depth": (RandomDepth, False),
+    "random depth": (functools.partial(Plain, skips=1 / 3), False),
     "random lengths": (Plain, True),
 }
 
@@ -225,11 +212,9 @@ def main() -> int:
         rows = [measure(name, options, Path(folder)) for name in options.models]
     make_console().print(show(rows))
     if options.json is not None:
-        head = {
-            "date": date.today().isoformat(), "command": shlex.join(["python", *sys.argv]), "kernel": platform.platform(),
-            "cores": os.cpu_count(), "torch": torch.__version__, "rate_bytes_per_s": options.rate,
-        }  # fmt: skip
-        options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        head = when_and_where(shlex.join(["python", *sys.argv]))
+        found = {**head, "torch": torch.__version__, "rate_bytes_per_s": options.rate, "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if all(row[policy]["losses_equal"] for row in rows for policy in POLICIES) else 1
 
 

@@ -11,15 +11,12 @@ import argparse
 import hashlib
 import json
 import math
-import os
-import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +36,7 @@ from tieroff.planner.problem import Problem, live_bytes, make_problem
 from tieroff.planner.sweep import noise_rows, sweep
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, NS_PER_S, parse_bytes
+from where import when_and_where
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FOLDER = ROOT / "tests/data/traces"
@@ -223,11 +221,7 @@ def progress(total: int) -> Iterator[Report]:
 def begin(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """Returns the document that is written to JSON, with no rows yet."""
     return {
-        "date": date.today().isoformat(),
-        "command": command,
-        "kernel": f"{platform.system()} {platform.release()}",
-        "processor": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        **when_and_where(command),
         "effort": arguments.effort,
         "machine": asdict(g10_cells.MACHINE),
         "device_bytes": g10_cells.DEVICE_BYTES,

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import os
 import platform
 import shlex
 import sys
@@ -20,7 +19,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.auto import plan_with_timeline
 from tieroff.units import GIB, KIB, NS_PER_S
+from where import when_and_where
 
 COUNTS = (1_000, 5_000, 10_000, 25_000, 50_000)
 PER_LAYER = 64
@@ -259,11 +258,7 @@ def show(rows: Sequence[Row]) -> None:
 def document(command: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Returns what is written to JSON."""
     return {
-        "date": date.today().isoformat(),
-        "command": command,
-        "kernel": f"{platform.system()} {platform.release()}",
-        "processor": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        **when_and_where(command),
         "python": platform.python_version(),
         "effort": "fast",
         "machine": asdict(MACHINE),

@@ -279,7 +279,7 @@ class _Builder:
             return
         self.first_trace = trace
         budget = self._budget(trace)
-        self.floor_bytes = int(make_problem(trace, self.machine, budget, self._capabilities()).base.max())
+        self.floor_bytes = self._floor_bytes(trace, budget)
         self.agreement.tell(budget[Tier.DEVICE], self.floor_bytes)
 
     def _agreed(self, trace: Trace, own_bytes: int) -> Need:
@@ -336,18 +336,21 @@ class _Builder:
             sizes = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
             raise InfeasiblePlanError(text, op=error.op, **sizes) from None
 
+    def _floor_bytes(self, trace: Trace, budget: dict[Tier, int]) -> int:
+        """Returns the device bytes that the neediest op has with everything away that can be."""
+        return int(make_problem(trace, self.machine, budget, self._capabilities()).base.max())
+
     def _spare_bytes(self, trace: Trace) -> int:
         """Returns the device bytes of this step's budget that no op of it, or of those before, needs, >= 0."""
         if self.given_plan is not None:
             return 0  # no machine was asked about, and no budget
-        budget, capabilities = self._budget(trace), self._capabilities()
+        budget = self._budget(trace)
         used = {tensor for op in trace.ops for tensor in (*op.reads, *op.writes)}
         unused_bytes = sum(  # below while nothing is planned: a plan has what is never idle on the device
             tensor.size_bytes for i, tensor in enumerate(trace.tensors)
-            if i not in used and tensor.is_persistent and tensor.is_movable and tensor.size_bytes >= capabilities.min_bytes
+            if i not in used and tensor.is_persistent and tensor.is_movable and tensor.size_bytes >= self.config.plan.min_bytes
         )  # fmt: skip
-        needed_bytes = int(make_problem(trace, self.machine, budget, capabilities).base.max()) - unused_bytes
-        self.needed_bytes = max(self.needed_bytes, needed_bytes)
+        self.needed_bytes = max(self.needed_bytes, self._floor_bytes(trace, budget) - unused_bytes)
         return max(budget[Tier.DEVICE] - self.needed_bytes, 0)
 
     def _machine_as_seen(self, rates: dict[str, float]) -> Machine | None:

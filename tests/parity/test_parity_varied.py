@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tieroff
 from bench_foresight import MODELS, Plain, SlowBackend, train
@@ -26,6 +26,13 @@ STEPS = {  # with many lengths to draw from, few come twice
     "random depth": {"steps": 18, "rows": 64},
     "random lengths": {"steps": 28, "rows": 256},
 }
+
+
+def wrapped(model: nn.Module, folder: Path, budget: str = "60%") -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {"device": "cpu", "budget": {"device": budget, "nvme": "64MiB"}, "nvme": {"dirs": [str(folder)]}}
+    tieroff.wrap(model, optimizer, config={**config, "plan": {"min_bytes": "1KiB"}}, backend=CpuBackend())
+    return model, optimizer
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -65,14 +72,7 @@ def test_what_is_held_beyond_the_moment_stays_in_the_room(tmp_path: Path, monkey
         held.clear()
 
     most: list[int] = []
-    torch.manual_seed(0)
-    model = MODELS["experts"][0](64, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {
-        "device": "cpu", "budget": {"device": "1200KiB", "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)]},
-        "plan": {"min_bytes": "1KiB"},
-    }  # fmt: skip
-    tieroff.wrap(model, optimizer, config=config, backend=CpuBackend())
+    model, optimizer = wrapped(MODELS["experts"][0](64, 3), tmp_path, budget="1200KiB")
     engine = tieroff.engine(model)
     engine.watch(seen)
     monkeypatch.setattr(Traffic, "hold", watched)
@@ -88,11 +88,7 @@ def test_what_is_held_beyond_the_moment_stays_in_the_room(tmp_path: Path, monkey
 
 
 def test_batch_larger_than_any_that_was_traced_has_no_room(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Plain(64, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {"device": "cpu", "budget": {"device": "60%", "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
-    tieroff.wrap(model, optimizer, config={**config, "plan": {"min_bytes": "1KiB"}}, backend=CpuBackend())
+    model, optimizer = wrapped(Plain(64, 3), tmp_path)
     engine = tieroff.engine(model)
     rooms, phases = [], []
     for rows in (*range(20, 38), 30_000 // 64, 10):
@@ -108,11 +104,7 @@ def test_batch_larger_than_any_that_was_traced_has_no_room(tmp_path: Path) -> No
 
 
 def test_kind_that_comes_again_soon_is_traced_and_planned(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Plain(64, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {"device": "cpu", "budget": {"device": "60%", "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
-    tieroff.wrap(model, optimizer, config={**config, "plan": {"min_bytes": "1KiB"}}, backend=CpuBackend())
+    model, optimizer = wrapped(Plain(64, 2), tmp_path)
     phases = []
     for rows in (*range(20, 37), 36, 36, 36):
         model(torch.randn(rows, 64)).pow(2).mean().backward()

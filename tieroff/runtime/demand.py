@@ -48,17 +48,15 @@ class Experience:
 
     def __init__(self) -> None:
         self.room_bytes = 0
+        self.clean: frozenset[Hashable] = frozenset()
         self._read, self._written = set[Hashable](), set[Hashable]()
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
-
-    @property
-    def clean(self) -> frozenset[Hashable]:
-        return frozenset(self._read - self._written)
 
     def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
         """Learns from one recorded step: what it read and wrote, its forwards' inputs, and the room of all steps so far."""
         self._read |= read
         self._written |= written
+        self.clean = frozenset(self._read - self._written)
         for shape in shapes:
             if shape is not None and not self.covers(shape):
                 self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
@@ -79,15 +77,15 @@ class OnDemand:
     """The last parameters that were read, saved tensors that their op may not have filled yet, and what room is for.
 
     Attributes:
-        room_bytes: device bytes that no op needs; see [Note: room].
-        clean: keys of parameters that recorded steps read and never wrote.
+        room_bytes: device bytes that no op of this step needs; see [Note: room].
+        experience: what recorded steps say.
     """
 
     def __init__(self, executor: Executor, foresight: Foresight | None = None) -> None:
         self._executor = executor
         self._foresight = foresight
         self.room_bytes = 0
-        self.clean: frozenset[Hashable] = frozenset()
+        self.experience = Experience()
         self._parameters: deque[ParameterItem] = deque()
         self._incomplete: deque[tuple[ActivationItem, int]] = deque()
         self._ticks = 0
@@ -167,8 +165,7 @@ class OnDemand:
                 self._executor.release(item)
             return
         for item in items:
-            self._held[id(item)] = item
-            self._held.move_to_end(id(item))
+            self._hold_last(item)
             if isinstance(item, HomeItem):
                 self._copy_out(item)  # before user code runs next it has to lie below in any case
         self._shrink()
@@ -210,7 +207,7 @@ class OnDemand:
         if self._foresight is None or not self.has_room:
             return
         foreseen = [item for key in self._foresight.ahead() if (item := self._known.get(key)) is not None]
-        self.fetch(item for item in foreseen if not isinstance(item, ParameterItem) or item.key in self.clean)
+        self.fetch(item for item in foreseen if not isinstance(item, ParameterItem) or item.key in self.experience.clean)
 
     def fetch(self, items: Iterable[Item]) -> None:
         """Starts to fetch items in this order, up to the first for which no room can be made without a wait."""
@@ -226,8 +223,12 @@ class OnDemand:
             if traffic.device_bytes + item.size_bytes > self.room_bytes:
                 return
             traffic.send(item, Event.FETCH)
-            self._held[id(item)] = item
-            self._held.move_to_end(id(item))
+            self._hold_last(item)
+
+    def _hold_last(self, item: Item) -> None:
+        """Puts an item behind all others that are held."""
+        self._held[id(item)] = item
+        self._held.move_to_end(id(item))
 
     def _make_room(self, size_bytes: int, kept: Collection[int]) -> None:
         """Lets go of what costs no wait and is not kept, until so much fits, or nothing is left."""

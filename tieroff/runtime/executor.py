@@ -254,7 +254,7 @@ class Executor:
         if program is None or self.mode is Mode.IDLE:
             return item.key in self._written
         if program.phase is Phase.FREE:
-            return item.key not in self.on_demand.clean
+            return item.key not in self.on_demand.experience.clean
         if program.phase is Phase.RECORD or (program.phase is Phase.PLANNED and self.mode is Mode.DEMAND):
             return True
         return item.key in program.written

@@ -79,7 +79,6 @@ class Steps:
         self.stats: Stats | None = None
         self.watchers: list[Callable[[Stats, Plan | None], None]] = []
         self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
-        self._experience = Experience()
         self._shapes: list[Shapes] = []  # of the inputs of the forwards in the step that is recorded
         self._program: Program | None = None
         self._step_is_over = True
@@ -108,7 +107,7 @@ class Steps:
         executor.on_demand.let_go()  # an exception in backward may have left something
         if executor.recorder is not None:
             self._shapes.append(shapes)
-        elif not self._experience.covers(shapes):
+        elif not executor.on_demand.experience.covers(shapes):
             executor.on_demand.room_bytes = 0  # nobody knows what ops on these need
             executor.on_demand.clear()
 
@@ -148,7 +147,8 @@ class Steps:
         if program.phase is Phase.RECORD:
             recorder, self._shapes = self._make_recorder(), []
         self._program = self.last = program
-        self._custody.executor.on_demand.room_bytes = self._experience.room_bytes
+        on_demand = self._custody.executor.on_demand
+        on_demand.room_bytes = on_demand.experience.room_bytes
         self._custody.executor.begin(program, recorder)
         for item in self._custody.home_items():
             self._custody.executor.assign(item)
@@ -295,14 +295,13 @@ class Steps:
         assert program.trace is not None
         keys = list(program.index)
         in_passes = (t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.reads)
-        self._experience.add({keys[t] for t in in_passes}, written, self._shapes, self._spare_bytes(program.trace))
-        self._custody.executor.on_demand.clean = self._experience.clean
+        experience = self._custody.executor.on_demand.experience
+        experience.add({keys[t] for t in in_passes}, written, self._shapes, self._spare_bytes(program.trace))
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""
         self.programs.clear()
-        self._experience = Experience()
-        self._custody.executor.on_demand.clean = frozenset()
+        self._custody.executor.on_demand.experience = Experience()
 
     def _subjects(self) -> list[Subject]:
         subjects = [
