@@ -52,6 +52,7 @@ _CLASSES = {
     "gradients": TensorClass.GRADIENT,
     "optimizer": TensorClass.OPTIMIZER,
 }
+_COMPUTE_TYPES = {"bf16": torch.bfloat16}
 # Freed blocks above this leave the process at once on the CPU backend; see docs/results for what it costs.
 _ALLOCATOR_THRESHOLD_BYTES = 1 << 20
 _PAGE_RETURN_S = 0.005
@@ -233,6 +234,7 @@ class _Builder:
             allocator_threshold_bytes=_ALLOCATOR_THRESHOLD_BYTES if self.is_cpu and moves else None,
             chosen={"io_engine": self.io.name if self.io is not None else "none"},
             config_toml=self.config.to_toml(),
+            compute_dtype=_COMPUTE_TYPES[self.config.compute_dtype] if self.config.compute_dtype is not None else None,
         )
 
     def _close(self, stores: dict[Tier, Store]) -> None:

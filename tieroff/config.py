@@ -106,6 +106,7 @@ EngineName = Literal["auto", "gds", "uring", "threads", "aiofiles"]
 Checksum = Literal["off", "warmup", "always"]
 Effort = Literal["fast", "high"]
 Cover = Literal["activations", "parameters", "gradients", "optimizer"]
+ComputeType = Literal["bf16"]
 
 _ANY_SIZE = 'bytes like "6GiB" or 4096'
 
@@ -194,6 +195,13 @@ class Config(_Table):
 
     device: Device = _key(
         "auto", f"one of {', '.join(get_args(Device))}", "Where to compute; `auto` is CUDA where there is one."
+    )
+    compute_dtype: ComputeType | None = _key(
+        None,
+        f"one of {', '.join(get_args(ComputeType))}",
+        "The type that parameters and floating inputs of the model's forward are cast to for computing, while parameters, "
+        "gradients and optimizer state stay as they are: mixed precision as FSDP2 has it with "
+        "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` on the root. Left out: no cast.",
     )
     budget: Budget = _key(Budget(), "a table", Budget.__doc__ or "")
     nvme: Nvme = _key(Nvme(), "a table", Nvme.__doc__ or "")

@@ -20,6 +20,7 @@ from tieroff.core.machine import Machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
 from tieroff.runtime.engine import Engine
+from tieroff.runtime.homes import local_of
 from tieroff.runtime.item import Item
 from tieroff.runtime.place import HomePlace
 
@@ -154,7 +155,7 @@ class Trainer:
 def copy_of(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU that no dispatch mode sees: a look from outside, no part of the user's program."""
     with _disable_current_modes(), torch.no_grad():
-        copy = tensor.detach().to("cpu", copy=True)
+        copy = local_of(tensor).detach().to("cpu", copy=True)
         return copy if copy.layout is torch.strided else copy.to_dense()
 
 

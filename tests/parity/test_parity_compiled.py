@@ -147,6 +147,21 @@ def test_compiled_modules_run_the_plain_runs_graphs(how: str, backend: str, cove
 
 
 @pytest.mark.parametrize("backend", ["cpu", "delayed"])
+def test_torchs_own_modules_compiled_in_place_run_as_they_are(backend: str, tmp_path: Path) -> None:
+    graphs = Graphs()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        inner.compile(backend=graphs.backend)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH))
+
+    model, _ = check_equal(make, tmp_path, backend, min_bytes=0)
+    assert graphs.sizes == []  # in the plain run neither: torch does not compile frames of torch.nn by themselves
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "delayed"])
 def test_module_compiled_after_wrap_and_once_more_runs_compiled(backend: str, tmp_path: Path) -> None:
     model, first, second = build("none", None), Graphs(), Graphs()
     plain = build("none", None)

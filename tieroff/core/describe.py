@@ -30,6 +30,7 @@ class Told:
         measured: the figures of the last step; None before one ended.
         unmoved: why tensors are left alone by the engine itself -> their names.
         is_cpu: the device's memory and the host's are one, so what user code computes of tensors below is the same.
+        compute_type: what parameters and inputs are cast to for computing, or "" when they are not.
     """
 
     trace: Trace
@@ -37,6 +38,7 @@ class Told:
     measured: StepFigures | None = None
     unmoved: Mapping[str, Sequence[str]] = field(default_factory=dict)
     is_cpu: bool = True
+    compute_type: str = ""
 
 
 def explain(told: Told, *, detail: bool = False) -> list[str]:
@@ -67,6 +69,11 @@ def exactness(told: Told) -> str:
     if told.plan.host_updates:
         return "Numbers can differ from the plain run's in rounding: the CPU runs updates of the optimizer."
     text = "Numbers are those of the plain run, bit for bit: nothing is rounded or reordered."
+    if told.compute_type:
+        text = (
+            f"Parameters and inputs are computed with in {told.compute_type} (compute_dtype), as FSDP2's mixed precision does; "
+            "what is kept, and sums over micro-batches, have the parameters' own type. Moving rounds and reorders nothing."
+        )
     ring = told.trace.repeated(told.plan.period)
     kinds = {ring.tensors[index].kind for index in away_bytes(ring, told.plan)}
     if told.is_cpu or TensorClass.GRADIENT not in kinds:

@@ -38,6 +38,9 @@ class Recorder(Protocol):
     def written_below(self) -> frozenset[Hashable]:
         """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
 
+    def written(self, keys: set[Hashable]) -> set[Hashable]:
+        """Returns those of `keys` whose bytes on the device some op wrote after they had been bound."""
+
     def start(self) -> None:
         """Begins to watch every op of this thread."""
 

@@ -14,7 +14,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend import bytes_of, view_of
 from tieroff.runtime.homes import ParameterItem
 from tieroff.runtime.item import Item, Traffic
-from tieroff.runtime.parameters import LiveValues
+from tieroff.runtime.parameters import LiveValues, Stays
 from tieroff.runtime.place import BlockPlace, Place
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PackedParameter(_Versioned):
 
     __slots__ = ("home_version", "item")
 
-    def __init__(self, tensor: torch.Tensor, item: ParameterItem) -> None:
+    def __init__(self, tensor: torch.Tensor, item: ParameterItem | Stays) -> None:
         super().__init__(tensor)
         self.item = item
         home = item.tensor
@@ -148,7 +148,8 @@ class SavedTensors:
         key = storage._cdata
         parameter = self._live.get(tensor)
         if parameter is not None:
-            self._executor.on_demand.saved(parameter)
+            if isinstance(parameter, ParameterItem):
+                self._executor.on_demand.saved(parameter)
             return PackedParameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
@@ -170,13 +171,21 @@ class SavedTensors:
         self._executor.packed(item, is_complete=tensor.requires_grad)
         return packed
 
+    def pack_casts(self, tensor: torch.Tensor) -> Any:
+        """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
+        if not _is_plain(tensor):
+            return Kept(tensor)
+        parameter = self._live.get(tensor)
+        return PackedParameter(tensor, parameter) if parameter is not None else Kept(tensor.detach())
+
     def unpack(self, packed: Any) -> torch.Tensor:
         """The unpack hook: the same data each time it is asked."""
         if isinstance(packed, Kept):
             return packed.get()
         packed.check()
         if isinstance(packed, PackedParameter):
-            device = self._executor.fetch_saved(packed.item)
+            item = packed.item
+            device = bytes_of(item.cast()) if isinstance(item, Stays) else self._executor.fetch_saved(item)
         else:
             device = self._executor.unpacked(packed.item)
         return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)

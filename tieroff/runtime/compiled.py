@@ -93,7 +93,8 @@ class CompiledCall:
 
     def _recorded(self, recorder: Recorder, homes: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         """Runs compiled code, which reads its parameters and makes tensors that no recorder sees; so does its backward."""
-        for item in (self._executor.gate.items.get(id(home)) for home in homes):
+        gate = self._executor.gate
+        for item in (gate.items.get(id(home)) for home in homes if not gate.casts(home)):  # a cast is there by itself
             if item is not None:
                 recorder.read(item.key)
         recorder.begin_unseen()

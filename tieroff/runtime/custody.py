@@ -36,6 +36,7 @@ class Settings:
         min_bytes: smaller tensors stay.
         spill: lower tiers in the order in which they are filled while nothing is planned.
         allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
+        compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
     """
 
     covers: frozenset[TensorClass]
@@ -45,6 +46,7 @@ class Settings:
     keep_timeline: bool = True
     chosen: dict[str, str] = field(default_factory=dict)
     config_toml: str = ""
+    compute_dtype: torch.dtype | None = None
 
 
 class Custody:
@@ -72,7 +74,8 @@ class Custody:
         self.settings = settings
         self.traffic = Traffic(backend, stores, self.demote)
         self.traffic.keep_spans = settings.keep_timeline
-        self.executor = Executor(self.traffic, self.tier_for, settings.min_bytes, settings.covers, foresight)
+        told = settings.min_bytes, settings.covers, foresight, settings.compute_dtype
+        self.executor = Executor(self.traffic, self.tier_for, *told)
         self.stepper: BucketedStep | None = None
         self.unmoved: dict[str, str] = {}
         self.may_be_hollow = False
@@ -128,7 +131,7 @@ class Custody:
             gone.detach(self.traffic)
         self._unhook({key for key in self._hooks if key not in self.executor.names_by_id})
         gate.forget_strangers()
-        gate.is_open = bool(gate.items)
+        gate.look(bool(gate.items))
         self._identity = self._look()
 
     def _take(self, position: int, name: str, parameter: torch.nn.Parameter, mapped: MappedFiles) -> None:
@@ -153,7 +156,7 @@ class Custody:
         self._take(position, name, parameter, MappedFiles.none())
         if name in self.unmoved and parameter.device != self.backend.device:
             parameter.data = parameter.data.to(self.backend.device)
-        self.executor.gate.is_open = bool(self.executor.gate.items)
+        self.executor.gate.look(bool(self.executor.gate.items))
 
     def check_filled(self) -> None:
         """Returns if every parameter and buffer has a value.
@@ -243,7 +246,7 @@ class Custody:
                 item.refresh(self.traffic)
                 item.lift(self.traffic)
                 item.leave_place(self.traffic)
-        self.executor.gate.is_open = not program.moves_nothing
+        self.executor.gate.look(not program.moves_nothing)
         # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
         self.backend.tune_allocator(None if program.moves_nothing else self.settings.allocator_threshold_bytes)
 

@@ -117,6 +117,13 @@ class OnDemand:
         while len(self._parameters) > _PARAMETERS_HELD:
             self._drop(self._parameters.popleft())  # at once, whatever the room: user code may write what is lifted
 
+    def dismiss(self, item: ParameterItem) -> None:
+        """Lets go of a fetched parameter at once: nobody uses this copy of it."""
+        with self._executor.lock:
+            if item in self._parameters:
+                self._parameters.remove(item)
+                self._drop(item)
+
     def claim(self, *items: Item) -> None:
         """These are used now: whoever uses them decides when they leave."""
         for item in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,7 +101,7 @@ class Engine:
             if isinstance(module, torch.nn.RNNBase):
                 self._slots.append(RecurrentWeights(module, self.executor.gate))
         self._take_compiled()
-        root = ForwardSlot(self.model, self._forward)
+        root = ForwardSlot(self.model, self._forward)  # begin_in has others, whose inputs are no inputs of the forward
         root.engine = self
         self._slots.append(root)
         if self._backend.device.type != "cpu":
@@ -145,7 +146,7 @@ class Engine:
         """
         self._check_alive()
         if not isinstance(self.model.__dict__.get(method), ForwardSlot):
-            self._slots.append(ForwardSlot(self.model, self._forward, method))
+            self._slots.append(ForwardSlot(self.model, self._in_step, method))
 
     def settle(self) -> None:
         """Takes over what was changed from outside since the last step, and puts optimizer state that is new below."""
@@ -184,13 +185,21 @@ class Engine:
             self._on_close()
 
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs in the place of the model's forward."""
+        """Runs in the place of the model's forward, also where that is called inside another method that begins a step."""
+        if self.settings.compute_dtype is not None and not self.is_closed:
+            args, kwargs = self._as_computed(args, kwargs)
+        return self._in_step(inner, args, kwargs)
+
+    def _in_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a method of the model that begins a step, or is called in one that did."""
         self._check_alive()
         if self._custody.may_be_hollow:
             self._custody.check_filled()
         executor = self.executor
-        if executor.gate.depth or functorch_is_active():
+        if executor.gate.depth:
             return inner(*args, **kwargs)
+        if functorch_is_active():
+            return inner(*args, **kwargs) if self.settings.compute_dtype is None else self._infer(inner, args, kwargs)
         args, kwargs = self._to_device(args, kwargs)
         if not torch.is_grad_enabled() or self._custody.has_substitutes():
             return self._infer(inner, args, kwargs)
@@ -199,10 +208,12 @@ class Engine:
         executor.gate.new_forward(self._backend.device)
         executor.gate.depth += 1
         try:
-            if executor.mode is Mode.PASS:
-                return inner(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(executor.saved_tensors.pack, executor.saved_tensors.unpack):
-                return inner(*args, **kwargs)
+            with contextlib.ExitStack() as hooks:
+                if executor.mode is not Mode.PASS or self.settings.compute_dtype is not None:
+                    hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks()))
+                out = inner(*args, **kwargs)
+            executor.gate.check_casts()
+            return out
         except BaseException as error:
             self._steps.broke()
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -213,7 +224,14 @@ class Engine:
             raise
         finally:
             executor.gate.depth -= 1
+            executor.gate.forget_casts()
             executor.on_demand.let_go()
+
+    def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        saved = self.executor.saved_tensors
+        pack, unpack = saved.pack if self.executor.mode is not Mode.PASS else saved.pack_casts, saved.unpack
+        # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
+        return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = self._backend.device
@@ -226,6 +244,16 @@ class Engine:
         args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
         return args, kwargs
 
+    def _as_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs in the type that the model computes in."""
+
+        def cast(leaf: Any) -> Any:
+            is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(self.settings.compute_dtype) if is_cast else leaf
+
+        args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
+        return args, kwargs
+
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
         executor = self.executor
@@ -233,9 +261,12 @@ class Engine:
         mode, executor.mode = executor.mode, Mode.IDLE
         executor.gate.depth += 1
         try:
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
+            executor.gate.check_casts()
+            return out
         finally:
             executor.gate.depth -= 1
+            executor.gate.forget_casts()
             executor.on_demand.let_go()
             executor.mode = mode
 
@@ -325,7 +356,9 @@ class Engine:
     def _explain(self, trace: Trace, plan: Plan, *, detail: bool) -> str:
         stats = self._steps.stats
         measured = stats.figures() if stats is not None else None
-        told = Told(trace, plan, measured, self._unmoved_by_reason(), self._backend.device.type == "cpu")
+        is_cpu, dtype = self._backend.device.type == "cpu", self.settings.compute_dtype
+        compute_type = "bf16" if dtype is torch.bfloat16 else ""
+        told = Told(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type)
         return "\n".join(explain(told, detail=detail))
 
     def _unmoved_by_reason(self) -> dict[str, list[str]]:

@@ -43,13 +43,16 @@ class Executor:
         min_bytes: int,
         covers: frozenset[TensorClass],
         foresight: Foresight | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.traffic = traffic
         self.covers = covers
         self.mode = Mode.IDLE
         self.program: Program | None = None
         self.recorder: Recorder | None = None
-        self.gate = Gate(traffic.backend.lifts_homes, self.fetch, self.fetch_home, self._grad_to_home)
+        self.on_demand = OnDemand(self, foresight)
+        told = self.fetch, self.fetch_home, self._grad_to_home, self.on_demand.dismiss, lambda: self.recorder, compute_dtype
+        self.gate = Gate(traffic.backend.lifts_homes, *told)
         self.saved_tensors = SavedTensors(self, self.gate.live, min_bytes)
         self.saved_tensors.is_covered = TensorClass.ACTIVATION in covers
         self.gradients = Gradients(self)
@@ -60,7 +63,6 @@ class Executor:
         self.tier_for = tier_for
         self.names_by_id: dict[int, str] = {}
         self._keys, self._names = list[Hashable](), list[str]()
-        self.on_demand = OnDemand(self, foresight)
         self._written: frozenset[Hashable] = frozenset()
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
@@ -236,7 +238,7 @@ class Executor:
             item.lift(self.traffic)
             item.may_be_written = self._may_write(item)
             self.bind(item)
-            if self.mode is not Mode.PLANNED:
+            if self.mode is not Mode.PLANNED and self.mode is not Mode.PASS:
                 self.watch_backward()
                 self.on_demand.hold(item)
             self.on_demand.used(item.key)
@@ -264,8 +266,9 @@ class Executor:
         self.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
         value = self._value(item)
         self.on_demand.wanted(item)
-        self.gate.live.add(item, value)
-        return item.device if item.device is not None else bytes_of(value)
+        computed = self.gate.as_computed(item, value)
+        self.gate.live.add(item, computed)
+        return item.device if item.device is not None and computed is value else bytes_of(computed)
 
     def _value(self, item: ParameterItem) -> torch.Tensor:
         with self.lock, torch.inference_mode(False):

@@ -9,6 +9,13 @@ a while, and item access returns the home. Where they are not (a host tensor as 
 tensor minted on the device copy: it carries the edge of one autograd node that belongs to the home and lives as long as
 its item, so gradients of all uses are summed in the order of the plain run, and hooks, accumulation and DDP act on the
 home. One node per access would sum them in another order.
+
+[Note: computed in another type]
+With a compute type every read of a floating parameter gives its value cast to that type, minted on any backend, with homes
+that stay on the device too. The copy in the home's own type may go as soon as the cast is made. Autograd keeps no casts,
+also where nothing moves: they are made again in backward, which sees a home that was written meanwhile. Gradients of one
+backward are summed in the compute type and reach the home in its own, which is what FSDP2 does on one rank. The cast belongs
+to nobody: a write to it would be lost, so it is an error (of one through `.data`, in the recorded step).
 """
 
 from __future__ import annotations
@@ -22,11 +29,27 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tieroff.core.recording import Recorder
 from tieroff.errors import StateError
 from tieroff.runtime.homes import ParameterItem
 
 # The id of the running graph task, or -1 outside a backward.
 current_graph_task = torch._C._current_graph_task_id
+
+
+class Stays:
+    """Stands for the item of a parameter that has none: it stays on the device, and only its casts come and go."""
+
+    __slots__ = ("dtype", "name", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.tensor: torch.Tensor = tensor
+        self.dtype = dtype
+        self.name = f"a parameter of shape {list(tensor.shape)} that stays on the device"
+
+    def cast(self) -> torch.Tensor:
+        """Returns its value in the type that is computed with."""
+        return self.tensor.detach().to(self.dtype)
 
 
 class Gate:
@@ -40,6 +63,9 @@ class Gate:
         fetch: returns the valid device value of an item.
         fetch_home: has the home itself lie on the device, and returns it.
         to_home: brings a gradient to the device that its home lies on (only where that is another one).
+        dismiss: the device copy of an item is not needed at this moment any more.
+        recorder: returns who watches the step that runs, or None.
+        compute_dtype: what parameters are cast to for computing; None leaves them as they are.
         live: device values by their storage.
         cast: ids of host homes that were read under autocast since the running forward began.
     """
@@ -50,6 +76,9 @@ class Gate:
         fetch: Callable[[ParameterItem], torch.Tensor],
         fetch_home: Callable[[ParameterItem], torch.Tensor],
         to_home: Callable[[torch.Tensor, ParameterItem], torch.Tensor],
+        dismiss: Callable[[ParameterItem], None],
+        recorder: Callable[[], Recorder | None],
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.is_open = False
         self.depth = 0
@@ -58,11 +87,19 @@ class Gate:
         self.fetch = fetch
         self.fetch_home = fetch_home
         self.to_home = to_home
+        self.dismiss = dismiss
+        self._recorder = recorder
+        self.compute_dtype = compute_dtype
         self.live = LiveValues()
         self.cast: set[int] = set()
         self._region: object = None
         self._marker: torch.Tensor | None = None
         self._mints: dict[int, Mint] = {}
+        self._casts: list[tuple[str, torch.Tensor, int]] = []
+
+    def look(self, is_open: bool) -> None:
+        """Has item accesses be looked at, or not, where the compute type leaves that open."""
+        self.is_open = is_open or self.compute_dtype is not None
 
     def value_for(self, home: torch.Tensor, is_looked_up: bool = False) -> torch.Tensor:
         """Returns what item access gives for a home: itself, or its fetched value.
@@ -72,13 +109,17 @@ class Gate:
             is_looked_up: the module only takes rows of it, which autocast does not cast.
         """
         item = self.items.get(id(home))
-        if item is None or item.tensor is not home:
+        if item is not None and item.tensor is not home:
+            item = None
+        if item is None and not self.casts(home):
             return home
+        if item is None and self.depth and not isinstance(home, torch.nn.Parameter):
+            return home.to(self.compute_dtype)  # it stands in for a parameter, for one call
         if self.depth == 0:
             if current_graph_task() == -1:
                 return home
             # In backward: a recomputation runs with grad enabled; a hook that looks at the parameter wants the home.
-            if not torch.is_grad_enabled() and home.device == item.compute_device:
+            if not torch.is_grad_enabled() and (item is None or home.device == item.compute_device):
                 return home
         if functorch_is_active():
             # Tensors made under a transform are its wrappers, which no home may lie on.
@@ -86,7 +127,9 @@ class Gate:
                 return self._fetched(item, home, is_looked_up)
         return self._fetched(item, home, is_looked_up)
 
-    def _fetched(self, item: ParameterItem, home: torch.Tensor, is_looked_up: bool) -> torch.Tensor:
+    def _fetched(self, item: ParameterItem | None, home: torch.Tensor, is_looked_up: bool) -> torch.Tensor:
+        if item is None or self.casts(home):
+            return self._cast(item, home)
         lifts = self.lifts
         if not lifts and torch.is_autocast_enabled(item.compute_device.type):
             # Autocast keeps the casts of leaves only: a minted weight would be cast, and its gradient rounded, per use.
@@ -104,12 +147,70 @@ class Gate:
     def _minted(self, item: ParameterItem, home: torch.Tensor) -> torch.Tensor:
         value = self.fetch(item)
         self.live.add(item, value)
+        return self._on(value, home, item)
+
+    def _on(self, value: torch.Tensor, home: torch.Tensor, item: ParameterItem | None) -> torch.Tensor:
+        """Returns a tensor on the value's memory through which gradients, if any are wanted, reach the home."""
         if not (home.requires_grad and torch.is_grad_enabled()):
             return value
         mint = self._mints.get(id(home))
-        if mint is None or mint.item is not item:
-            mint = self._mints[id(home)] = Mint(home, item, self)
+        if mint is None or mint.home is not home or mint.item is not item:
+            mint = self._mints[id(home)] = Mint(home, value, item, self)
         return mint.on(value)
+
+    # -- computing in another type: see [Note: computed in another type] -------------------------------------------
+
+    def casts(self, home: torch.Tensor) -> bool:
+        """True for a parameter that is computed with in another type than its own."""
+        return self.compute_dtype is not None and home.is_floating_point() and home.dtype is not self.compute_dtype
+
+    def _cast(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
+        assert self.compute_dtype is not None
+        kept: ParameterItem | Stays = item if item is not None else Stays(home, self.compute_dtype)
+        if isinstance(kept, Stays):
+            value = kept.cast()
+        else:
+            value = self.as_computed(kept, self.fetch_home(kept).detach() if self.lifts else self.fetch(kept))
+        self.live.add(kept, value)
+        if self.depth and not value.is_inference():
+            probe = value.detach()  # counts the writes to the cast, and holds none of its memory
+            probe.data = torch.empty(0, dtype=value.dtype, device=value.device)
+            self._casts.append((kept.name, probe, probe._version))
+            if (recorder := self._recorder()) is not None:
+                recorder.bind(value.untyped_storage(), ("cast", kept.name), is_new=True)
+        return self._on(value, home, item)
+
+    def as_computed(self, item: ParameterItem, value: torch.Tensor) -> torch.Tensor:
+        """Returns a fetched value in the type that is computed with; the copy it was made from may leave."""
+        if not self.casts(value):
+            return value
+        cast = value.to(self.compute_dtype)
+        if not item.is_lifted:
+            item.may_be_written = False  # nobody else has seen that copy
+        self.dismiss(item)
+        return cast
+
+    def check_casts(self) -> None:
+        """Returns when nobody wrote to a cast that the running forward was given; in a recorded step, in whatever way.
+
+        Raises:
+            StateError: somebody did, and the parameter does not have what was written.
+        """
+        recorder = self._recorder() if self._casts else None
+        written = recorder.written({("cast", name) for name, _, _ in self._casts}) if recorder is not None else set()
+        for name, probe, version in self._casts:
+            if probe._version != version or ("cast", name) in written:
+                raise StateError(
+                    f"expected that forward only reads parameters under compute_dtype, but {name} was written in place: what "
+                    "was written is lost with the cast it was written to; write parameters outside of forward, or leave "
+                    "compute_dtype out"
+                )
+
+    def forget_casts(self) -> None:
+        """The forward that was given them is over."""
+        if self._casts:
+            self._casts.clear()
+            self.live.sweep()
 
     def _note_cast(self, item: ParameterItem, home: torch.Tensor) -> None:
         if id(home) in self.cast and torch.is_autocast_cache_enabled() and home.dtype is torch.float32:
@@ -144,7 +245,7 @@ class Gate:
 
     def forget_strangers(self) -> None:
         """Drops the nodes of homes that are looked after no more, or anew: each would keep its home alive."""
-        self._mints = {key: mint for key, mint in self._mints.items() if self.items.get(key) is mint.item}
+        self._mints = {k: mint for k, mint in self._mints.items() if mint.item is not None and self.items.get(k) is mint.item}
 
     def home_of(self, value: object) -> object:
         """Returns the home of a minted tensor that somebody stores as a parameter, or the value itself."""
@@ -160,18 +261,20 @@ class _Identity(torch.autograd.Function):
     """The one node of a home: takes gradients on the device, gives them to the home."""
 
     @staticmethod
-    def forward(ctx: Any, home: torch.Tensor, gate: Gate, item: ParameterItem) -> torch.Tensor:
-        ctx.gate, ctx.item, ctx.home_device = gate, item, home.device
+    def forward(ctx: Any, home: torch.Tensor, like: torch.Tensor, gate: Gate, item: ParameterItem | None) -> torch.Tensor:
+        ctx.gate, ctx.item, ctx.home_device, ctx.home_dtype = gate, item, home.device, home.dtype
         ctx.set_materialize_grads(False)
         # Only shape, type and device matter: the minted tensors bring their own memory.
-        return torch.empty((), dtype=home.dtype, device=item.compute_device).expand(home.shape)
+        return torch.empty((), dtype=like.dtype, device=like.device).expand(home.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         (grad,) = grads
         if grad is not None and grad.device != ctx.home_device:
             grad = ctx.gate.to_home(grad, ctx.item)
-        return grad, None, None
+        if grad is not None and grad.dtype is not ctx.home_dtype:
+            grad = grad.to(ctx.home_dtype)  # after it crossed the link: it is half as large before
+        return grad, None, None, None
 
 
 class _Keep(torch.autograd.Function):
@@ -190,7 +293,7 @@ class _Keep(torch.autograd.Function):
 class Mint:
     """Makes tensors on any memory that all carry the one autograd edge of a home."""
 
-    def __init__(self, home: torch.Tensor, item: ParameterItem, gate: Gate) -> None:
+    def __init__(self, home: torch.Tensor, like: torch.Tensor, item: ParameterItem | None, gate: Gate) -> None:
         self.home = home
         self.item = item
         # A list of its own: were the hook to hold this object, the two would keep each other alive through autograd's
@@ -198,7 +301,7 @@ class Mint:
         self._value: list[torch.Tensor] = []
         value = self._value
         with torch.enable_grad(), torch.inference_mode(False):
-            source = _Identity.apply(home, gate, item)  # type: ignore[no-untyped-call]
+            source = _Identity.apply(home, like, gate, item)  # type: ignore[no-untyped-call]
             # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
             source.grad_fn._set_sequence_nr(2**64 - 1)
             with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: value[0]):
@@ -249,16 +352,16 @@ class LiveValues:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, ParameterItem]] = {}
+        self._found: dict[int, tuple[StorageWeakRef, ParameterItem | Stays]] = {}
 
-    def add(self, item: ParameterItem, value: torch.Tensor) -> None:
+    def add(self, item: ParameterItem | Stays, value: torch.Tensor) -> None:
         """Remembers that `value` is a device value of the item."""
         key = value.untyped_storage()._cdata
         known = self._found.get(key)
         if known is None or known[1] is not item or known[0].expired():
             self._found[key] = (StorageWeakRef(value.untyped_storage()), item)
 
-    def get(self, tensor: torch.Tensor) -> ParameterItem | None:
+    def get(self, tensor: torch.Tensor) -> ParameterItem | Stays | None:
         """Returns the item whose value shares its storage with `tensor`, or None."""
         found = self._found.get(tensor.untyped_storage()._cdata)
         if found is None or found[0].expired():

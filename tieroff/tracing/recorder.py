@@ -264,6 +264,9 @@ class StepRecorder(TorchDispatchMode):
         passes = {op for op, (_, phase) in enumerate(self._events) if phase in ("forward", "backward")}
         return frozenset(key for life in self._lives if life.is_below and life.writes & passes for key in life.keys)
 
+    def written(self, keys: set[Hashable]) -> set[Hashable]:
+        return {key for life in self._lives if life.writes and not life.is_below for key in life.keys if key in keys}
+
     def finish(self, subjects: list[Subject], durations_ns: list[int], name: str) -> Trace:
         self.stop()
         self._sweep()
