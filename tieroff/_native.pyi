@@ -166,6 +166,10 @@ def pack(
     orders_twins: bool = True,
 ) -> tuple[list[int], int, int, int, int]: ...
 
+# A step's line of bytes per op and spans of ops with the bytes that are held there; both return the most at an op of them.
+def most_bytes(usage: NDArray[np.int64], spans: Sequence[tuple[int, int, int]]) -> int: ...
+def hold_bytes(usage: NDArray[np.int64], spans: Sequence[tuple[int, int, int]]) -> int: ...
+def drop_bytes(usage: NDArray[np.int64], spans: Sequence[tuple[int, int, int]]) -> None: ...
 def fit_windows(
     usage: NDArray[np.int64],
     starts_ns: NDArray[np.int64],
@@ -182,6 +186,26 @@ def fit_windows(
     release_until: NDArray[np.int64],
     passes: str,
 ) -> bool: ...
+def sweep_windows(
+    usage: NDArray[np.int64],
+    starts_ns: NDArray[np.int64],
+    budget_bytes: int,
+    lead_ns: int,
+    tensor: NDArray[np.int64],
+    tier: NDArray[np.int64],
+    start: NDArray[np.int64],
+    release_limit: NDArray[np.int64],
+    deadline: NDArray[np.int64],
+    copy_tick: NDArray[np.int64],
+    size_bytes: NDArray[np.int64],
+    out_ns: NDArray[np.int64],
+    back_ns: NDArray[np.int64],
+    is_boundary: NDArray[np.int64],
+    is_last: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def serve_in_turn(
+    limits_ns: NDArray[np.float64], takes_ns: NDArray[np.float64], is_backwards: bool
+) -> NDArray[np.float64]: ...
 def dispatch(
     duration_ns: NDArray[np.int64],
     link: NDArray[np.int64],

@@ -1,4 +1,4 @@
-// What the planner's search asks of C++: windows and the order of transfers. Arrays are 64-bit integers, one dimension.
+// What the planner's search asks of C++: bytes per op, windows and the order of transfers. Arrays have one dimension.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,6 +10,8 @@
 #include "parts.hpp"
 #include "tieroff/dispatch.hpp"
 #include "tieroff/windows.hpp"
+#include "tieroff/windows_held.hpp"
+#include "tieroff/windows_sweep.hpp"
 
 namespace py = pybind11;
 
@@ -17,13 +19,29 @@ namespace tieroff {
 
 namespace {
 
+using HeldSpans = std::vector<HeldSpan>;
+
 Integers array(const std::vector<std::int64_t>& values) {
   return Integers(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// The GIL is kept: each takes about a microsecond.
+void bind_held(py::module_& module) {
+  module.def(
+      "most_bytes", [](const Integers& usage, const HeldSpans& spans) { return most_bytes(view(usage), spans); },
+      py::arg("usage"), py::arg("spans"));
+  module.def(
+      "hold_bytes", [](Integers usage, const HeldSpans& spans) { return hold_bytes(changing(usage), spans); },
+      py::arg("usage").noconvert(), py::arg("spans"));
+  module.def(
+      "drop_bytes", [](Integers usage, const HeldSpans& spans) { drop_bytes(changing(usage), spans); },
+      py::arg("usage").noconvert(), py::arg("spans"));
 }
 
 }  // namespace
 
 void bind_search(py::module_& module) {
+  bind_held(module);
   module.def(
       "fit_windows",
       [](Integers usage, const Integers& starts_ns, std::int64_t budget_bytes, const Integers& start, const Integers& stop,
@@ -39,6 +57,37 @@ void bind_search(py::module_& module) {
       py::arg("usage").noconvert(), py::arg("starts_ns"), py::arg("budget_bytes"), py::arg("start"), py::arg("stop"),
       py::arg("size_bytes"), py::arg("away_start").noconvert(), py::arg("away_stop").noconvert(), py::arg("repair"),
       py::arg("load_order"), py::arg("release_order"), py::arg("load_from"), py::arg("release_until"), py::arg("passes"));
+  module.def(
+      "sweep_windows",
+      [](Integers usage, const Integers& starts_ns, std::int64_t budget_bytes, std::int64_t lead_ns, const Integers& tensor,
+         const Integers& tier, const Integers& start, const Integers& release_limit, const Integers& deadline,
+         const Integers& copy_tick, const Integers& size_bytes, const Integers& out_ns, const Integers& back_ns,
+         const Integers& is_boundary, const Integers& is_last) {
+        const SweptSlots slots{view(tensor),     view(tier),      view(start),
+                               view(release_limit), view(deadline), view(copy_tick),
+                               view(size_bytes), view(out_ns),    view(back_ns),
+                               view(is_boundary), view(is_last)};
+        Integers release_at(start.size());
+        Integers load_at(start.size());
+        const auto bytes = changing(usage);
+        const auto releases = changing(release_at);
+        const auto loads = changing(load_at);
+        {
+          const py::gil_scoped_release released;
+          sweep_windows(bytes, view(starts_ns), budget_bytes, lead_ns, slots, releases, loads);
+        }
+        return py::make_tuple(release_at, load_at);
+      },
+      py::arg("usage").noconvert(), py::arg("starts_ns"), py::arg("budget_bytes"), py::arg("lead_ns"), py::arg("tensor"),
+      py::arg("tier"), py::arg("start"), py::arg("release_limit"), py::arg("deadline"), py::arg("copy_tick"),
+      py::arg("size_bytes"), py::arg("out_ns"), py::arg("back_ns"), py::arg("is_boundary"), py::arg("is_last"));
+  module.def(
+      "serve_in_turn",
+      [](const Reals& limits_ns, const Reals& takes_ns, bool is_backwards) {
+        const auto ends_ns = serve_in_turn(view(limits_ns), view(takes_ns), is_backwards);
+        return Reals(static_cast<py::ssize_t>(ends_ns.size()), ends_ns.data());
+      },
+      py::arg("limits_ns"), py::arg("takes_ns"), py::arg("is_backwards"));
   module.def(
       "dispatch",
       [](const Integers& duration_ns, const Integers& link, const Integers& issue_from, const Integers& ready_by,

@@ -1,6 +1,7 @@
 #include "tieroff/windows.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -14,13 +15,19 @@ class Fitting {
           const Gaps& gaps)
       : usage_(usage), starts_ns_(starts_ns), budget_(budget_bytes), gaps_(gaps), n_(static_cast<std::int64_t>(usage.size())) {
     check();
+    std::vector<std::int64_t> change(2 * usage.size() + 1);
+    const auto hold = [&](std::int64_t from, std::int64_t to, std::int64_t size_bytes) {
+      change[static_cast<std::size_t>(from)] += size_bytes;
+      change[static_cast<std::size_t>(to)] -= size_bytes;
+    };
     for (std::size_t gap = 0; gap < gaps.start.size(); ++gap) {
-      if (is_kept(gap)) {
-        add(gaps.start[gap], gaps.stop[gap], gaps.size_bytes[gap]);
-      } else {
-        add(gaps.start[gap], gaps.away_start[gap], gaps.size_bytes[gap]);
-        add(gaps.away_stop[gap], gaps.stop[gap], gaps.size_bytes[gap]);
-      }
+      hold(gaps.start[gap], gaps.stop[gap], gaps.size_bytes[gap]);
+      if (!is_kept(gap)) hold(gaps.away_start[gap], gaps.away_stop[gap], -gaps.size_bytes[gap]);
+    }
+    std::int64_t held = 0;
+    for (std::int64_t position = 0; position < 2 * n_; ++position) {
+      held += change[static_cast<std::size_t>(position)];
+      usage_[op_at(position)] += held;
     }
   }
 
@@ -99,7 +106,8 @@ class Fitting {
   }
 
   void add(std::int64_t from, std::int64_t to, std::int64_t size_bytes) {
-    for (std::int64_t position = from; position < to; ++position) usage_[op_at(position)] += size_bytes;
+    for (std::int64_t op = from; op < std::min(to, n_); ++op) usage_[static_cast<std::size_t>(op)] += size_bytes;
+    for (std::int64_t op = std::max(from, n_) - n_; op < to - n_; ++op) usage_[static_cast<std::size_t>(op)] += size_bytes;
   }
 
   [[nodiscard]] double cost(std::size_t gap, std::int64_t position, Repair how) const {
@@ -133,11 +141,15 @@ class Fitting {
       const bool is_away = !is_kept(a.gap) && position >= gaps_.away_start[a.gap] && position < gaps_.away_stop[a.gap];
       if (!is_away) candidates_.push_back({cost(a.gap, position, how), a.gap, position});
     }
-    std::sort(candidates_.begin(), candidates_.end(),
-              [](const Candidate& a, const Candidate& b) { return a.cost != b.cost ? a.cost < b.cost : a.gap < b.gap; });
-    for (const Candidate& c : candidates_) {
-      if (usage_[static_cast<std::size_t>(op)] <= budget_) return;
-      widen(c.gap, c.position);
+    // A heap: few of them have to give way.
+    const auto is_later = [](const Candidate& a, const Candidate& b) {
+      return a.cost != b.cost ? a.cost > b.cost : a.gap > b.gap;
+    };
+    std::make_heap(candidates_.begin(), candidates_.end(), is_later);
+    while (!candidates_.empty() && usage_[static_cast<std::size_t>(op)] > budget_) {
+      std::pop_heap(candidates_.begin(), candidates_.end(), is_later);
+      widen(candidates_.back().gap, candidates_.back().position);
+      candidates_.pop_back();
     }
   }
 
@@ -194,6 +206,18 @@ bool fit_windows(std::span<std::int64_t> usage, std::span<const std::int64_t> st
   if (!fitting.repair(repair)) return false;
   fitting.fill(filling);
   return true;
+}
+
+std::vector<double> serve_in_turn(std::span<const double> limits_ns, std::span<const double> takes_ns, bool is_backwards) {
+  if (limits_ns.size() != takes_ns.size()) throw std::invalid_argument("expected a limit for each transfer");
+  std::vector<double> ends_ns;
+  ends_ns.reserve(limits_ns.size());
+  double now_ns = std::numeric_limits<double>::infinity() * (is_backwards ? 1.0 : -1.0);
+  for (std::size_t i = 0; i < limits_ns.size(); ++i) {
+    now_ns = is_backwards ? std::min(now_ns, limits_ns[i]) - takes_ns[i] : std::max(now_ns, limits_ns[i]) + takes_ns[i];
+    ends_ns.push_back(now_ns);
+  }
+  return ends_ns;
 }
 
 }  // namespace tieroff

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from tieroff.core.tensor import Tensor
     from tieroff.core.trace import Trace
 
 
@@ -102,35 +103,41 @@ def _gaps(
     return tuple(gaps)
 
 
-def derive_lifetimes(trace: Trace) -> tuple[Lifetime, ...]:
+def derive_lifetimes(trace: Trace, known: Sequence[Lifetime | None] = ()) -> tuple[Lifetime, ...]:
     """Returns the lifetime of every tensor of a trace, by index; `Trace.lifetimes` keeps the result.
 
-    Linear in the number of uses, but for the sorting of each tensor's holds.
+    Linear in the number of uses, but for the sorting of each tensor's holds. Lifetimes of the first tensors that are
+    `known` are taken as they are.
     """
     op_count = len(trace.ops)
-    uses: list[list[tuple[int, int]]] = [list(tensor.holds) for tensor in trace.tensors]
-    writes: list[list[int]] = [[] for _ in trace.tensors]
+    found = [*known, *[None] * (len(trace.tensors) - len(known))]
+    uses: dict[int, list[tuple[int, int]]] = {}
+    writes: dict[int, list[int]] = {}
+    for index, (tensor_, life) in enumerate(zip(trace.tensors, found, strict=True)):
+        if life is None:
+            uses[index], writes[index] = list(tensor_.holds), []
     for index, op in enumerate(trace.ops):
-        for tensor in op.reads:
-            uses[tensor].append((index, index + 1))
+        for tensor in (*op.reads, *op.writes):
+            if tensor in uses:
+                uses[tensor].append((index, index + 1))
         for tensor in op.writes:
-            uses[tensor].append((index, index + 1))
-            if not writes[tensor] or writes[tensor][-1] != index:
+            if tensor in writes and (not writes[tensor] or writes[tensor][-1] != index):
                 writes[tensor].append(index)
-    lifetimes: list[Lifetime] = []
-    for index, tensor_ in enumerate(trace.tensors):
-        required = merge_intervals(uses[index])
-        if not required:
-            lifetimes.append(Lifetime(index, 0, op_count, (), (), ()))
-            continue
-        birth, death = 0, op_count
-        if not tensor_.is_persistent:
-            birth, death = required[0][0], max(required[-1][1], tensor_.lives_until)
-        written = writes[index]
-        if not tensor_.is_persistent and (not written or written[0] != birth):
+    return tuple(
+        _lifetime(index, tensor_, uses[index], writes[index], op_count) if life is None else life
+        for index, (tensor_, life) in enumerate(zip(trace.tensors, found, strict=True))
+    )
+
+
+def _lifetime(index: int, tensor: Tensor, uses: list[tuple[int, int]], written: list[int], op_count: int) -> Lifetime:
+    required = merge_intervals(uses)
+    if not required:
+        return Lifetime(index, 0, op_count, (), (), ())
+    birth, death = 0, op_count
+    if not tensor.is_persistent:
+        birth, death = required[0][0], max(required[-1][1], tensor.lives_until)
+        if not written or written[0] != birth:
             written = [birth, *written]
-        gaps = _gaps(
-            index, required, tuple(written), death=death, is_persistent=tensor_.is_persistent, op_count=op_count
-        )
-        lifetimes.append(Lifetime(index, birth, death, required, tuple(written), gaps))
-    return tuple(lifetimes)
+    writes = tuple(written)
+    gaps = _gaps(index, required, writes, death=death, is_persistent=tensor.is_persistent, op_count=op_count)
+    return Lifetime(index, birth, death, required, writes, gaps)

@@ -71,12 +71,12 @@ class Timeline:
     Attributes:
         ops: one span per op, in order.
         transfers: those issued in the step, in order of start; one that crosses the step's end may stop after it.
-        stalls: in order of op; their sum is what the step took besides compute and recompute.
+        stalls: in order of op; their sum is what the step took besides compute and repeats.
         memory: per tier, bytes at each op.
         step_ns: time of one step. Predicted: the mean over the steps after which the state repeats, rounded up.
         repeats: ops that ran once more, in order.
         host_updates: updates by the CPU that were issued in the step, in order.
-        recompute_ns: what recompute took of the step.
+        recompute_ns: what recompute took of the step: repeats, and ops that run modules again.
         first_step_ns: predicted time of the first step, which waits for nothing from a step before it; 0 if unknown.
         cycle: steps after which the state at a step's end repeats; 0: it did not within the steps that were simulated,
             and all values are those of the last of them.

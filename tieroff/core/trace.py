@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,7 +23,7 @@ class Op:
         duration_ns: compute time, without any waiting for transfers.
         reads, writes: indices of tensors; one in both is written in place.
         transient_bytes: peak device bytes of everything alive in this op that is no tensor of the trace.
-        phase: "forward", "backward", "optimizer" or "".
+        phase: "forward", "backward", "recompute" (of a module that runs again, in backward), "optimizer" or "".
         module: dotted path of the module it ran in, or "".
     """
 
@@ -71,6 +72,16 @@ class Trace:
         return sum(op.duration_ns for op in self.ops)
 
     @cached_property
+    def recompute_ops(self) -> tuple[int, ...]:
+        """The ops that run modules again."""
+        return tuple(index for index, op in enumerate(self.ops) if op.phase == "recompute")
+
+    @cached_property
+    def recompute_ns(self) -> int:
+        """Sum of the durations of `recompute_ops`; `ideal_ns` holds it too."""
+        return sum(self.ops[index].duration_ns for index in self.recompute_ops)
+
+    @cached_property
     def peak_bytes(self) -> int:
         """The most bytes on the device at one op with nothing moved."""
         change = [0] * (len(self.ops) + 1)
@@ -116,6 +127,17 @@ class Trace:
             raise CaptureError(f"expected {len(self.ops)} durations, one per op, got {len(durations_ns)}")
         ops = tuple(replace(op, duration_ns=value) for op, value in zip(self.ops, durations_ns, strict=True))
         return replace(self, ops=ops)
+
+    def rewritten(self, ops: tuple[Op, ...], tensors: tuple[Tensor, ...], changed: Set[int]) -> Trace:
+        """Returns the trace with as many other ops, and with other tensors: those of this one first, in the same order.
+
+        Only tensors of `changed` and those that are new may differ in when they are used, written or held: the
+        lifetimes of all others are kept, since to derive them takes longer than the rest of a trace.
+        """
+        trace = replace(self, ops=ops, tensors=tensors)
+        known = [None if life.tensor in changed else life for life in self.lifetimes]
+        vars(trace)["lifetimes"] = derive_lifetimes(trace, known)
+        return trace
 
 
 def _repeat(trace: Trace, period: int) -> Trace:

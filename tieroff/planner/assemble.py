@@ -13,16 +13,19 @@ also the order of issue.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tieroff import _native
-from tieroff.core.plan import WHOLE, Plan, Residency, Transfer
+from tieroff.core.plan import WHOLE, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
 from tieroff.planner.build import plan_from
 from tieroff.planner.pieces import LOWER, Piece, Windows
 from tieroff.planner.problem import Bytes, Problem
+from tieroff.planner.simulate import simulate_rows
 from tieroff.units import NS_PER_S
 
 _STEPS = 3  # until the links' backlog at the step's end has settled, nearly always
@@ -323,7 +326,19 @@ def _residency(problem: Problem, piece: Piece, tier: Tier, start: int, stop: int
 
 def _ordered_transfers(problem: Problem, drafted: Draft) -> list[Transfer]:
     """Returns the transfers ranked by link: by tick of issue, awaited ones first, then in order of service."""
-    op_count, jobs, pieces = problem.op_count, drafted.jobs, drafted.windows.pieces
+    pieces = drafted.windows.pieces
+    ends = [(Tier.DEVICE, tier) for tier in LOWER] + [(tier, Tier.DEVICE) for tier in LOWER]
+    return [
+        Transfer(
+            pieces[p].tensor, ends[n][0], ends[n][1], start, stop, rank, pieces[p].first_byte, _stop_byte(problem, pieces[p])
+        )
+        for n, p, start, stop, rank in zip(*(column.tolist() for column in _ranked(problem, drafted)), strict=True)
+    ]
+
+
+def _ranked(problem: Problem, drafted: Draft) -> tuple[Bytes, ...]:
+    """Returns link, piece, tick of issue, tick by which it is complete, and rank of each transfer, in order."""
+    op_count, jobs = problem.op_count, drafted.jobs
     position = np.empty(len(jobs.order), np.int64)
     position[jobs.order] = np.arange(len(jobs.order))
     is_first = (jobs.link < 2) & (jobs.issue_at == jobs.ready_by)
@@ -333,14 +348,35 @@ def _ordered_transfers(problem: Problem, drafted: Draft) -> list[Transfer]:
     keys = np.lexsort((position, ready, ~is_first, issue, jobs.link))
     link = jobs.link[keys]
     ranks = np.arange(len(keys)) - np.searchsorted(link, link)
-    ends = [(Tier.DEVICE, tier) for tier in LOWER] + [(tier, Tier.DEVICE) for tier in LOWER]
-    columns = (link, jobs.piece[keys], issue[keys], ready[keys], ranks)
-    return [
-        Transfer(
-            pieces[p].tensor, ends[n][0], ends[n][1], start, stop, rank, pieces[p].first_byte, _stop_byte(problem, pieces[p])
-        )
-        for n, p, start, stop, rank in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    return link, jobs.piece[keys], issue[keys], ready[keys], ranks
+
+
+def totals_of(problem: Problem, drafted: Draft, repeats: Sequence[Repeat], trace: Trace) -> tuple[int, dict[str, int]] | None:
+    """Returns what `simulate_totals` does for the plan of a draft, None where it is over the device's budget.
+
+    Lower tiers have room for every draft. To make the plan takes ten times as long.
+
+    Args:
+        problem, drafted: as for `plan_of`.
+        repeats: those that the problem leaves out; see [Note: remade problems] in tieroff/planner/recompute.py.
+        trace: that of the problem with these repeats.
+    """
+    if int((problem.live - _away_bytes(problem, drafted)).max(initial=0)) > problem.device_bytes:
+        return None
+    link, piece, *ticks = _ranked(problem, drafted)
+    sizes = np.array([p.size_bytes for p in drafted.windows.pieces], np.int64)
+    is_out = link < len(LOWER)
+    lower = 1 + link % len(LOWER)
+    rows = np.column_stack([np.where(is_out, 0, lower), np.where(is_out, lower, 0), *ticks, sizes[piece]])
+    return simulate_rows(rows, repeats, trace, problem.machine)
+
+
+def _away_bytes(problem: Problem, drafted: Draft) -> Bytes:
+    """Returns the bytes that are away from the device at each op: from their release until their load is issued."""
+    windows, runs, jobs = drafted.windows, drafted.runs, drafted.jobs
+    begin = windows.stop[runs.gap]  # of those whose life ends: the end
+    begin[jobs.source[jobs.out_count :]] = jobs.issue_at[jobs.out_count :]
+    return _line(problem.op_count, windows.away_start[runs.gap], begin, windows.size_bytes[runs.gap])
 
 
 def _merged(windows: Windows) -> Windows:
@@ -362,7 +398,7 @@ def _merged(windows: Windows) -> Windows:
     np.add.at(sizes, owner, np.array([piece.size_bytes for piece in windows.pieces], np.int64))
     kept = is_new[windows.piece]
     pieces = [
-        replace(piece, size_bytes=size)
+        piece if piece.size_bytes == size else replace(piece, size_bytes=size)
         for piece, size in zip((windows.pieces[i] for i in np.flatnonzero(is_new)), sizes.tolist(), strict=True)
     ]
     columns = {

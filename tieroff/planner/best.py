@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tieroff.core.plan import Plan
@@ -19,14 +20,16 @@ class Best:
     def __init__(self, problem: Problem, tolerance: float = 0.0) -> None:
         self._problem = problem
         self._tolerance = tolerance
-        self._equals: list[tuple[tuple[int, int, int], Plan]] = []
+        self._equals: list[tuple[tuple[int, int, int], Callable[[], Plan | None]]] = []
 
     @property
     def plan(self) -> Plan | None:
-        """The best plan with its step time; None before the first offer that fits."""
+        """The best plan with its step time, made now where it was not yet; None before the first offer that fits."""
         if not self._equals:
             return None
-        return min(self._equals, key=lambda offer: (*offer[0][1:], offer[0][0]))[1]
+        (step_ns, *_), make = min(self._equals, key=lambda offer: (*offer[0][1:], offer[0][0]))
+        plan = make()
+        return None if plan is None else replace(plan, step_ns=step_ns)
 
     @property
     def step_ns(self) -> int | None:
@@ -42,11 +45,20 @@ class Best:
         if plan is None or any(plan.peak_bytes[tier] > size for tier, size in self._problem.budget.items()):
             return None
         step_ns, moved = simulate_totals(plan, self._problem.trace, self._problem.machine)
-        key = step_ns, moved["nvme_write"], sum(moved.values())
-        fastest = min(step_ns, self.step_ns or step_ns)
-        self._equals.append((key, replace(plan, step_ns=step_ns)))
-        self._equals = [offer for offer in self._equals if offer[0][0] <= fastest * (1.0 + self._tolerance)]
+        self.weigh(step_ns, moved, lambda: plan)
         return step_ns
+
+    def weigh(self, step_ns: int, moved_bytes: dict[str, int], make: Callable[[], Plan | None]) -> None:
+        """Takes a plan that fits the budget, but is not made yet, if it is better than all before it.
+
+        Args:
+            step_ns, moved_bytes: as `simulate_totals` has them.
+            make: returns the plan.
+        """
+        key = step_ns, moved_bytes["nvme_write"], sum(moved_bytes.values())
+        fastest = min(step_ns, self.step_ns or step_ns)
+        self._equals.append((key, make))
+        self._equals = [offer for offer in self._equals if offer[0][0] <= fastest * (1.0 + self._tolerance)]
 
     def is_within(self, bound_ns: int, tolerance: float) -> bool:
         """True when the fastest plan takes at most this share longer than a bound."""

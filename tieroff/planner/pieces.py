@@ -153,7 +153,7 @@ def _limits(problem: Problem, windows: Windows, lead_ns: int) -> tuple[Bytes, By
     """
     op_count = problem.op_count
     step_ns = int(problem.starts_ns[-1])
-    line = np.concatenate([problem.starts_ns[:-1], problem.starts_ns + step_ns])
+    line = np.concatenate([problem.starts_ns[:-1], problem.starts_ns + step_ns]).astype(np.float64)
     load_from = np.zeros(len(windows.start), np.int64)
     release_until = np.full(len(windows.start), 2 * op_count, np.int64)
     begins = np.maximum(windows.copy_from, 0)
@@ -165,23 +165,14 @@ def _limits(problem: Problem, windows: Windows, lead_ns: int) -> tuple[Bytes, By
         deadline = np.where(windows.stop > op_count, windows.stop - op_count, windows.stop)[mine]
         order = np.lexsort((mine, deadline))[::-1]
         takes = back.latency_ns + windows.size_bytes[mine] * (NS_PER_S / back.bytes_per_s)
-        latest = _chain(np.concatenate([line[deadline[order] + op_count], line[deadline[order]]]), np.tile(takes[order], 2), -1)
+        latest = _native.serve_in_turn(
+            np.concatenate([line[deadline[order] + op_count], line[deadline[order]]]), np.tile(takes[order], 2), True
+        )
         ticks = np.searchsorted(line, latest[len(order) :] - lead_ns, "right") - 1
         load_from[mine[order]] = ticks - deadline[order] + windows.stop[mine[order]]
         order = np.lexsort((mine, begins[mine]))
         first = begins[mine[order]]
         takes = out.latency_ns + windows.size_bytes[mine] * (NS_PER_S / out.bytes_per_s)
-        done = _chain(np.concatenate([line[first], line[first + op_count]]), np.tile(takes[order], 2), 1)
+        done = _native.serve_in_turn(np.concatenate([line[first], line[first + op_count]]), np.tile(takes[order], 2), False)
         release_until[mine[order]] = np.searchsorted(line, done[len(order) :] + lead_ns) - op_count
     return load_from, release_until
-
-
-def _chain(limits_ns: np.ndarray, takes_ns: np.ndarray, direction: int) -> np.ndarray:
-    """Returns the ends of transfers served one after the other from their limits on; going back in time with -1."""
-    ends: list[float] = []
-    now = -np.inf if direction > 0 else np.inf
-    meet = max if direction > 0 else min
-    for limit, takes in zip(limits_ns.tolist(), takes_ns.tolist(), strict=True):
-        now = meet(now, limit) + direction * takes
-        ends.append(now)
-    return np.array(ends)

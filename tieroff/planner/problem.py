@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from tieroff import _native
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.machine import Link, Machine
 from tieroff.core.plan import Capabilities
@@ -66,6 +67,8 @@ class Unit:
     @property
     def tensors(self) -> tuple[int, ...]:
         """The tensors of its slots, each once, in order."""
+        if len(self.slots) == 1:
+            return (self.slots[0].tensor,)
         return tuple(dict.fromkeys(slot.tensor for slot in self.slots))
 
 
@@ -131,6 +134,18 @@ class Problem:
             self._links[tier] = self.machine.link(Tier.DEVICE, tier), self.machine.link(tier, Tier.DEVICE)
         return self._links[tier]
 
+    def move_ns(self, tier: Tier, size_bytes: int) -> tuple[int, int]:
+        """Returns the times that bytes take to a lower tier and back, each with the link to itself."""
+        key = tier, size_bytes
+        if key not in self._move_ns:
+            out, back = self.links(tier)
+            self._move_ns[key] = out.transfer_ns(size_bytes), back.transfer_ns(size_bytes)
+        return self._move_ns[key]
+
+    @cached_property
+    def _move_ns(self) -> dict[tuple[Tier, int], tuple[int, int]]:
+        return {}  # most tensors share their sizes with others
+
     @cached_property
     def _links(self) -> dict[Tier, tuple[Link, Link]]:
         return {}
@@ -142,6 +157,32 @@ class Problem:
             return 0, self.op_count
         gap = life.gaps[0]
         return max(gap.last_write + 1, 0), life.death
+
+    @cached_property
+    def lower_spans(self) -> list[Span]:
+        """Per tensor `lower_interval` and the bytes that it takes there; empty for one that is never idle."""
+        pairs = zip(self.trace.lifetimes, self.trace.tensors, strict=True)
+        return [
+            (*self.lower_interval(life.tensor), self.room_bytes(life.tensor)) if life.gaps or t.is_persistent else (0, 0, 0)
+            for life, t in pairs
+        ]
+
+    @cached_property
+    def idle_spans(self) -> list[list[Span]]:
+        """Per unit its idle ops, as `Slot.pieces` of all its slots, and the bytes that are away over them."""
+        op_count, tensors = self.op_count, self.trace.tensors
+        return [
+            [(*piece, tensors[slot.tensor].size_bytes) for slot in unit.slots for piece in slot.pieces(op_count)]
+            for unit in self.units
+        ]
+
+
+def holds_within(usage: Bytes, spans: list[Span], limit_bytes: int) -> bool:
+    """Returns whether bytes can be held besides with no op over a limit; adds them to the usage if so."""
+    if _native.hold_bytes(usage, spans) <= limit_bytes:
+        return True
+    _native.drop_bytes(usage, spans)
+    return False
 
 
 def live_bytes(trace: Trace) -> Bytes:
@@ -239,16 +280,16 @@ def make_problem(
 
 
 class LowerRoom:
-    """Room left in the lower tiers at each op, while a policy decides who goes where.
+    """Room taken in the lower tiers at each op, while a policy decides who goes where.
 
-    What takes room at every op is kept as one number, and so is the least room that the others leave: most of what a
+    What takes room at every op is kept as one number, and so is the most room that the others take: most of what a
     training step moves is persistent, and looking at all ops for each tensor would take time with their product.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._free = {tier: np.full(problem.op_count, problem.budget[tier], np.int64) for tier in problem.tiers}
-        self._least = {tier: problem.budget[tier] for tier in problem.tiers}  # of `_free`
+        self._taken = {tier: np.zeros(problem.op_count, np.int64) for tier in problem.tiers}
+        self._most = dict.fromkeys(problem.tiers, 0)  # of `_taken`
         self._always = dict.fromkeys(problem.tiers, 0)  # bytes that are taken at every op, besides
         self.tier_of: dict[int, Tier] = {}
 
@@ -257,19 +298,22 @@ class LowerRoom:
 
         Tensors that have a place keep it. Returns False, with nothing changed, when no tier has room.
         """
-        tensors = tuple(tensor for tensor in tensors if tensor not in self.tier_of)
+        op_count, lower_spans = self._problem.op_count, self._problem.lower_spans
+        tensors = tuple([tensor for tensor in tensors if tensor not in self.tier_of])
+        parts: list[Span] = []
+        whole_bytes = 0
+        for tensor in tensors:
+            start, stop, size = lower_spans[tensor]
+            if stop - start < op_count:
+                parts.append((start, stop, size))
+            else:
+                whole_bytes += size
         for tier in order if tensors else ():
-            free, op_count = self._free[tier], self._problem.op_count
-            spans = [(*self._problem.lower_interval(tensor), self._problem.room_bytes(tensor)) for tensor in tensors]
-            always = self._always[tier] + sum(size for start, stop, size in spans if stop - start == op_count)
-            parts = [span for span in spans if span[1] - span[0] < op_count]
-            for start, stop, size in parts:
-                free[start:stop] -= size
-            least = min([self._least[tier], *(int(free[start:stop].min()) for start, stop, _ in parts)])
-            if least >= always:
-                self._least[tier], self._always[tier] = least, always
+            taken, always = self._taken[tier], self._always[tier] + whole_bytes
+            most = max(self._most[tier], _native.hold_bytes(taken, parts))
+            if most + always <= self._problem.budget[tier]:
+                self._most[tier], self._always[tier] = most, always
                 self.tier_of.update(dict.fromkeys(tensors, tier))
                 return True
-            for start, stop, size in parts:
-                free[start:stop] += size
+            _native.drop_bytes(taken, parts)
         return not tensors

@@ -54,14 +54,20 @@ class Remade:
 
     def plan(self, plan: Plan) -> Plan:
         """Returns the plan of the original problem that a plan of this one stands for."""
+        origin = self.origin
         return replace(
             plan,
             trace_digest=self.original.trace.digest,
             residencies=tuple(
-                Residency(self.origin[r.tensor], r.tier, r.start, r.stop, r.first_byte, r.stop_byte) for r in plan.residencies
+                r
+                if origin[r.tensor] == r.tensor
+                else Residency(origin[r.tensor], r.tier, r.start, r.stop, r.first_byte, r.stop_byte)
+                for r in plan.residencies
             ),
             transfers=tuple(
-                Transfer(self.origin[t.tensor], t.source, t.target, t.issue_at, t.ready_by, t.rank, t.first_byte, t.stop_byte)
+                t
+                if origin[t.tensor] == t.tensor
+                else Transfer(origin[t.tensor], t.source, t.target, t.issue_at, t.ready_by, t.rank, t.first_byte, t.stop_byte)
                 for t in plan.transfers
             ),
             repeats=self.repeats,
@@ -224,12 +230,12 @@ def remake(problem: Problem, chosen: list[Candidate]) -> Remade:
             births[tensor].add(gap.stop)
             open_.close(open_.around(tensor, gap.stop))
     made = tuple(Repeat(op, at) for at, op in sorted(repeats))
-    derived, origin = _split(trace, {t: sorted(ticks) for t, ticks in births.items()}, needs, made)
+    derived, origin = split(trace, {t: sorted(ticks) for t, ticks in births.items()}, needs, made)
     once = replace(problem.capabilities, repeats_ops=False)  # what is made again is decided
     return Remade(problem, make_problem(derived, problem.machine, problem.budget, once, problem.effort), origin, made)
 
 
-def _split(
+def split(
     trace: Trace, births: dict[int, list[int]], needs: dict[int, set[int]], repeats: tuple[Repeat, ...]
 ) -> tuple[Trace, tuple[int, ...]]:
     """Returns the trace in which tensors begin again at their births, and the origin of each of its tensors."""
@@ -265,6 +271,9 @@ def _split(
         repeated[repeat.at].append(repeat.op)
     ops: list[Op] = []
     for tick, op in enumerate(trace.ops):
+        if tick not in needs and tick not in repeated and births.keys().isdisjoint((*op.reads, *op.writes)):
+            ops.append(op)
+            continue
         again = [trace.ops[index] for index in repeated[tick]]
         reads = dict.fromkeys(at(t, tick) for t in (*op.reads, *sorted(needs.get(tick, ()))))
         writes = dict.fromkeys(at(t, tick) for t in (*op.writes, *(t for run in again for t in run.writes)))
@@ -277,7 +286,8 @@ def _split(
                 writes=tuple(writes),
             )
         ops.append(op)
-    return replace(trace, ops=tuple(ops), tensors=tuple(tensors)), tuple(origin)
+    changed = births.keys() | set().union(*needs.values(), *(trace.ops[repeat.op].writes for repeat in repeats))
+    return trace.rewritten(tuple(ops), tuple(tensors), changed), tuple(origin)
 
 
 def remade_problems(problem: Problem, count: int) -> Iterator[Remade]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tieroff import _native
 from tieroff.core.machine import LINK_NAMES, Machine
-from tieroff.core.plan import AllocationKind, Plan, Transfer
+from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
@@ -54,7 +54,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
         step_ns=result.step_ns,
         repeats=tuple(RunSpan(plan.repeats[i].op, start, stop) for i, start, stop in result.repeats.tolist()),
         host_updates=tuple(RunSpan(plan.host_updates[i].op, start, stop) for i, start, stop in result.updates.tolist()),
-        recompute_ns=result.recompute_ns,
+        recompute_ns=result.recompute_ns + ring.recompute_ns,
         first_step_ns=result.first_step_ns,
         cycle=result.cycle,
         period=plan.period,
@@ -75,6 +75,23 @@ def simulate_totals(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, di
     return step_ns, moved
 
 
+def simulate_rows(transfers: Rows, repeats: Sequence[Repeat], trace: Trace, machine: Machine) -> tuple[int, dict[str, int]]:
+    """Returns what `simulate_totals` does, for a plan of one step that is not made yet and updates nothing on the host.
+
+    Args:
+        transfers: a row each of source, target (0 device, 1 host, 2 nvme), issue_at, ready_by, rank and bytes.
+        repeats: of the plan.
+        trace, machine: as for the plan.
+    """
+    step_ns = _run_rows(transfers, (), repeats, trace, machine, SimulationOptions(), with_spans=False).step_ns
+    moved = dict.fromkeys(_LINKS, 0)
+    for (source, target), link in LINK_NAMES.items():
+        if link in moved:
+            is_mine = (transfers[:, 0] == _TIERS[source]) & (transfers[:, 1] == _TIERS[target])
+            moved[link] += int(transfers[is_mine, 5].sum())
+    return step_ns, moved
+
+
 def memory_per_op(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
     """Returns the bytes that count at each op in each tier; `ring` is the trace of all ops of the plan."""
     residencies = [(_TIERS[r.tier], r.start, r.stop, size_of(r, ring)) for r in plan.residencies]
@@ -92,8 +109,24 @@ def memory_per_op(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
 def _run(
     plan: Plan, ring: Trace, machine: Machine, options: SimulationOptions, *, with_spans: bool = True
 ) -> _native.SimulationResult:
-    on_cpu = {update.op for update in plan.host_updates}
-    transfers = [(_TIERS[t.source], _TIERS[t.target], t.issue_at, t.ready_by, t.rank, size_of(t, ring)) for t in plan.transfers]
+    rows = [(_TIERS[t.source], _TIERS[t.target], t.issue_at, t.ready_by, t.rank, size_of(t, ring)) for t in plan.transfers]
+    return _run_rows(
+        _rows(rows, 6), plan.host_updates, plan.repeats, ring, machine, options, period=plan.period, with_spans=with_spans
+    )
+
+
+def _run_rows(
+    transfers: Rows,
+    updates: Sequence[HostUpdate],
+    repeats: Sequence[Repeat],
+    ring: Trace,
+    machine: Machine,
+    options: SimulationOptions,
+    *,
+    period: int = 1,
+    with_spans: bool,
+) -> _native.SimulationResult:
+    on_cpu = {update.op for update in updates}
     links = [
         (int(getattr(machine, f"{name}_bytes_per_s")), round(getattr(machine, f"{name}_latency_s") * NS_PER_S))
         for name in _LINKS
@@ -101,14 +134,14 @@ def _run(
     try:
         return _native.simulate(
             op_ns=_line(0 if index in on_cpu else op.duration_ns for index, op in enumerate(ring.ops)),
-            transfers=_rows(transfers, 6),
-            updates=_rows([(u.issue_at, u.ready_by, u.duration_ns) for u in plan.host_updates], 3),
-            repeats=_rows([(r.op, r.at) for r in plan.repeats], 2),
+            transfers=transfers,
+            updates=_rows([(u.issue_at, u.ready_by, u.duration_ns) for u in updates], 3),
+            repeats=_rows([(r.op, r.at) for r in repeats], 2),
             links=_rows(links, 2),
             duplex_share_millionths=share_millionths(machine),
             nvme_shares_host_link=machine.nvme_shares_host_link,
             has_exclusive_link=options.has_exclusive_link,
-            period=plan.period,
+            period=period,
             step_count_max=options.step_count_max,
             with_spans=with_spans,
         )

@@ -294,7 +294,7 @@ def simulate_reference(plan: Plan, trace: Trace, machine: Machine, options: Simu
             for u, job in step.jobs.items()
             if isinstance(u, HostUpdate)
         ),
-        recompute_ns=sum(r.stop_ns - r.start_ns for r in step.repeats),
+        recompute_ns=sum(r.stop_ns - r.start_ns for r in step.repeats) + ring.recompute_ns,
         first_step_ns=-(-ends_ns[1] // plan.period),
         cycle=cycle,
         period=plan.period,

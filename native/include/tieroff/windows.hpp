@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 namespace tieroff {
 
@@ -46,5 +47,10 @@ struct Filling {
 // whose lengths or positions make no sense.
 bool fit_windows(std::span<std::int64_t> usage, std::span<const std::int64_t> starts_ns, std::int64_t budget_bytes,
                  const Gaps& gaps, Repair repair, const Filling& filling);
+
+// Returns the ends of transfers that a link serves one after the other, each from its limit on; going back in time, the
+// starts of those that have to end by their limits.
+// Throws std::invalid_argument for arrays of different lengths.
+std::vector<double> serve_in_turn(std::span<const double> limits_ns, std::span<const double> takes_ns, bool is_backwards);
 
 }  // namespace tieroff

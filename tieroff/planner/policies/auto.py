@@ -10,20 +10,21 @@ the problem alone. Where the executor updates on the host, the problem that upda
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
-from tieroff.core.plan import Plan
-from tieroff.planner.assemble import Draft, draft, plan_of
+import numpy as np
+
+from tieroff.core.plan import Plan, Repeat
+from tieroff.planner.assemble import Draft, draft, plan_of, totals_of
 from tieroff.planner.best import Best
 from tieroff.planner.bounds import Scope, lower_bound_ns
-from tieroff.planner.build import Move, build_plan
+from tieroff.planner.build import build_plan
 from tieroff.planner.exchange import plan_exchanged
 from tieroff.planner.improve import improve
-from tieroff.planner.pieces import KEPT, LOWER, Away, Piece, Windows, fit, make_windows
+from tieroff.planner.pieces import KEPT, LOWER, Piece, Windows, fit, make_windows
 from tieroff.planner.policies.greedy import candidate_count, greedy_selections, last_resort, plan_greedy
 from tieroff.planner.policies.relaxed import can_relax, fitted_windows, relaxed_windows
 from tieroff.planner.policies.select import Selection
@@ -48,12 +49,38 @@ _FULL = 8  # greedy candidates that a step's size must allow for each thing trie
 _NEAR = 1.002  # of the best step time: drafts that are simulated
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Ground:
-    """A problem, and how its plans become plans of the one that was asked for."""
+    """A problem, and how its plans become plans of the one that was asked for.
+
+    Attributes:
+        repeats: what its plans get besides, where that is all; None where updates on the host change more.
+        choices: those of the greedy portfolio that were made so far; `choice` adds to them.
+    """
 
     problem: Problem
     restore: Callable[[Plan], Plan | None]
+    repeats: tuple[Repeat, ...] | None = None
+    choices: list[tuple[Selection, float]] = field(default_factory=list)
+
+    def choice(self, number: int) -> tuple[Selection, float] | None:
+        """Returns one of the greedy portfolio's choices with a lead to try, or None where it has not as many."""
+        while len(self.choices) <= number:
+            made = next(self._more, None)
+            if made is None:
+                return None
+            self.choices.append(made)
+        return self.choices[number]
+
+    @cached_property
+    def _more(self) -> Iterator[tuple[Selection, float]]:
+        made = greedy_selections(self.problem)
+        return (choice for choice in made if choice[1] == 0.0 or self.problem.effort == "high")
+
+    @cached_property
+    def kept(self) -> Windows:
+        """Windows with nothing away."""
+        return kept_windows(self.problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +107,12 @@ def plan_auto(problem: Problem, generators: frozenset[str] = GENERATORS) -> Plan
         for rival in rivals[: _RIVALS[problem.effort]]:
             rival.run()
             best.offer(rival.best.plan)
-    return best.plan if best.plan is not None else _last_resort(problem)
+    plan = best.plan
+    return plan if plan is not None else _last_resort(problem)
 
 
 def _as_it_is(problem: Problem) -> _Ground:
-    return _Ground(problem, lambda plan: plan)
+    return _Ground(problem, lambda plan: plan, ())
 
 
 def _updated(problem: Problem) -> Iterator[_Ground]:
@@ -97,11 +125,15 @@ def _updated(problem: Problem) -> Iterator[_Ground]:
 def _remade(ground: _Ground, count: int) -> Iterator[_Ground]:
     """Yields the problems in which ops are repeated."""
     for remade in remade_problems(ground.problem, count):
-        yield _Ground(remade.problem, partial(_restore, ground, remade))
+        yield _Ground(remade.problem, partial(_restore, ground, remade), None if ground.repeats is None else remade.repeats)
 
 
 def _restore(ground: _Ground, remade: Remade, plan: Plan) -> Plan | None:
     return ground.restore(remade.plan(plan))
+
+
+def _made(ground: _Ground, drafted: Draft) -> Plan | None:
+    return ground.restore(plan_of(ground.problem, "auto", drafted))
 
 
 def _last_resort(problem: Problem) -> Plan:
@@ -198,12 +230,13 @@ class _Search:
                 plan = plan_exchanged(problem, "auto") if "improved" in self._generators else plan_greedy(problem)
                 self.best.offer(ground.restore(plan))
             return
-        choices = (choice for choice in greedy_selections(problem) if choice[1] == 0.0 or problem.effort == "high")
         count = min(count, candidate_count(problem)) if self._generators & {"swept", "fitted"} else 0
-        if skip >= count:
-            return
-        for selection, lead in itertools.islice(choices, skip, count):
-            windows = swept_windows(problem, selection, int(lead * int(problem.starts_ns[-1])))
+        for number in range(skip, count):
+            choice = ground.choice(number)
+            if choice is None:
+                return
+            selection, lead = choice
+            windows = swept_windows(problem, ground.kept, selection, int(lead * int(problem.starts_ns[-1])))
             if "swept" in self._generators:
                 self._offer(ground, windows)
             # To fill windows takes time with the square of a step's size, and those that are swept fit as they are.
@@ -228,7 +261,17 @@ class _Search:
             return
         self._found.append(_Found(ground, drafted))
         if self.best.step_ns is None or drafted.estimate_ns <= self.best.step_ns * _NEAR:
-            self.best.offer(ground.restore(plan_of(ground.problem, "auto", drafted)))
+            self._weigh(ground, drafted)
+
+    def _weigh(self, ground: _Ground, drafted: Draft) -> None:
+        """Offers the plan of a draft; makes it only where it has to, since most plans are soon beaten by others."""
+        make = partial(_made, ground, drafted)
+        if ground.repeats is None:
+            self.best.offer(make())
+            return
+        totals = totals_of(ground.problem, drafted, ground.repeats, self._ground.problem.trace)
+        if totals is not None:
+            self.best.weigh(*totals, make)
 
     def _improve(self, also: _Ground | None) -> None:
         """Searches on from the best drafts, and from the best of one problem if they have none of it."""
@@ -242,18 +285,33 @@ class _Search:
             self._offer(found.ground, improve(problem, found.draft.windows, seed=seed, work=_WORK[effort]))
 
 
-def swept_windows(problem: Problem, selection: Selection, lead_ns: int) -> Windows:
-    """Returns the windows into which a greedy choice is swept; see tieroff/planner/windows.py."""
-    moves = {(move.slot.tensor, move.slot.start): move for move in make_moves(problem, selection, lead_ns)}
-    pieces: list[tuple[Piece, list[Away]]] = []
-    for tensor in sorted({slot.tensor for unit in problem.units for slot in unit.slots}):
-        gaps = problem.trace.lifetimes[tensor].gaps
-        aways = [_away(moves.get((tensor, gap.start)), selection) for gap in gaps]
-        pieces.append((Piece(tensor, 0, problem.size_bytes(tensor)), aways))
-    return make_windows(problem, pieces)
+def swept_windows(problem: Problem, kept: Windows, selection: Selection, lead_ns: int) -> Windows:
+    """Returns the windows into which a greedy choice is swept; see tieroff/planner/windows.py.
+
+    Args:
+        problem: what is planned.
+        kept: windows of whole tensors, all of which stay; from `kept_windows`.
+        selection: the choice.
+        lead_ns: as `make_moves` takes it.
+    """
+    tensor, start = kept.tensor[kept.piece].tolist(), kept.start.tolist()
+    row_of = {gap: row for row, gap in enumerate(zip(tensor, start, strict=True))}
+    moves = [move for move in make_moves(problem, selection, lead_ns) if move.release_at < move.load_at]
+    number_of = {tensor: LOWER.index(tier) for tensor, tier in selection.tier_of.items()}
+    away = [
+        (row_of[move.slot.tensor, move.slot.start], move.release_at, move.load_at, number_of[move.slot.tensor])
+        for move in moves
+    ]
+    rows, *columns = np.array(away, np.int64).reshape(-1, 4).T
+    changed = {}
+    for name, column in zip(("away_start", "away_stop", "tier"), columns, strict=True):
+        changed[name] = getattr(kept, name).copy()
+        changed[name][rows] = column
+    return replace(kept, **changed)
 
 
-def _away(move: Move | None, selection: Selection) -> Away:
-    if move is None or move.release_at >= move.load_at:
-        return KEPT
-    return move.release_at, move.load_at, LOWER.index(selection.tier_of[move.slot.tensor])
+def kept_windows(problem: Problem) -> Windows:
+    """Returns the windows of all tensors that may move, whole, with none of them away."""
+    lifetimes = problem.trace.lifetimes
+    tensors = sorted({slot.tensor for unit in problem.units for slot in unit.slots})
+    return make_windows(problem, [(Piece(t, 0, problem.size_bytes(t)), [KEPT] * len(lifetimes[t].gaps)) for t in tensors])

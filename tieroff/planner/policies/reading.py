@@ -32,7 +32,7 @@ _WEIGHTED_WORDS = ("conv", "linear", "matmul")
 def phase_of(op: Op) -> Phase | None:
     """Returns the phase that an op's own fields or name tell, or None."""
     if op.phase:
-        return Phase(op.phase)
+        return Phase.BACKWARD if op.phase == "recompute" else Phase(op.phase)
     name = op.name.lower()
     return next((phase for word, phase in _PHASE_WORDS if word in name), None)
 

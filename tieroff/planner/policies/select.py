@@ -7,16 +7,20 @@ its bytes at most, and by the pressure at most. Its relief is the sum of that ov
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
+from tieroff import _native
 from tieroff.core.tensor import Tier
 from tieroff.planner.build import last_dirty_writes
-from tieroff.planner.problem import Bytes, LowerRoom, Problem, Slot, Unit
+from tieroff.planner.problem import Bytes, LowerRoom, Problem, Slot, Span, Unit, holds_within
 
 Weights = npt.NDArray[np.float64]
 
@@ -51,20 +55,17 @@ class Selection:
 def idle_ns(problem: Problem, slot: Slot) -> int:
     """Returns the compute time that passes in a slot."""
     starts = problem.starts_ns
-    return sum(starts.item(b) - starts.item(a) for a, b in slot.pieces(problem.op_count))
+    return sum([starts.item(b) - starts.item(a) for a, b in slot.pieces(problem.op_count)])
 
 
 def transfer_ns(problem: Problem, unit: Unit, tier: Tier) -> int:
     """Returns the time that a unit's transfers take, out and in."""
-    out, back = problem.links(tier)
-    slots_of: dict[int, list[Slot]] = {}
-    for slot in unit.slots:
-        slots_of.setdefault(slot.tensor, []).append(slot)
     total = 0
-    for tensor, slots in slots_of.items():
-        size = problem.size_bytes(tensor)
-        copies = sum(write is not None for write in last_dirty_writes(problem, slots))
-        total += copies * out.transfer_ns(size) + sum(not slot.is_last for slot in slots) * back.transfer_ns(size)
+    for tensor, group in itertools.groupby(unit.slots, attrgetter("tensor")):  # slots of a tensor are neighbours
+        slots = list(group)
+        out_ns, back_ns = problem.move_ns(tier, problem.size_bytes(tensor))
+        copies = len(slots) - last_dirty_writes(problem, slots).count(None)
+        total += copies * out_ns + sum([not slot.is_last for slot in slots]) * back_ns
     return total
 
 
@@ -75,12 +76,6 @@ def _relief(problem: Problem, unit: Unit, over: Bytes, weights: Weights) -> floa
         for start, stop in slot.pieces(problem.op_count):
             total += float(np.minimum(over[start:stop], size) @ weights[start:stop])
     return total
-
-
-def _relieves(problem: Problem, unit: Unit, over: Bytes) -> bool:
-    """Returns whether any of a unit's idle ops is over the line."""
-    pieces = (piece for slot in unit.slots for piece in slot.pieces(problem.op_count))
-    return any(over[start:stop].any() for start, stop in pieces)
 
 
 def _weights(problem: Problem) -> Weights:
@@ -103,7 +98,7 @@ class _Choice:
     """Units that left so far.
 
     Attributes:
-        chosen: the units, in order.
+        chosen: the units by position, in order.
         usage: the device's bytes at each op with them away.
         room: what is left in the lower tiers.
     """
@@ -111,41 +106,28 @@ class _Choice:
     def __init__(self, problem: Problem, line_bytes: int) -> None:
         self._problem = problem
         self._line_bytes = line_bytes
-        self.chosen: list[Unit] = []
+        self.chosen: list[int] = []
         self.usage = problem.live.copy()
         self.room = LowerRoom(problem)
         self._peak = 0  # an op that was over the line when it was last looked at
 
-    def _pieces(self, position: int) -> Iterator[tuple[int, int, int]]:
-        op_count, tensors = self._problem.op_count, self._problem.trace.tensors
-        for slot in self._problem.units[position].slots:
-            size = tensors[slot.tensor].size_bytes
-            for start, stop in slot.pieces(op_count):
-                yield size, start, stop
-
     def leave(self, position: int, order: tuple[Tier, ...]) -> bool:
         """Has a unit leave, to the first tier of `order` with room; returns False where none has."""
-        unit = self._problem.units[position]
-        if not self.room.place(unit.tensors, order):
+        if not self.room.place(self._problem.units[position].tensors, order):
             return False
-        self.chosen.append(unit)
-        for size, start, stop in self._pieces(position):
-            self.usage[start:stop] -= size
+        self.chosen.append(position)
+        _native.drop_bytes(self.usage, self._problem.idle_spans[position])
         return True
 
     def relieves(self, position: int) -> bool:
         """Returns whether any of a unit's idle ops is over the line."""
-        pieces = list(self._pieces(position))
-        # One op in the middle mostly says it: to look at all takes as long as the slot is.
-        if any(self.usage[(start + stop) // 2] > self._line_bytes for _, start, stop in pieces):
-            return True
-        return any(int(self.usage[start:stop].max()) > self._line_bytes for _, start, stop in pieces)
+        return _native.most_bytes(self.usage, self._problem.idle_spans[position]) > self._line_bytes
 
     def is_over(self) -> bool:
         """Returns whether any op is over the line; looks at all of them only when the one it found last is not any more."""
-        if len(self.usage) and self.usage[self._peak] <= self._line_bytes:
+        if self.usage.item(self._peak) <= self._line_bytes:
             self._peak = int(self.usage.argmax())
-        return bool(len(self.usage)) and bool(self.usage[self._peak] > self._line_bytes)
+        return self.usage.item(self._peak) > self._line_bytes
 
     def over(self) -> Bytes:
         """Returns what each op has over the line, in bytes."""
@@ -153,7 +135,7 @@ class _Choice:
 
     def update(self, over: Bytes, position: int) -> None:
         """Brings what `over` returned up to date at the idle ops of a unit that left since."""
-        for _, start, stop in self._pieces(position):
+        for start, stop, _ in self._problem.idle_spans[position]:
             over[start:stop] = np.maximum(self.usage[start:stop] - self._line_bytes, 0)
 
 
@@ -163,17 +145,22 @@ class Selector:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._weights = _weights(problem)
-        tier = problem.tiers[0]
-        self._transfer_ns = [max(1, transfer_ns(problem, unit, tier)) for unit in problem.units]
         self._idle_ns = [max(idle_ns(problem, slot) for slot in unit.slots) for unit in problem.units]
         tensors = problem.trace.tensors
         self._is_persistent = [tensors[unit.slots[0].tensor].is_persistent for unit in problem.units]
+
+    @cached_property
+    def _transfer_ns(self) -> list[int]:
+        """Per unit the time of its transfers in the first tier; only some scores ask for it."""
+        problem = self._problem
+        return [max(1, transfer_ns(problem, unit, problem.tiers[0])) for unit in problem.units]
 
     def value(self, score: Score, position: int, over: Bytes) -> float:
         """Returns what a unit is worth by a score: `over` is what each op has over the line, in bytes."""
         unit = self._problem.units[position]
         if score in _RANKED:
-            return self._rank(score, position) if _relieves(self._problem, unit, over) else 0.0
+            is_worth = _native.most_bytes(over, self._problem.idle_spans[position]) > 0
+            return self._rank(score, position) if is_worth else 0.0
         relief = _relief(self._problem, unit, over, self._weights)
         if relief <= 0.0:
             return 0.0
@@ -207,12 +194,19 @@ class Selector:
         same at all times: those are taken in one pass. The other values only fall as the pressure falls (for BYTES
         nearly so), so a heap with values of an earlier round gives the best unit after few evaluations.
         """
+        choice = self._choose(score, line_bytes, order, reluctance, first or {})
+        if choice is None:
+            return None
+        return [self._problem.units[position] for position in choice.chosen], choice.usage, choice.room.tier_of
+
+    def _choose(
+        self, score: Score, line_bytes: int, order: tuple[Tier, ...], reluctance: float, first: Mapping[int, Tier]
+    ) -> _Choice | None:
         choice = _Choice(self._problem, line_bytes)
-        ahead = first or {}
-        for position, tier in ahead.items():
+        for position, tier in first.items():
             choice.leave(position, (tier, *(other for other in order if other is not tier)))
         weight = [1.0 / reluctance if is_persistent else 1.0 for is_persistent in self._is_persistent]
-        waiting = [position for position in range(len(self._problem.units)) if position not in ahead]
+        waiting = [position for position in range(len(self._problem.units)) if position not in first]
         if score in _RANKED:
             ranked = sorted((-self._rank(score, p) * weight[p], p) for p in waiting)
             for _, position in ranked:
@@ -222,7 +216,7 @@ class Selector:
                     choice.leave(position, order)
         else:
             self._leave_by_value(choice, score, waiting, weight, order)
-        return None if choice.is_over() else (choice.chosen, choice.usage, choice.room.tier_of)
+        return None if choice.is_over() else choice
 
     def _leave_by_value(
         self, choice: _Choice, score: Score, waiting: list[int], weight: list[float], order: tuple[Tier, ...]
@@ -252,18 +246,18 @@ class Selector:
         first: Mapping[int, Tier] | None = None,
     ) -> Selection | None:
         """Returns the slots that `choose` finds, less those that turn out not to be needed, or None."""
-        choice = self.choose(score, line_bytes, order, reluctance, first)
+        choice = self._choose(score, line_bytes, order, reluctance, first or {})
         if choice is None:
             return None
-        chosen, usage, tier_of = choice
-        return Selection(tuple(self._prune(chosen, usage, line_bytes)), tier_of, usage)
+        return Selection(tuple(self._prune(choice.chosen, choice.usage, line_bytes)), choice.room.tier_of, choice.usage)
 
-    def _prune(self, chosen: list[Unit], usage: Bytes, line_bytes: int) -> list[Slot]:
+    def _prune(self, chosen: list[int], usage: Bytes, line_bytes: int) -> list[Slot]:
         """Takes back, last choice first, whole units and then inner gaps that the line does not need away."""
         kept: list[Slot] = []
-        for unit in reversed(chosen):
-            if self.takes_back(unit.slots, usage, line_bytes):
+        for position in reversed(chosen):
+            if holds_within(usage, self._problem.idle_spans[position], line_bytes):
                 continue
+            unit = self._problem.units[position]
             crossing = {slot.tensor for slot in unit.slots if slot.is_boundary}
             for slot in unit.slots:
                 # What is away as the step ends stays moved with all its inner gaps kept, as what follows it needs.
@@ -275,14 +269,6 @@ class Selector:
 
     def takes_back(self, slots: tuple[Slot, ...], usage: Bytes, line_bytes: int) -> bool:
         """Returns whether slots that are away may stay under the line; adds their bytes to the usage if so."""
-        op_count = self._problem.op_count
-        pieces = [(self._problem.size_bytes(s.tensor), piece) for s in slots for piece in s.pieces(op_count)]
-        if any(int(usage[start:stop].max()) + size > line_bytes for size, (start, stop) in pieces):
-            return False  # one piece alone is too much; whether all are shows only with all of them there
-        for size, (start, stop) in pieces:
-            usage[start:stop] += size
-        if all(usage[start:stop].max() <= line_bytes for _, (start, stop) in pieces):
-            return True
-        for size, (start, stop) in pieces:
-            usage[start:stop] -= size
-        return False
+        problem = self._problem
+        spans: list[Span] = [(*p, problem.size_bytes(s.tensor)) for s in slots for p in s.pieces(problem.op_count)]
+        return holds_within(usage, spans, line_bytes)
