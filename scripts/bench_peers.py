@@ -35,7 +35,7 @@ from bench_step import choose_budget
 from pairs import order_of
 from peers import PEERS
 from progress import make_console
-from runs import RunFailed, fit_budget, run, wrapped
+from runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config, DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.probe.drives import drive, file_system
@@ -43,10 +43,6 @@ from tieroff.units import format_bytes
 from train_gpt import Options, Result, add_options, choose_device
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES: dict[str, dict[str, int]] = {
-    "demo": {},
-    "gpt2": {"layers": 12, "width": 768, "heads": 12, "batch": 4, "length": 512},
-}
 STATUS = {"PeerAbsent": "absent", "InfeasiblePlanError": "infeasible"}
 LIMIT_S = 1800.0
 MEASURED = (

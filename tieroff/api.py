@@ -24,6 +24,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError, InfeasiblePlanError, StateError, TraceMismatchError
 from tieroff.planner.auto import make_plan
 from tieroff.planner.correlation import Correlation
+from tieroff.planner.modules import choose_modules
 from tieroff.planner.policies import find_policy
 from tieroff.planner.predict import predict
 from tieroff.planner.problem import live_bytes, make_problem
@@ -175,6 +176,9 @@ class _Builder:
         self.resident: _Resident | None = None
         self.granule_bytes = 1
         self.planned_machines: dict[str, Machine] = {}
+        self.recomputed: tuple[str, ...] | None = None  # chosen once, for all kinds of steps
+        self.chosen_bytes = 0  # the device budget under which they were
+        self.kept_ratio = 0.0  # that of a step's peak without recomputing to the one with it; 0 before it is known
 
     def _lower_budgets(self) -> tuple[int, int]:
         budget, dirs = self.config.budget, self.config.nvme.dirs
@@ -215,6 +219,8 @@ class _Builder:
                 lambda trace: self.planned_machines.get(trace.digest), self._machine_as_seen, _write_report,
                 self._spare_bytes, Correlation() if self.config.plan.policy != "demand" else None,
             )  # fmt: skip
+            if self.config.plan.recompute_layers and not self._recompute_layers():
+                log.warning('[plan] recompute_layers has no effect: it needs policy = "auto", one rank and no given plan')
             return self.engine
         except BaseException:
             self._close(stores)
@@ -234,6 +240,7 @@ class _Builder:
             allocator_threshold_bytes=_ALLOCATOR_THRESHOLD_BYTES if self.is_cpu and moves else None,
             chosen={"io_engine": self.io.name if self.io is not None else "none"},
             config_toml=self.config.to_toml(),
+            recompute_layers=self._recompute_layers(),
             compute_dtype=_COMPUTE_TYPES[self.config.compute_dtype] if self.config.compute_dtype is not None else None,
         )
 
@@ -313,6 +320,8 @@ class _Builder:
     def _plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
         capabilities = self._capabilities()
         if self.given_plan is not None:
+            if self.given_plan.recompute and not trace.recompute_ops:
+                return self.given_plan  # its layers run again from now on; it is compared with the step in which they do
             if self.given_plan.trace_digest != trace.digest:
                 raise TraceMismatchError(
                     f"the given plan is for trace {self.given_plan.trace_digest}, this step's trace is {trace.digest}: "
@@ -329,14 +338,27 @@ class _Builder:
         self.planned_machines[trace.digest] = machine
         counts = len(trace.ops), len(trace.tensors)
         log.info("planning %d ops and %d tensors (%s, %s)", *counts, planning.policy, planning.effort)
+        make = functools.partial(
+            make_plan, machine=machine, budget=budget, policy=planning.policy, effort=planning.effort, capabilities=capabilities
+        )
         try:
-            return make_plan(trace, machine, budget, planning.policy, planning.effort, capabilities)
+            plan = make(trace)
+            if self.recomputed is None and planning.recompute and self._recompute_layers():
+                self.recomputed = choose_modules(trace, plan, functools.partial(make, effort="fast"))
+                self.chosen_bytes = budget[Tier.DEVICE]
+            return replace(plan, recompute=self.recomputed or ())
         except InfeasiblePlanError as error:
             if agreed.rank == self.ranks.rank:
                 raise
             text = f"{error}. All ranks plan with the least budget of any, which is that of rank {agreed.rank}"
             sizes = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
             raise InfeasiblePlanError(text, op=error.op, **sizes) from None
+
+    def _recompute_layers(self) -> tuple[str, ...]:
+        """Returns which layers may run again. Ranks would choose different ones, and wait for each other in collectives."""
+        planning = self.config.plan
+        may_run = planning.policy == "auto" and self.ranks.world == 1 and self.given_plan is None
+        return planning.recompute_layers if may_run else ()
 
     def _floor_bytes(self, trace: Trace, budget: dict[Tier, int]) -> int:
         """Returns the device bytes that the neediest op has with everything away that can be."""
@@ -371,6 +393,10 @@ class _Builder:
             free_bytes = _free_bytes(self.backend.device)
             return self.ranks.share_bytes(free_bytes) if self.is_cpu else free_bytes
         limit = wanted.resolve(int(live_bytes(trace).max()))
+        if wanted.share is not None and trace.recompute_ops:
+            # The share is of a step that keeps all, and this one keeps less; of other kinds of steps likewise.
+            self.kept_ratio = self.kept_ratio or max(self.chosen_bytes / limit, 1.0)
+            limit = int(limit * self.kept_ratio)
         if wanted.size_bytes is None or self.resident is None or self.engine is None:
             return limit
         # Bytes that a person gave are resident bytes on the CPU: what the process itself takes comes off, up to a share.

@@ -178,7 +178,15 @@ class Planning(_Table):
     cover: Annotated[tuple[Cover, ...], BeforeValidator(_to_tuple)] = _key(
         get_args(Cover), f"a list out of {', '.join(get_args(Cover))}", "The classes of tensors that may move."
     )
-    recompute: bool = _key(True, "true or false", "Whether a plan may run modules again instead of moving what they made.")
+    recompute: bool = _key(
+        True, "true or false", "Whether a plan may run modules of `recompute_layers` again instead of moving what they made."
+    )
+    recompute_layers: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] = _key(
+        (),
+        'a list of names such as "blocks.0" or patterns such as "blocks.*"',
+        "Modules that may run again in backward, where `auto` finds that faster. Their forward has to compute the same again "
+        "and change nothing outside of them, as for torch.utils.checkpoint; what can be seen of that is checked.",
+    )
     exact: bool = _key(
         True, "true or false", "Whether numbers have to be those of the plain run; `explain()` says where they may differ."
     )

@@ -14,6 +14,7 @@ from tests.parity.support import BACKENDS, HOST, NVME, Tiers, Workload, check_pa
 from tieroff.api import _Builder
 from tieroff.core.plan import Plan
 from tieroff.core.trace import Trace
+from tieroff.errors import StateError
 
 RECOMPUTED = ("blocks.0", "blocks.2")
 
@@ -56,6 +57,31 @@ def test_recomputed_modules_compute_the_same(backend: str, tiers: Tiers, is_auto
     engine = check_parity(workload, tiers, BACKENDS[backend], tmp_path)
     assert engine.plan.recompute == RECOMPUTED
     assert engine.stats().recompute_s > 0
+
+
+class Adding(Blocks):
+    """Adds in place to what its blocks took, which they do not save."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), Block()) for _ in range(3))
+        self.by_name = by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        for block in self.blocks:
+            x += block(input=x) if self.by_name else block(x)
+        return self.head(x)
+
+
+@pytest.mark.usefixtures("_recomputing")
+@pytest.mark.parametrize(
+    ("by_name", "error", "words"),
+    [(False, RuntimeError, "modified by an inplace operation"), (True, StateError, "runs again in backward")],
+)
+def test_an_input_written_since_is_an_error(by_name: bool, error: type[Exception], words: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=words):
+        check_parity(replace(BLOCKS, build=lambda: Adding(by_name=by_name)), HOST, BACKENDS["cpu"], tmp_path)
 
 
 def test_recompute_keeps_fewer_activations(tmp_path: Path, request: pytest.FixtureRequest) -> None:

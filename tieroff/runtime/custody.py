@@ -37,6 +37,7 @@ class Settings:
         spill: lower tiers in the order in which they are filled while nothing is planned.
         allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
         compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
+        recompute_layers: names or patterns of the modules that may run again in backward.
     """
 
     covers: frozenset[TensorClass]
@@ -47,6 +48,7 @@ class Settings:
     chosen: dict[str, str] = field(default_factory=dict)
     config_toml: str = ""
     compute_dtype: torch.dtype | None = None
+    recompute_layers: tuple[str, ...] = ()
 
 
 class Custody:

@@ -27,6 +27,7 @@ from tieroff.runtime.compiled import CompiledCall, find_compiled
 from tieroff.runtime.custody import Custody, Settings
 from tieroff.runtime.feedback import MachineAsSeen
 from tieroff.runtime.hooks import ForwardSlot, RecurrentWeights
+from tieroff.runtime.modules import layers_of
 from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.parameters import functorch_is_active, install, uninstall
 from tieroff.runtime.program import Mode, Program
@@ -92,6 +93,7 @@ class Engine:
                     f"{type(module).__name__} has lazy parameters, whose sizes nobody knows yet; run one forward on real "
                     "data before tieroff.wrap"
                 )
+        layers_of(self.model, self.settings.recompute_layers)  # says now what no module is called
         self._backend.tune_allocator(self.settings.allocator_threshold_bytes)
         if self._backend.device.type != "cpu":
             self._custody.move_to_device()
@@ -172,6 +174,7 @@ class Engine:
         if os.getpid() != self._pid:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
         self.executor.abandon()
+        self._steps.end_spans()
         for slot in (*self._slots, *self._compiled.values(), *self._steps.recomputed.values()):
             slot.remove()
         uninstall(self.model)

@@ -33,9 +33,9 @@ class Feedback:
         shortest_ns: per op, its shortest duration.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rates: dict[str, float] | None = None) -> None:
         self.plan_count = self.settled_after = 0
-        self.rates: dict[str, float] = {}
+        self.rates = dict(rates or {})
         self._planned_steps = self._looks = 0
         self._later_steps = _LATER_STEPS
         self._forget()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from tieroff.errors import StateError
 from tieroff.runtime.parameters import Gate, current_graph_task, functorch_is_active
+from tieroff.runtime.purity import attributes_of, has_hooks, random_state
 
 
 class ForwardSlot:
@@ -59,16 +60,15 @@ class ForwardSlot:
         return getattr, (self._module, self._method)
 
 
-class _WrittenBuffers:
-    """The buffers that a module's forward writes: running statistics, counters, codebooks.
+class _Buffers:
+    """The buffers of a module: running statistics, counters, codebooks.
 
-    A recomputation has to find them as the forward found them, and to leave them as it finds them. Which ones are written
-    is learned from the first forward, by value: batch normalization moves no version.
+    A second run has to find them as the first found them, and to leave them as it finds them. Batch normalization moves no
+    version, and some are written now and then only: so all of them are copied each time.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._written: set[tuple[torch.nn.Module, str]] | None = None
 
     def copies(self) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
         """Returns the values before a forward."""
@@ -76,19 +76,8 @@ class _WrittenBuffers:
             (owner, name): buffer.clone()
             for owner in self._module.modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None and (self._written is None or (owner, name) in self._written)
+            if buffer is not None
         }
-
-    def learn(self, before: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> None:
-        """After the first forward: drops from its copies those that it did not write."""
-        if self._written is not None:
-            return
-        for owner, name in list(before):
-            now = owner._buffers[name]
-            is_same = now is not None and now.shape == before[owner, name].shape and torch.equal(now, before[owner, name])
-            if is_same and not isinstance(owner, _NormBase):
-                del before[owner, name]
-        self._written = set(before)
 
     @contextlib.contextmanager
     def as_before(self, before: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> Iterator[None]:
@@ -104,27 +93,52 @@ class _WrittenBuffers:
 
 
 def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> ForwardSlot:
-    """Has a module's activations recomputed in backward instead of kept: non-reentrant, random state preserved."""
-    buffers = _WrittenBuffers(module)
+    """Has a module's activations recomputed in backward instead of kept: non-reentrant, random state preserved.
+
+    The second run is a whole one, since code that ends in the middle leaves the module as it is there. Changes that would
+    have it compute something else, or that it would make twice, are a StateError.
+    """
+    buffers = _Buffers(module)
 
     def around(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or gate.depth == 0 or functorch_is_active():
+        if not torch.is_grad_enabled() or gate.depth == 0 or functorch_is_active() or has_hooks(module):
             return inner(*args, **kwargs)
 
-        before: dict[tuple[torch.nn.Module, str], torch.Tensor] = {}
+        has_run = False
+        found, before = attributes_of(module), buffers.copies()
+        inputs = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+        versions = [leaf._version for leaf in inputs]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if gate.depth:
-                before.update(buffers.copies())
+            nonlocal has_run
+            is_again, has_run = has_run, True
+            if is_again and versions != [leaf._version for leaf in inputs]:
+                raise _cannot_run_again(module, "an input was written in place since: write `x = x + ...`, not `x += ...`")
+            if attributes_of(module) != found:
+                raise _cannot_run_again(module, "an attribute of its modules, or a frozen parameter, has changed since")
+            drawn = random_state()
+            with contextlib.ExitStack() as stack:
+                if is_again:
+                    stack.enter_context(timed())
+                    stack.enter_context(buffers.as_before(before))
                 out = inner(*args, **kwargs)
-                buffers.learn(before)
-                return out
-            with timed(), buffers.as_before(before):
-                return inner(*args, **kwargs)
+            if attributes_of(module) != found:
+                raise _cannot_run_again(module, "its forward changes an attribute of its modules, or a frozen parameter")
+            if random_state() != drawn:
+                raise _cannot_run_again(module, "its forward draws Python's or NumPy's random numbers")
+            return out
 
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     return ForwardSlot(module, around)
+
+
+def _cannot_run_again(module: torch.nn.Module, why: str) -> StateError:
+    return StateError(
+        f"expected a {type(module).__name__} that computes the same when it runs again in backward, but {why}; take it out of "
+        "[plan] recompute_layers"
+    )
 
 
 class RecurrentWeights:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from tieroff.core.history import StepFigures
@@ -17,11 +16,12 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, InfeasiblePlanError, StoreError
-from tieroff.runtime.compiled import compiled_count
+from tieroff.runtime.compiled import compiled_count, find_compiled
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.demand import Experience, Shapes
 from tieroff.runtime.feedback import Feedback, MachineAsSeen
-from tieroff.runtime.hooks import ForwardSlot, recompute, shapes_of, signature_of, storages_of
+from tieroff.runtime.hooks import shapes_of, signature_of, storages_of
+from tieroff.runtime.modules import ModuleSpans, Recomputation, layers_of, mark_recomputed
 from tieroff.runtime.parameters import install
 from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.stats import Stats
@@ -42,6 +42,8 @@ _RECORDINGS_AT_MOST = 6
 # Steps after which checksums end that were asked for the warm-up.
 _WARMUP_STEPS = 8
 
+# Phases of ops in which user code runs that no update is.
+_PASSES = ("forward", "backward", "recompute")
 _PHASES = {Phase.RECORD: "traced", Phase.MEASURE: "measured", Phase.PLANNED: "planned", Phase.FREE: "on demand"}
 _ENDS = {
     "d2h": (Tier.DEVICE, Tier.HOST),
@@ -75,14 +77,16 @@ class Steps:
         self._spare_bytes = spare_bytes
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.last: Program | None = None
-        self.recomputed: dict[str, ForwardSlot] = {}
+        self._recomputation = Recomputation(custody.model, custody.executor)
+        self.recomputed = self._recomputation.slots
         self.stats: Stats | None = None
         self.watchers: list[Callable[[Stats, Plan | None], None]] = []
         self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
         self._shapes: list[Shapes] = []  # of the inputs of the forwards in the step that is recorded
+        self._spans: ModuleSpans | None = None  # of the step that is recorded
         self._program: Program | None = None
         self._step_is_over = True
-        self._begun_ns = self._recompute_ns = self._steps_done = self._compiled_before = 0
+        self._begun_ns = self._steps_done = self._compiled_before = 0
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = signature_of(self._custody.model, args, kwargs)
@@ -153,7 +157,7 @@ class Steps:
         for item in self._custody.home_items():
             self._custody.executor.assign(item)
         self._step_is_over = False
-        self._begun_ns, self._recompute_ns = time.monotonic_ns(), 0
+        self._begun_ns, self._recomputation.spent_ns = time.monotonic_ns(), 0
         if recorder is not None:
             self._compiled_before = compiled_count()
             self._start_recorder(recorder)
@@ -167,6 +171,17 @@ class Steps:
             return
         for item in self._custody.home_items():
             self._custody.executor.bind(item)
+        layers = self._custody.settings.recompute_layers
+        if layers and not self.recomputed and next(find_compiled(self._custody.model), None) is None:
+            starts_ns = self._custody.executor.starts_ns
+            self._spans = ModuleSpans(layers_of(self._custody.model, layers), lambda: len(starts_ns))
+
+    def end_spans(self) -> ModuleSpans | None:
+        """The recorded step is over: its layers have no hooks any more; returns what they noted."""
+        spans, self._spans = self._spans, None
+        if spans is not None:
+            spans.remove()
+        return spans
 
     def _settle_phase(self, program: Program) -> None:
         """Decides whether a kind of step whose last runs left its plan is traced again."""
@@ -193,6 +208,8 @@ class Steps:
 
     def _finish_step(self) -> None:
         self._step_is_over = True
+        if self._spans is not None:
+            self._spans.remove()
         self._note_stats()
         self._steps_done += 1
         assert self.stats is not None and self._program is not None
@@ -213,6 +230,7 @@ class Steps:
         mode = executor.mode
         keys, names = executor.end()
         recorder, executor.recorder = executor.recorder, None
+        spans = self.end_spans()
         self._program = None
         if mode is Mode.PLANNED:
             self._compare(program)
@@ -221,7 +239,7 @@ class Steps:
         if self._custody.stepper is not None and ("end",) not in keys:
             return  # skipped by a GradScaler, or broken off: the next step is as good
         if program.phase is Phase.RECORD:
-            self._keep_recording(program, recorder, keys, names)
+            self._keep_recording(program, recorder, spans, keys, names)
         elif keys == program.keys:
             self._plan(program)
         else:
@@ -259,12 +277,15 @@ class Steps:
             return
         if plan is program.plan:
             return  # it was given, and stays
+        if self._recomputation.begin(plan.recompute):
+            program.phase = Phase.RECORD
+            return
         log.info("%s: the step was planned again", reason)
         program.trace = trace
         program.adopt(plan)
 
     def _keep_recording(
-        self, program: Program, recorder: Recorder | None, keys: list[Hashable], names: list[str]
+        self, program: Program, recorder: Recorder | None, spans: ModuleSpans | None, keys: list[Hashable], names: list[str]
     ) -> None:
         program.retraces += 1
         if recorder is None:
@@ -276,12 +297,13 @@ class Steps:
         if compiled_count() > self._compiled_before:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
-        program.feedback = Feedback()
+        program.feedback = Feedback(program.feedback.rates)
         program.keys, program.names = keys, names
         subjects = self._subjects()
-        program.trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
+        trace = recorder.finish(subjects, [0] * len(keys), type(self._custody.model).__name__)
+        program.trace = mark_recomputed(spans.name(trace) if spans is not None else trace, keys)
         program.index = {subject.key: i for i, subject in enumerate(subjects)}
-        in_passes = {t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.writes}
+        in_passes = {t for op in program.trace.ops if op.phase in _PASSES for t in op.writes}
         parameters = {s.key: i for i, s in enumerate(subjects) if s.kind is TensorClass.PARAMETER}
         written = {key for key, i in parameters.items() if i in in_passes}
         below = recorder.written_below & parameters.keys()
@@ -294,7 +316,7 @@ class Steps:
         """Keeps what a recorded step says about steps that run without a plan."""
         assert program.trace is not None
         keys = list(program.index)
-        in_passes = (t for op in program.trace.ops if op.phase in ("forward", "backward") for t in op.reads)
+        in_passes = (t for op in program.trace.ops if op.phase in _PASSES for t in op.reads)
         experience = self._custody.executor.on_demand.experience
         experience.add({keys[t] for t in in_passes}, written, self._shapes, self._spare_bytes(program.trace))
 
@@ -317,11 +339,7 @@ class Steps:
         durations = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
         program.trace = program.trace.with_durations(durations)
         plan = self._make_plan(program.trace, program.feedback.rates)
-        wanted = set(plan.recompute) - set(self.recomputed)
-        if wanted:
-            for name in sorted(wanted):
-                module = self._custody.model.get_submodule(name)
-                self.recomputed[name] = recompute(module, executor.gate, self._timing_recompute)
+        if self._recomputation.begin(plan.recompute):
             program.phase = Phase.RECORD
             return
         self._reserve(plan)
@@ -331,17 +349,10 @@ class Steps:
         for store in self._custody.stores.values():
             store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
 
-    @contextlib.contextmanager
-    def _timing_recompute(self) -> Iterator[None]:
-        start_ns = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            self._recompute_ns += time.monotonic_ns() - start_ns
-
     def broke(self) -> None:
         """An exception left the forward: what the step had begun is cleared; the next forward begins a new one."""
         self._custody.executor.abandon()
+        self.end_spans()
         self._program = None
         self._step_is_over = True
 
@@ -363,7 +374,7 @@ class Steps:
             step_s=(now_ns - self._begun_ns) / 1e9,
             compute_s=(now_ns - self._begun_ns if is_pass else compute_ns) / 1e9,
             stall_s=counts.stall_ns / 1e9,
-            recompute_s=self._recompute_ns / 1e9,
+            recompute_s=self._recomputation.spent_ns / 1e9,
             peak_device_bytes=executor.peak_bytes,
             peak_host_bytes=host.peak_bytes if host is not None else 0,
             nvme_bytes=nvme.used_bytes if nvme is not None else 0,
@@ -404,7 +415,8 @@ class Steps:
             for index, source, target, begun_ns, ended_ns in self._custody.traffic.waits
         )
         step_ns = max([span.stop_ns for span in ops], default=0)
-        return Timeline(ops, tuple(transfers), stalls, self._memory(program, len(ops)), step_ns)
+        memory = self._memory(program, len(ops))
+        return Timeline(ops, tuple(transfers), stalls, memory, step_ns, recompute_ns=self._recomputation.spent_ns)
 
     def _memory(self, program: Program, op_count: int) -> dict[Tier, tuple[int, ...]]:
         """Returns what each tier held at each op; at the last one, in which user code runs on, what it holds now."""
