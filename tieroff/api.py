@@ -338,13 +338,14 @@ class _Builder:
         self.planned_machines[trace.digest] = machine
         counts = len(trace.ops), len(trace.tensors)
         log.info("planning %d ops and %d tensors (%s, %s)", *counts, planning.policy, planning.effort)
-        make = functools.partial(
-            make_plan, machine=machine, budget=budget, policy=planning.policy, effort=planning.effort, capabilities=capabilities
-        )
+
+        def make(trace: Trace, effort: str = "fast") -> Plan:
+            return make_plan(trace, machine, budget, planning.policy, effort, capabilities)
+
         try:
-            plan = make(trace)
+            plan = make(trace, planning.effort)
             if self.recomputed is None and planning.recompute and self._recompute_layers():
-                self.recomputed = choose_modules(trace, plan, functools.partial(make, effort="fast"))
+                self.recomputed = choose_modules(trace, plan, make)
                 self.chosen_bytes = budget[Tier.DEVICE]
             return replace(plan, recompute=self.recomputed or ())
         except InfeasiblePlanError as error:
