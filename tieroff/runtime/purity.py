@@ -22,6 +22,7 @@ _GLOBAL_HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_b
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout, slice)
 _CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType
 _DEPTH = 4  # of containers and objects inside each other
+_LARGEST, _LONGEST = 1 << 20, 10_000  # bytes of arrays, entries of containers that are looked at, each time
 
 
 def attributes_of(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -80,7 +81,9 @@ def _frozen(value: Any, depth: int) -> Any:
     if hasattr(value, "bit_generator"):  # NumPy's
         return _frozen(value.bit_generator.state, depth - 1)
     if hasattr(value, "tobytes"):  # an array
-        return value.tobytes()
+        return value.tobytes() if value.nbytes <= _LARGEST else id(value)
+    if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > _LONGEST:
+        return id(value), len(value)
     if isinstance(value, dict):
         return tuple((id(key), _frozen(each, depth - 1)) for key, each in value.items())
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
