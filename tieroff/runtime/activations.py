@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.backend import bytes_of, view_of
+from tieroff.runtime.backend import bytes_of, probe_of, view_of
 from tieroff.runtime.homes import ParameterItem
 from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.parameters import LiveValues, Stays
@@ -54,8 +54,7 @@ class _Versioned:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
-        self.probe = tensor.detach()
-        self.probe.data = _nothing(tensor.dtype, tensor.device)
+        self.probe = probe_of(tensor)
         self.version = self.probe._version
 
     def check(self) -> None:
@@ -119,10 +118,6 @@ class Kept:
         return self.tensor
 
 
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
 class SavedTensors:
     """The pack and unpack hooks of one engine.
 
@@ -161,9 +156,7 @@ class SavedTensors:
             item = known[1]
         else:
             item = self._executor.saved(bytes_of(tensor))
-            probe = tensor.detach()
-            probe.data = _nothing(tensor.dtype, tensor.device)
-            self._known[key] = (StorageWeakRef(storage), item, probe)
+            self._known[key] = (StorageWeakRef(storage), item, probe_of(tensor))
         packed = Packed(tensor, item)
         item.packs += 1
         weakref.finalize(packed, self._dead.append, item).atexit = False

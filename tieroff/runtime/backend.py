@@ -192,6 +192,13 @@ def settle_vector_math() -> None:
             function(one)
 
 
+def probe_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that shares the version counter of another and none of its memory: writes to that one show."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole storage of a tensor as a 1-d uint8 tensor that shares it."""
     storage = tensor.untyped_storage()

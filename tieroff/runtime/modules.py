@@ -20,13 +20,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError, TraceMismatchError
+from tieroff.runtime.backend import probe_of
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks import ForwardSlot, leaves_of, recompute
 from tieroff.runtime.parameters import current_graph_task
-from tieroff.runtime.purity import attributes_of, has_hooks, is_plain, probe_of, random_state
+from tieroff.runtime.purity import attributes_of, has_hooks, is_plain, random_state
 
 
 class ModuleSpans:
@@ -57,7 +59,9 @@ class ModuleSpans:
             return
         self._open[path] = self._event_count(), (attributes_of(module), random_state())
         given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._inputs.setdefault(path, []).extend(map(probe_of, given))
+        with _disable_current_modes():  # a look from outside
+            probes = [probe_of(leaf) for leaf in given]
+        self._inputs.setdefault(path, []).extend((probe, probe._version) for probe in probes)
 
     def _end(self, path: str, module: torch.nn.Module, args: tuple[Any, ...], out: Any) -> None:
         begun = self._open.pop(path, None)

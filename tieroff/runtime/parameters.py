@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.recording import Recorder
 from tieroff.errors import StateError
+from tieroff.runtime.backend import probe_of
 from tieroff.runtime.homes import ParameterItem
 
 # The id of the running graph task, or -1 outside a backward.
@@ -173,8 +174,7 @@ class Gate:
             value = self.as_computed(kept, self.fetch_home(kept).detach() if self.lifts else self.fetch(kept))
         self.live.add(kept, value)
         if self.depth and not value.is_inference():
-            probe = value.detach()  # counts the writes to the cast, and holds none of its memory
-            probe.data = torch.empty(0, dtype=value.dtype, device=value.device)
+            probe = probe_of(value)
             self._casts.append((kept.name, probe, probe._version))
             if (recorder := self._recorder()) is not None:
                 recorder.bind(value.untyped_storage(), ("cast", kept.name), is_new=True)

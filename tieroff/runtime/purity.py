@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import _disable_current_modes
 
 # Entries of a module's `__dict__` that are compared elsewhere (buffers are put back), or are not the layer's own.
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
@@ -56,14 +55,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_inference()
     return isinstance(value, _CONSTANTS)
-
-
-def probe_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns what counts the writes to a plain tensor and holds none of its memory, and the count."""
-    with _disable_current_modes():  # a look from outside
-        probe = tensor.detach()
-        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return probe, probe._version
 
 
 def _frozen(value: Any, depth: int) -> Any:
