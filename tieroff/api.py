@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from tieroff.config import Config
@@ -28,6 +27,7 @@ from tieroff.planner.modules import choose_modules
 from tieroff.planner.policies import find_policy
 from tieroff.planner.predict import predict
 from tieroff.planner.problem import live_bytes, make_problem
+from tieroff.planner.user_code import bring_back
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
 from tieroff.ranks import Agreement, Need, Ranks, agreement_here, on_wrap
@@ -35,6 +35,7 @@ from tieroff.runtime.backend import Backend, CpuBackend
 from tieroff.runtime.custody import Settings
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks import ForwardSlot
+from tieroff.runtime.resident import Resident
 from tieroff.runtime.scope import scope_of
 from tieroff.storage.engines import Engine as IoEngine
 from tieroff.storage.engines import choose
@@ -173,7 +174,7 @@ class _Builder:
         self.dirs = tuple(config.nvme.dirs) if self.nvme_bytes else ()
         self.io: IoEngine | None = None
         self.engine: Engine | None = None
-        self.resident: _Resident | None = None
+        self.resident: Resident | None = None
         self.granule_bytes = 1
         self.planned_machines: dict[str, Machine] = {}
         self.recomputed: tuple[str, ...] | None = None  # chosen once, for all kinds of steps
@@ -212,12 +213,12 @@ class _Builder:
             if hasattr(self.backend, "use_staging"):
                 is_staged = self.dirs and self.io is not None and self.io.name != "gds"
                 self.backend.use_staging(self.config.nvme.staging if is_staged else 0)
-            self.resident = _Resident(model) if self.is_cpu else None
+            self.resident = Resident(model) if self.is_cpu else None
             self.engine = Engine(
                 model, self.backend, stores, self._settings(stores), self._plan,
                 self._recorder, functools.partial(self._close, stores),
                 lambda trace: self.planned_machines.get(trace.digest), self._machine_as_seen, _write_report,
-                self._spare_bytes, Correlation() if self.config.plan.policy != "demand" else None,
+                self._spare_bytes, Correlation() if self.config.plan.policy != "demand" else None, self._bring_back,
             )  # fmt: skip
             if self.config.plan.recompute_layers and not self._recompute_layers():
                 log.warning('[plan] recompute_layers has no effect: it needs policy = "auto", one rank and no given plan')
@@ -378,6 +379,17 @@ class _Builder:
         self.needed_bytes = max(self.needed_bytes, self._floor_bytes(trace, budget) - unused_bytes)
         return max(budget[Tier.DEVICE] - self.needed_bytes, 0)
 
+    def _bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
+        """Returns the trace with what user code uses in that op on the device, as far as this rank can say how much fits."""
+        if self.config.plan.policy != "auto" or self.ranks.world > 1:
+            return trace
+        budget_bytes = self._budget(trace)[Tier.DEVICE]
+        if self.given_plan is not None:
+            if self.given_plan.trace_digest == trace.digest:
+                return trace
+            budget_bytes = self.given_plan.budget_bytes[Tier.DEVICE]
+        return bring_back(trace, op, used, budget_bytes, self.config.plan.min_bytes)
+
     def _machine_as_seen(self, rates: dict[str, float]) -> Machine | None:
         """Returns what `_slowed` does; None where no machine was asked about, since the plan was given."""
         return self._slowed(rates) if self.given_plan is None else None
@@ -409,27 +421,6 @@ def _plannable(size_bytes: int) -> int:
     return size_bytes - size_bytes // _SLACK_PART
 
 
-class _Resident:
-    """What the process takes besides tensors, on the CPU backend: library code and scratch, heap, thread stacks."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
-        every = (*model.parameters(), *model.buffers())
-        held = (t for t in every if type(t) in plain and t.layout is torch.strided and not t.is_meta)
-        tensors = {t.data_ptr(): t for t in held}
-        self._baseline_bytes = _resident_bytes() - sum(t.numel() * t.element_size() for t in tensors.values())
-
-    def overhead_bytes(self, engine: Engine) -> int:
-        """Returns the growth of resident memory since wrap that no tensor of the engine accounts for, >= 0."""
-        host = engine.stores.get(Tier.HOST)
-        held = engine.device_bytes + (host.reserved_bytes if host is not None else 0)
-        return max(_resident_bytes() - self._baseline_bytes - held, 0)
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
 def _free_bytes(device: torch.device) -> int:
     """Returns what this process may still take of the device's memory, and what it has taken for the step already."""
     if device.type == "cpu":
@@ -442,7 +433,7 @@ def _backend_for(config: Config) -> Backend:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
-        return CpuBackend()
+        return CpuBackend(keeps_freed=config.budget.keep_freed)
     if not torch.cuda.is_available():
         raise ConfigError('device = "cuda", but torch sees no CUDA device; use "cpu" or "auto"')
     from tieroff.runtime.cuda import CudaBackend

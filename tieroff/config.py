@@ -138,6 +138,13 @@ class Budget(_Table):
     nvme: Size | None = _key(
         None, _ANY_SIZE, "Room in the folders. Left out: 0 without `[nvme] dirs`, else what they have free, less a margin."
     )
+    keep_freed: bool = _key(
+        True,
+        "true or false",
+        "On the CPU backend freed memory is kept within the budget and given again, torch's large tensors included, since "
+        "memory fresh from the system is slow. `false` has it leave the process at once, and leaves torch's calls of the C "
+        "library alone: for memory profilers that are started while the process runs.",
+    )
 
 
 class Nvme(_Table):

@@ -11,5 +11,6 @@ PYBIND11_MODULE(_native, module) {
   tieroff::bind_improve(module);
 #ifdef TIEROFF_WITH_STORAGE
   tieroff::bind_storage(module);
+  tieroff::bind_memory(module);
 #endif
 }

@@ -5,7 +5,8 @@
 
 namespace tieroff {
 
-void bind_storage(pybind11::module_& module);  // on Linux
+void bind_storage(pybind11::module_& module);  // this one and the next on Linux
+void bind_memory(pybind11::module_& module);
 void bind_layout(pybind11::module_& module);
 void bind_simulate(pybind11::module_& module);
 void bind_search(pybind11::module_& module);

@@ -68,6 +68,14 @@ def test_durations_as_planned_settle_the_plan_after_three_steps() -> None:
     assert feedback.settled_after == 3
 
 
+def test_a_link_whose_speed_takes_less_than_a_hundredth_of_the_step_is_no_reason_to_plan() -> None:
+    """20 MiB at 1,000 MiB/s and at half of it: 20 ms more."""
+    for step_ms, is_told in ((2100, False), (1900, True)):
+        feedback = Feedback()
+        looked(feedback, [step_ms * MS], ("nvme_read", 0, 40 * MS, 20 * MIB))
+        assert bool(feedback.look(trace_of(step_ms * MS), as_seen)) == is_told
+
+
 @pytest.mark.parametrize("durations", [[58 * MS, 58 * MS], [42 * MS, 42 * MS]])
 def test_durations_more_than_a_tenth_off_say_so(durations: list[int]) -> None:
     feedback = Feedback()

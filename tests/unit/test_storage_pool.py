@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import logging
@@ -13,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch
 
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage import buffers, engines
@@ -25,62 +22,6 @@ from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 from tieroff.storage.pool import HostStore
 
 MIB = 2**20
-
-
-def address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def test_a_freed_buffer_of_the_same_size_is_given_again() -> None:
-    pool = buffers.BufferPool()
-    first, second = pool.take(MIB), pool.take(MIB)
-    address = address_of(first)
-    assert pool.kept_bytes == 0
-    del first
-    third = pool.take(2 * MIB)  # of another size: the free one does not do
-    assert pool.kept_bytes == MIB
-    fourth = pool.take(MIB)
-    assert address_of(fourth) == address
-    assert len({address_of(view) for view in (second, third, fourth)}) == 3
-    assert pool.kept_bytes == 0
-
-
-def test_a_buffer_in_use_is_never_given_again() -> None:
-    pool = buffers.BufferPool()
-    view = pool.take(MIB)
-    tensor = torch.frombuffer(view, dtype=torch.uint8, count=MIB).fill_(7)
-    part = tensor[10:20]
-    del view, tensor
-    pool.take(MIB)[:] = bytes(MIB)
-    assert part.tolist() == [7] * 10
-
-
-def test_trim_gives_the_longest_unused_buffers_back_to_the_system() -> None:
-    pool = buffers.BufferPool()
-    views = [pool.take(MIB), pool.take(2 * MIB), pool.take(4 * MIB)]
-    for view in views:
-        view[:] = b"x" * len(view)
-    del view
-    while views:
-        views.pop(0)  # the smallest one first
-    resident = psutil.Process().memory_info().rss
-    pool.trim(6 * MIB)
-    assert pool.kept_bytes == 6 * MIB
-    pool.trim(0)
-    assert pool.kept_bytes == 0
-    assert psutil.Process().memory_info().rss <= resident - 6 * MIB
-
-
-def test_after_close_a_buffer_goes_back_with_its_last_reference() -> None:
-    pool = buffers.BufferPool()
-    view = pool.take(64 * MIB)
-    view[:] = b"x" * len(view)
-    pool.close()
-    assert view[-1] == ord("x")
-    resident = psutil.Process().memory_info().rss
-    del view
-    assert psutil.Process().memory_info().rss <= resident - 60 * MIB
-    assert pool.kept_bytes == 0
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 def build(project: Path, program: Path, sanitizers: str, *, with_uring: bool) -> None:
+    """Builds the program of that name from native/tests."""
     native = project / "native"
     sources = [file for file in sorted((native / "src").glob("*.cpp")) if not file.name.startswith(PLANNER)]
-    sources.append(native / "tests" / "engine_test.cpp")
+    sources.append(native / "tests" / f"{program.name}.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", "-fno-omit-frame-pointer"]
     uring = ["-DTIEROFF_WITH_LIBURING", "-luring"] if with_uring else []
     subprocess.run(
@@ -42,6 +43,16 @@ def test_native_engines_are_clean_under_sanitizers(tmp_path: Path, project: Path
             [str(program), name, *leave_out_fork], capture_output=True, text=True, timeout=300, env=os.environ
         )
         assert (name, done.returncode, done.stderr) == (name, 0, "")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_page_pool_is_clean_under_sanitizers(tmp_path: Path, project: Path, sanitizers: str) -> None:
+    program = tmp_path / "page_pool_test"
+    build(project, program, sanitizers, with_uring=False)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.long

@@ -38,6 +38,13 @@ class Recorder(Protocol):
     def written_below(self) -> frozenset[Hashable]:
         """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The most memory that one op took for itself, past every tensor that was seen."""
+
+    def used_below(self, op: int) -> dict[Hashable, bool]:
+        """Returns the keys of subjects whose bytes below an op used past the engine, and whether it wrote them."""
+
     def written(self, keys: set[Hashable]) -> set[Hashable]:
         """Returns those of `keys` whose bytes on the device some op wrote after they had been bound."""
 

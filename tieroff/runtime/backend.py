@@ -17,6 +17,7 @@ import torch
 from tieroff.errors import StoreError
 from tieroff.runtime.place import Place
 from tieroff.storage import buffers
+from tieroff.storage.page_pool import page_pool, serve_torch, stop_serving
 
 # A transfer that has not ended after this long is reported instead of waited for.
 TRANSFER_TIMEOUT_S = 120.0
@@ -74,8 +75,11 @@ class Backend(Protocol):
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Makes freed memory leave the process, where that is a matter of settings; None restores the default."""
 
-    def trim(self, kept_bytes: int) -> None:
-        """Keeps no more than this of the memory that `empty` gave and that was freed again."""
+    def keep_freed(self, limit_bytes: int) -> None:
+        """Keeps device memory that is freed for reuse, as far as it and what is in use come to no more than this."""
+
+    def gave(self, device: torch.Tensor) -> bool:
+        """True for memory to which that limit applies."""
 
     def close(self) -> None:
         """Waits for nothing; gives back what the backend itself holds."""
@@ -88,15 +92,17 @@ class CpuBackend:
     device = torch.device("cpu")
     lifts_homes = True
 
-    def __init__(self) -> None:
-        self._pool = buffers.BufferPool()
+    def __init__(self, keeps_freed: bool = True) -> None:
+        self._pool = page_pool()
+        self._keeps_freed = keeps_freed
         settle_vector_math()
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         # Not torch's allocator: page-aligned memory is read into directly, and it leaves the process when it has to.
-        return torch.frombuffer(self._pool.take(size_bytes), dtype=torch.uint8, count=size_bytes)
+        pages = self._pool.take(size_bytes) if self._pool is not None else buffers.allocate(size_bytes)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes)
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
         return place.write(source.data_ptr(), source)
@@ -116,12 +122,17 @@ class CpuBackend:
         libc.mallopt(_M_MMAP_THRESHOLD, threshold)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
 
-    def trim(self, kept_bytes: int) -> None:
-        self._pool.trim(kept_bytes)
+    def keep_freed(self, limit_bytes: int) -> None:
+        if self._pool is not None:
+            # Torch's memory is most of what the limit is about: without it the limit says nothing.
+            self._pool.set_limit(limit_bytes if self._keeps_freed and serve_torch() else 0)
+
+    def gave(self, device: torch.Tensor) -> bool:
+        return self._pool is not None and self._pool.owns(device.data_ptr())
 
     def close(self) -> None:
         """Gives back the memory that was kept for reuse."""
-        self._pool.close()
+        stop_serving()
 
 
 class _LateCopy:

@@ -236,8 +236,11 @@ class CudaBackend:
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Nothing to tune: device memory does not come from the C library."""
 
-    def trim(self, kept_bytes: int) -> None:
-        """Nothing to trim: torch's caching allocator keeps freed memory, inside what it has reserved."""
+    def keep_freed(self, limit_bytes: int) -> None:
+        """Nothing to say: torch's caching allocator keeps freed memory, inside what it has reserved."""
+
+    def gave(self, device: torch.Tensor) -> bool:
+        return True
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

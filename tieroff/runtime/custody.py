@@ -252,6 +252,17 @@ class Custody:
         # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
         self.backend.tune_allocator(None if program.moves_nothing else self.settings.allocator_threshold_bytes)
 
+    def keep_freed(self, program: Program) -> None:
+        """Has the backend keep freed memory for reuse in the step that begins, as far as its peak or the budget goes."""
+        limit_bytes = self.executor.on_demand.room_bytes
+        if program.phase is Phase.RECORD:
+            limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system
+        elif program.phase is Phase.PLANNED and program.plan is not None:
+            copies = [item for item in self.home_items() if item.device is not None and not self.backend.gave(item.device)]
+            elsewhere_bytes = sum(item.size_bytes for item in copies) + program.scratch_bytes
+            limit_bytes = program.plan.peak_bytes[Tier.DEVICE] - elsewhere_bytes
+        self.backend.keep_freed(max(limit_bytes, 0))
+
     def _tier_between_steps(self, item: HomeItem, program: Program) -> Tier | None:
         """Returns the lower tier of an item at the start of a step, or None for the device."""
         if program.phase is not Phase.PLANNED:

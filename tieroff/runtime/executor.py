@@ -91,11 +91,9 @@ class Executor:
                 if cursor < len(program.keys) and program.keys[cursor] == key:
                     self.cursor = cursor + 1
                     self._act(program, cursor)
-                    self._trim(program, cursor)
                 else:
                     self._diverge(key, name)
             else:
-                self.traffic.backend.trim(0)  # nobody knows how much memory the next op takes
                 if program.phase in (Phase.RECORD, Phase.MEASURE):
                     self._keys.append(key)
                     if self.recorder is not None:
@@ -142,13 +140,6 @@ class Executor:
             if item is not None and item.state is State.LOWER:
                 self.traffic.send(item, Event.FETCH)
 
-    def _trim(self, program: Program, cursor: int) -> None:
-        """Leaves the backend as much freed memory as the op that begins does not need of the plan's peak."""
-        assert program.trace is not None and program.plan is not None
-        unborn_bytes = max(self.unborn_bytes + program.births[cursor], 0)
-        count = self.traffic.device_bytes + unborn_bytes + program.trace.ops[cursor].transient_bytes
-        self.traffic.backend.trim(program.plan.peak_bytes[Tier.DEVICE] - count)
-
     def release(self, item: Item) -> None:
         """Has an item leave the device; a home takes its latest value along."""
         if isinstance(item, HomeItem):
@@ -161,7 +152,7 @@ class Executor:
         assert program is not None
         expected = program.names[self.cursor] if self.cursor < len(program.names) else "the end of the step"
         self.mode = Mode.DEMAND
-        self.traffic.backend.trim(0)
+        self.traffic.backend.keep_freed(0)  # nobody knows how much memory the next op takes
         self.traffic.counts.fallbacks += 1
         program.mismatches += 1
         if program.mismatches == 1:
@@ -206,7 +197,6 @@ class Executor:
         if self.recorder is not None:
             self.recorder.stop()
         self.on_demand.clear()
-        self.traffic.backend.trim(0)  # what runs between steps, and what is planned next, counts on memory being free
         self.mode = Mode.IDLE
         return self._keys, self._names
 
@@ -216,7 +206,7 @@ class Executor:
             self.recorder.stop()
             self.recorder = None
         self.on_demand.clear()
-        self.traffic.backend.trim(0)
+        self.traffic.backend.keep_freed(0)
         self.mode = Mode.IDLE
         self.program = None
 
@@ -317,11 +307,13 @@ class Executor:
                     item.leave(self.traffic)
 
     def _stays_for_update(self, item: HomeItem) -> bool:
-        """True for an item that the plan has on the device when the update begins; lifted, it counts as written from here."""
+        """True for an item that the plan has on the device while user code runs; lifted, it counts as written from here."""
         program, traffic = self.program, self.traffic
-        if self.mode is not Mode.PLANNED or program is None or item.index not in program.needed_by_update:
+        if self.mode is not Mode.PLANNED or program is None or item.index not in program.stays_after_backward:
             return False
         item.refresh(traffic)
+        if item.state is State.ARRIVING:
+            traffic.settle(item)  # brought back for what user code does next
         # User code must not write under a copy that is under way, and has to find a host home on the host.
         if item.state not in (State.DEVICE, State.BOTH) or not (item.is_lifted or traffic.backend.lifts_homes):
             return False

@@ -10,9 +10,10 @@ from tieroff.core.trace import Trace
 from tieroff.runtime.backend import Arrival
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
-# By how much durations and bandwidth may differ from those that a plan was made for, and how much of a step that has to be.
+# By how much durations and bandwidth may differ from those that a plan was made for, and how much of a step that has to be:
+# planning takes time too.
 _DRIFT = 0.1
-_NOISE_NS = 5_000_000
+_NOISE_NS, _NOISE_SHARE = 5_000_000, 0.01
 # Planned steps of each look at a plan while it settles: with one traced and one measured step, the last ends with step 9.
 _FIRST_LOOKS = (3, 2, 2)
 # Of each look after that; twice as many after each plan that is made later, since a speed that keeps changing cannot be met.
@@ -74,10 +75,11 @@ class Feedback:
         """
         reasons = [_compute_drift(sum(self.shortest_ns), trace.ideal_ns)]
         before, now = machine_as_seen(self.rates), machine_as_seen(self._rates())
+        noise_ns = max(_NOISE_NS, int(_NOISE_SHARE * trace.ideal_ns))
         for link, moved_bytes in self._moved_bytes.items():
             if before is not None and now is not None:
                 key = f"{link}_bytes_per_s"
-                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes / self._steps))
+                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes / self._steps, noise_ns))
         return "; ".join(filter(None, reasons))
 
     def settle(self) -> bool:
@@ -120,9 +122,9 @@ def _compute_drift(seen_ns: int, planned_ns: int) -> str:
     return f"compute takes {format_seconds(seen_ns / NS_PER_S)}, planned were {format_seconds(planned_ns / NS_PER_S)}"
 
 
-def _link_drift(link: str, planned: int, seen: int, moved_bytes: float) -> str:
+def _link_drift(link: str, planned: int, seen: int, moved_bytes: float, noise_ns: int) -> str:
     if not planned or not seen or abs(seen - planned) <= _DRIFT * planned:
         return ""
-    if moved_bytes * abs(1 / seen - 1 / planned) * NS_PER_S <= _NOISE_NS:
+    if moved_bytes * abs(1 / seen - 1 / planned) * NS_PER_S <= noise_ns:
         return ""
     return f"{link} moves {format_bytes(seen)}/s, planned were {format_bytes(planned)}/s"

@@ -66,7 +66,10 @@ class Program:
         retraces: how often it was traced again.
         feedback: what planned steps showed of the plan.
         update_at: tick at which the update begins; that of the step's end when it has none.
-        needed_by_update: tensors that the plan has on the device when the update begins, of those that it moves.
+        stays_after_backward: tensors that the plan has on the device when the update begins, of those that it moves; and the
+            gradients that it has there until then.
+        used_below: gradients that user code used in the recorded step after backward, and whether it wrote them.
+        scratch_bytes: the most memory that an op of the recorded step took for itself.
         written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
     """
 
@@ -85,7 +88,9 @@ class Program:
     retraces: int = 0
     feedback: Feedback = field(default_factory=Feedback)
     update_at: int = -1
-    needed_by_update: frozenset[int] = frozenset()
+    stays_after_backward: frozenset[int] = frozenset()
+    used_below: dict[int, bool] = field(default_factory=dict)
+    scratch_bytes: int = 0
     written: frozenset[Hashable] = frozenset()
 
     def adopt(self, plan: Plan) -> None:
@@ -105,28 +110,31 @@ class Program:
         Those that the plan has on the device when the update begins come back at that tick, where they are not there.
         """
         assert self.trace is not None
-        self.needed_by_update = frozenset()
+        self.stays_after_backward = frozenset()
         count = len(self.keys)
-        update = self.update_at = next((i for i, key in enumerate(self.keys) if key == ("bucket", 0)), count)
+        update = self.update_at = update_of(self.keys)
         if update == count:
             return
+        kind = {i: tensor.kind for i, tensor in enumerate(self.trace.tensors)}
+        there = [
+            r for r in plan.residencies if r.tier is Tier.DEVICE and r.tensor in self.tiers and r.start < update <= r.stop
+        ]
         kinds = (TensorClass.PARAMETER, TensorClass.GRADIENT)
+        back = tuple(r.tensor for r in there if r.stop > update and kind[r.tensor] in kinds)
+        gradients = {r.tensor for r in there if kind[r.tensor] is TensorClass.GRADIENT}
+        self.stays_after_backward = frozenset({*back, *gradients})
         actions = self.actions[update]
-        back = tuple(
-            r.tensor
-            for r in plan.residencies
-            if r.tier is Tier.DEVICE
-            and r.tensor in self.tiers
-            and r.start < update < r.stop
-            and self.trace.tensors[r.tensor].kind in kinds
-        )
-        self.needed_by_update = frozenset(back)
         self.actions[update] = replace(actions, ins=(*back, *actions.ins))
 
     @property
     def moves_nothing(self) -> bool:
         """True when the plan leaves everything on the device."""
         return self.plan is not None and self.plan.moves_nothing
+
+
+def update_of(keys: list[Hashable]) -> int:
+    """Returns the tick at which the update begins; the number of ticks when there is none."""
+    return next((i for i, key in enumerate(keys) if key == ("bucket", 0)), len(keys))
 
 
 def _actions(plan: Plan, trace: Trace, moved: set[int]) -> list[TickActions]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, InfeasiblePlanError, StoreError
 from tieroff.runtime.compiled import compiled_count, find_compiled
@@ -21,9 +19,10 @@ from tieroff.runtime.custody import Custody
 from tieroff.runtime.demand import Experience, Shapes
 from tieroff.runtime.feedback import Feedback, MachineAsSeen
 from tieroff.runtime.hooks import shapes_of, signature_of, storages_of
+from tieroff.runtime.measured import measured_timeline
 from tieroff.runtime.modules import ModuleSpans, Recomputation, layers_of, mark_recomputed
 from tieroff.runtime.parameters import install
-from tieroff.runtime.program import Mode, Phase, Program
+from tieroff.runtime.program import Mode, Phase, Program, update_of
 from tieroff.runtime.stats import Stats
 from tieroff.units import NS_PER_S, format_seconds
 
@@ -31,6 +30,8 @@ log = logging.getLogger("tieroff")
 
 # From a trace, and the bytes per second that links were seen to move beside compute ({} while nothing is known).
 MakePlan = Callable[[Trace, dict[str, float]], Plan]
+# From a trace, an op of it, and what user code used in that op of what lies below: the trace in which a part of that is there.
+BringBack = Callable[[Trace, int, Mapping[int, bool]], Trace]
 
 # Kinds of steps (signatures) whose traces and plans are kept.
 _PROGRAMS_KEPT = 16
@@ -45,12 +46,6 @@ _WARMUP_STEPS = 8
 # Phases of ops in which user code runs that no update is.
 _PASSES = ("forward", "backward", "recompute")
 _PHASES = {Phase.RECORD: "traced", Phase.MEASURE: "measured", Phase.PLANNED: "planned", Phase.FREE: "on demand"}
-_ENDS = {
-    "d2h": (Tier.DEVICE, Tier.HOST),
-    "h2d": (Tier.HOST, Tier.DEVICE),
-    "nvme_write": (Tier.DEVICE, Tier.NVME),
-    "nvme_read": (Tier.NVME, Tier.DEVICE),
-}
 
 
 class Steps:
@@ -71,10 +66,11 @@ class Steps:
         make_recorder: Callable[[], Recorder],
         machine_as_seen: MachineAsSeen,
         spare_bytes: Callable[[Trace], int],
+        bring_back: BringBack,
     ) -> None:
         self._custody = custody
         self._make_plan, self._make_recorder, self._machine_as_seen = make_plan, make_recorder, machine_as_seen
-        self._spare_bytes = spare_bytes
+        self._spare_bytes, self._bring_back = spare_bytes, bring_back
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.last: Program | None = None
         self._recomputation = Recomputation(custody.model, custody.executor)
@@ -113,6 +109,7 @@ class Steps:
             self._shapes.append(shapes)
         elif not executor.on_demand.experience.covers(shapes):
             executor.on_demand.room_bytes = 0  # nobody knows what ops on these need
+            self._custody.backend.keep_freed(0)
             executor.on_demand.clear()
 
     def check_model(self) -> None:
@@ -156,6 +153,7 @@ class Steps:
         self._custody.executor.begin(program, recorder)
         for item in self._custody.home_items():
             self._custody.executor.assign(item)
+        self._custody.keep_freed(program)
         self._step_is_over = False
         self._begun_ns, self._recomputation.spent_ns = time.monotonic_ns(), 0
         if recorder is not None:
@@ -196,6 +194,7 @@ class Steps:
         if self._program is None or self._step_is_over:
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
             self._end_ring()
+            self._custody.backend.keep_freed(0)
             self._custody.executor.mode = Mode.IDLE
 
     def after_update(self) -> None:
@@ -268,6 +267,7 @@ class Steps:
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
 
     def _plan_again(self, program: Program, trace: Trace, reason: str) -> None:
+        self._custody.backend.keep_freed(0)  # planning takes memory too
         try:
             plan = self._make_plan(trace, program.feedback.plan_again())
             self._reserve(plan)
@@ -309,8 +309,18 @@ class Steps:
         below = recorder.written_below & parameters.keys()
         # A home that lies below now may be lifted when it is written next; another one never is.
         program.written = frozenset(written | below if self._custody.backend.lifts_homes else written)
+        program.used_below, program.scratch_bytes = self._used_below(program, recorder), recorder.scratch_bytes
         program.phase = Phase.MEASURE
         self._learn(program, written | below)
+
+    def _used_below(self, program: Program, recorder: Recorder) -> dict[int, bool]:
+        """Returns the gradients that user code used after backward where they lay, and whether it wrote them."""
+        if not self._custody.backend.lifts_homes:
+            return {}  # a home on the host stays there for user code
+        assert program.trace is not None
+        tensors, used = program.trace.tensors, recorder.used_below(update_of(program.keys) - 1)
+        indices = {program.index[key]: is_written for key, is_written in used.items() if key in program.index}
+        return {i: is_written for i, is_written in indices.items() if tensors[i].kind is TensorClass.GRADIENT}
 
     def _learn(self, program: Program, written: set[Hashable]) -> None:
         """Keeps what a recorded step says about steps that run without a plan."""
@@ -337,8 +347,16 @@ class Steps:
         assert program.trace is not None
         executor = self._custody.executor
         durations = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
-        program.trace = program.trace.with_durations(durations)
-        plan = self._make_plan(program.trace, program.feedback.rates)
+        trace = program.trace = program.trace.with_durations(durations)
+        self._custody.backend.keep_freed(0)  # planning takes memory too
+        try:
+            program.trace = self._bring_back(trace, update_of(program.keys) - 1, program.used_below)
+            plan = self._make_plan(program.trace, program.feedback.rates)
+        except InfeasiblePlanError:
+            if program.trace is trace:
+                raise
+            program.trace = trace  # less than the whole budget was left, or the policy has other uses for it
+            plan = self._make_plan(trace, program.feedback.rates)
         if self._recomputation.begin(plan.recompute):
             program.phase = Phase.RECORD
             return
@@ -389,44 +407,5 @@ class Steps:
         )
         if executor.mode is Mode.PLANNED and self._custody.traffic.keep_spans:
             assert program.trace is not None and program.plan is not None
-            program.ran = program.trace, program.plan, self._measured_timeline(program)
-
-    def _measured_timeline(self, program: Program) -> Timeline:
-        """Returns what the step did up to here."""
-        start_ns = self._begun_ns
-        executor = self._custody.executor
-        ops = tuple(
-            OpSpan(max(a - start_ns, 0), max(b - start_ns, 0))
-            for a, b in zip(executor.starts_ns, executor.stops_ns, strict=False)
-        )
-        transfers = []
-        for index, link, arrival, size_bytes in self._custody.traffic.spans:
-            if index < 0 or not arrival.stop_ns:
-                continue
-            source, target = _ENDS[link]
-            transfers.append(
-                TransferSpan(
-                    index, source, target, arrival.start_ns - start_ns, arrival.stop_ns - start_ns, size_bytes
-                )
-            )
-        transfers.sort(key=lambda span: span.start_ns)
-        stalls = tuple(
-            Stall(bisect_left(executor.starts_ns, begun_ns), ended_ns - begun_ns, index, source, target)
-            for index, source, target, begun_ns, ended_ns in self._custody.traffic.waits
-        )
-        step_ns = max([span.stop_ns for span in ops], default=0)
-        memory = self._memory(program, len(ops))
-        return Timeline(ops, tuple(transfers), stalls, memory, step_ns, recompute_ns=self._recomputation.spent_ns)
-
-    def _memory(self, program: Program, op_count: int) -> dict[Tier, tuple[int, ...]]:
-        """Returns what each tier held at each op; at the last one, in which user code runs on, what it holds now."""
-        assert program.trace is not None
-        memory = {}
-        for tier, held in self._custody.traffic.memory.items():
-            store = self._custody.stores.get(tier)
-            below = store.used_bytes if store is not None else 0
-            open_ops = program.trace.ops[len(held) : op_count]
-            device_bytes = self._custody.traffic.device_bytes
-            now = [device_bytes + op.transient_bytes if tier is Tier.DEVICE else below for op in open_ops]
-            memory[tier] = (*held, *now)
-        return memory
+            did = measured_timeline(program, self._custody, self._begun_ns, self._recomputation.spent_ns)
+            program.ran = program.trace, program.plan, did

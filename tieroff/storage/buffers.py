@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import weakref
-from collections import OrderedDict, deque
 
 from tieroff.storage.memory import PAGE_BYTES, advise_huge_pages, align_up
 
@@ -39,59 +37,3 @@ def allocate(size_bytes: int) -> Buffer:
     buffer.size_bytes = whole_bytes
     advise_huge_pages(buffer.address, whole_bytes)
     return buffer
-
-
-class BufferPool:
-    """Buffers whose last reference died, kept for the next tensor of the same size.
-
-    Memory fresh from the system is zeroed page by page as it is first touched: on a drive that reads a gigabyte a second
-    this took as long as the reading. Kept memory stays resident, so `trim` is what holds it to a budget.
-
-    Attributes:
-        kept_bytes: bytes of buffers that nobody refers to.
-    """
-
-    def __init__(self) -> None:
-        self.kept_bytes = 0
-        self._free: OrderedDict[int, Buffer] = OrderedDict()  # by address, the one freed first in front
-        # A last reference can die anywhere, in the middle of a method of this pool too: that only adds to a queue.
-        self._returned: deque[Buffer] = deque()
-        self._watched: dict[int, weakref.ref[memoryview]] = {}
-        self._is_closed = False
-
-    def take(self, size_bytes: int) -> memoryview:
-        """Returns memory as `allocate` does, its content undefined; it comes back with the view's last reference."""
-        self._collect()
-        whole_bytes = align_up(max(size_bytes, 1), PAGE_BYTES)
-        address = next((a for a in reversed(self._free) if self._free[a].size_bytes == whole_bytes), None)
-        if address is None:
-            buffer = allocate(size_bytes)
-        else:
-            buffer = self._free.pop(address)
-            self.kept_bytes -= whole_bytes
-        view = memoryview(buffer)
-        self._watched[buffer.address] = weakref.ref(view, lambda _: self._give_back(buffer))
-        return view
-
-    def close(self) -> None:
-        """Keeps nothing any more: what is still referred to goes to the system with its last reference."""
-        self._is_closed = True
-        self.trim(0)
-
-    def trim(self, limit_bytes: int) -> None:
-        """Gives the longest unused buffers back to the system until no more than `limit_bytes` are kept."""
-        self._collect()
-        while self.kept_bytes > max(limit_bytes, 0):
-            _, buffer = self._free.popitem(last=False)
-            self.kept_bytes -= buffer.size_bytes
-
-    def _give_back(self, buffer: Buffer) -> None:
-        if not self._is_closed:
-            self._returned.append(buffer)
-
-    def _collect(self) -> None:
-        while self._returned:
-            buffer = self._returned.popleft()
-            del self._watched[buffer.address]
-            self._free[buffer.address] = buffer
-            self.kept_bytes += buffer.size_bytes

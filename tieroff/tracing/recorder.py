@@ -264,6 +264,14 @@ class StepRecorder(TorchDispatchMode):
         passes = {op for op, (_, phase) in enumerate(self._events) if phase in ("forward", "backward")}
         return frozenset(key for life in self._lives if life.is_below and life.writes & passes for key in life.keys)
 
+    @property
+    def scratch_bytes(self) -> int:
+        return max(self._scratch.values(), default=0)
+
+    def used_below(self, op: int) -> dict[Hashable, bool]:
+        used = (life for life in self._lives if life.is_below and op in life.reads | life.writes)
+        return {key: op in life.writes for life in used for key in life.keys}
+
     def written(self, keys: set[Hashable]) -> set[Hashable]:
         return {key for life in self._lives if life.writes and not life.is_below for key in life.keys if key in keys}
 

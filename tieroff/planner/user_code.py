@@ -1,0 +1,61 @@
+"""What user code does to gradients between backward and update, as uses that a plan provides for.
+
+[Note: gradients below] A gradient that was moved lies below when backward ends, as a tensor that anybody may touch. To clip
+the gradients then reads and writes all of them page by page through the file's mapping, which takes longer than to bring
+them back. On the device they are where the update wants them next, too. So what user code touched of them in the recorded
+step counts as a use on the device, for as many as find room there; those left over are touched where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tieroff.core.lifetime import Lifetime
+from tieroff.core.tensor import Tensor
+from tieroff.core.trace import Trace
+
+# Of what is free in that op; the rest is for what comes next, which should arrive meanwhile.
+_SHARE = 0.8
+
+
+def bring_back(trace: Trace, op: int, used: Mapping[int, bool], budget_bytes: int, min_bytes: int) -> Trace:
+    """Returns the trace with uses of these tensors in an op, for as many as find room.
+
+    Args:
+        trace: of a step.
+        op: in which user code runs.
+        used: tensors that it uses, and whether it writes them.
+        budget_bytes: of the device.
+        min_bytes: smaller tensors are always on the device while they live.
+    """
+    pairs = zip(trace.tensors, trace.lifetimes, strict=True)
+    needed_bytes = sum(tensor.size_bytes for tensor, life in pairs if _stays(tensor, life, op, min_bytes))
+    room_bytes = int(_SHARE * (budget_bytes - trace.ops[op].transient_bytes - needed_bytes))
+    chosen: set[int] = set()
+    for tensor in sorted(used, key=lambda tensor: _next_use(trace.lifetimes[tensor], op)):
+        life, size_bytes = trace.lifetimes[tensor], trace.tensors[tensor].size_bytes
+        if not life.birth <= op < life.death or _stays(trace.tensors[tensor], life, op, min_bytes) or size_bytes > room_bytes:
+            continue
+        room_bytes -= size_bytes
+        chosen.add(tensor)
+    if not chosen:
+        return trace
+    there = trace.ops[op]
+    written = {tensor for tensor in chosen if used[tensor]}
+    reads, writes = sorted({*there.reads, *chosen}), sorted({*there.writes, *written})
+    ops = [*trace.ops]
+    ops[op] = replace(there, reads=tuple(reads), writes=tuple(writes))
+    return trace.rewritten(tuple(ops), trace.tensors, chosen)
+
+
+def _stays(tensor: Tensor, life: Lifetime, op: int, min_bytes: int) -> bool:
+    """True for a tensor that is on the device in that op whatever the plan."""
+    if not life.birth <= op < life.death:
+        return False
+    is_required = not life.required or any(start <= op < stop for start, stop in life.required)
+    return is_required or not tensor.is_movable or tensor.size_bytes < min_bytes
+
+
+def _next_use(life: Lifetime, op: int) -> int:
+    return min((start for start, _ in life.required if start > op), default=life.death)
