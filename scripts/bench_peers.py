@@ -139,7 +139,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--nvme-dir", type=Path, default=Path(), help="folder for what lies on NVMe, and for scratch")
     parser.add_argument("--json", type=Path, default=None, help="also write what was found to this file")
     add_options(parser, leave_out=("config", "out", "sample"))
-    parser.set_defaults(steps=12, **SHAPES[parser.parse_known_args(given)[0].model])
+    parser.set_defaults(steps=16, **SHAPES[parser.parse_known_args(given)[0].model])
     arguments = parser.parse_args(given)
     if arguments.repeat < 1:
         parser.error(f"expected at least one repetition, got {arguments.repeat}")

@@ -40,7 +40,7 @@ from where import when_and_where
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = {"cheap": "fast", "lp": "high"}
-_WARM = 5  # steps before it are recorded, timed and planned, or settle
+_WARM = 10  # steps before it are recorded, timed and planned, or their plan settles
 _TIMES = ("step_s", "foretold_s", "bound_s")
 _MEASURED = (*_TIMES, "tokens_per_s", "relative", "stall_s", "peak_bytes", "moved_bytes", "losses_equal")
 
@@ -117,7 +117,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Options]:
     parser.add_argument("--bound", choices=list(BOUNDS), default="cheap", help="lp: also the linear program's, in minutes")
     parser.add_argument("--model", choices=list(SHAPES), default="demo", help="its sizes; each can be given on its own")
     add_options(parser, leave_out=("config", "out"))
-    parser.set_defaults(steps=12, **SHAPES[parser.parse_known_args()[0].model])
+    parser.set_defaults(steps=18, **SHAPES[parser.parse_known_args()[0].model])
     arguments = parser.parse_args()
     chosen = {f.name: getattr(arguments, f.name) for f in fields(Options) if f.name not in ("config", "out")}
     return arguments, Options(**chosen)

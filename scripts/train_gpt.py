@@ -29,7 +29,7 @@ OnStep = Callable[[int, float, float], None]
 
 VOCABULARY = 256
 WARMUP_STEPS = 5
-UNTIMED_STEPS = 5
+UNTIMED_STEPS = 10  # recorded, timed and planned, and until the plan settles
 DEFAULT_TEXT = Path(__file__).resolve().parent / "data" / "tinyshakespeare.txt"
 
 

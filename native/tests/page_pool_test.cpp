@@ -23,6 +23,8 @@ void expect(bool is_true, const char* what, int line) {
 }
 #define EXPECT(condition) expect((condition), #condition, __LINE__)
 
+std::vector<tieroff::PagePool*> pools;  // they are never given back, and are no leaks
+
 // Takes and gives back pieces that it marks at both ends, and looks at the marks before it gives one back.
 void churn(tieroff::PagePool& pool, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -48,7 +50,8 @@ void churn(tieroff::PagePool& pool, std::uint64_t seed) {
 }
 
 void test_many_threads(bool has_huge_pages) {
-  auto& pool = *new tieroff::PagePool(std::size_t{512} << 20, has_huge_pages);  // pools are never given back
+  auto& pool = *new tieroff::PagePool(std::size_t{512} << 20, has_huge_pages);
+  pools.push_back(&pool);
   std::vector<std::thread> threads;
   for (std::uint64_t seed = 1; seed <= 4; ++seed) threads.emplace_back([&pool, seed] { churn(pool, seed); });
   for (std::size_t limit : {std::size_t{0}, std::size_t{8} << 20, std::size_t{64} << 20, std::size_t{1} << 20, SIZE_MAX}) {
