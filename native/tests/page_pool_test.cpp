@@ -1,4 +1,5 @@
 // The page pool under many threads and a moving limit, for the sanitizers. Prints what failed and exits 1, else exits 0.
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +24,7 @@ void expect(bool is_true, const char* what, int line) {
 }
 #define EXPECT(condition) expect((condition), #condition, __LINE__)
 
-std::vector<tieroff::PagePool*> pools;  // they are never given back, and are no leaks
+std::array<tieroff::PagePool*, 2> pools{};  // they are never given back, and are no leaks
 
 // Takes and gives back pieces that it marks at both ends, and looks at the marks before it gives one back.
 void churn(tieroff::PagePool& pool, std::uint64_t seed) {
@@ -51,7 +52,7 @@ void churn(tieroff::PagePool& pool, std::uint64_t seed) {
 
 void test_many_threads(bool has_huge_pages) {
   auto& pool = *new tieroff::PagePool(std::size_t{512} << 20, has_huge_pages);
-  pools.push_back(&pool);
+  pools.at(has_huge_pages ? 1 : 0) = &pool;
   std::vector<std::thread> threads;
   for (std::uint64_t seed = 1; seed <= 4; ++seed) threads.emplace_back([&pool, seed] { churn(pool, seed); });
   for (std::size_t limit : {std::size_t{0}, std::size_t{8} << 20, std::size_t{64} << 20, std::size_t{1} << 20, SIZE_MAX}) {
