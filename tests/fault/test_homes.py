@@ -275,7 +275,7 @@ def test_raw_writes_between_backward_and_update_into_what_the_plan_keeps_for_the
         if wrap:
             engine = tieroff.engine(model)
             assert engine.stats().phase == "planned" and engine.stats().fallbacks == 0
-            kinds = {engine.trace.tensors[index].kind for index in engine._steps.last.needed_by_update}
+            kinds = {engine.trace.tensors[index].kind for index in engine._steps.last.stays_after_backward}
             tieroff.unwrap(model)
         return losses, look(model, optimizer), kinds
 
