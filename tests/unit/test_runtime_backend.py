@@ -45,7 +45,7 @@ class WatchedBackend(CpuBackend):
     def empty(self, size_bytes: int) -> torch.Tensor:
         memory = super().empty(size_bytes)
         self.kept.append(self.pool.kept_bytes)
-        self.sums.append(self.pool.kept_bytes + self.pool.in_use_bytes)
+        self.sums.append(self.pool.kept_bytes + self.pool.in_use_bytes - self._others_bytes)
         return memory
 
 
@@ -60,6 +60,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         model(torch.randn(64, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_what_others_have_of_the_pool_takes_no_room(tmp_path: Path) -> None:
+    other = WatchedBackend()
+    theirs = other.empty(64 * MIB).fill_(1)
+    backend = WatchedBackend()
+    backend.keep_freed(8 * MIB)
+    memory = backend.empty(4 * MIB)
+    del memory
+    assert backend.pool.kept_bytes >= 4 * MIB
+    backend.close()
+    assert backend.pool.kept_bytes == 0 and theirs.sum().item() == 64 * MIB
 
 
 def test_memory_kept_for_reuse_counts_against_the_plans_peak(tmp_path: Path) -> None:

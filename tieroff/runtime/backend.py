@@ -95,6 +95,8 @@ class CpuBackend:
     def __init__(self, keeps_freed: bool = True) -> None:
         self._pool = page_pool()
         self._keeps_freed = keeps_freed
+        # What others have of the pool, and no budget of this backend's is about.
+        self._others_bytes = self._pool.in_use_bytes if self._pool is not None else 0
         settle_vector_math()
 
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -125,7 +127,8 @@ class CpuBackend:
     def keep_freed(self, limit_bytes: int) -> None:
         if self._pool is not None:
             # Torch's memory is most of what the limit is about: without it the limit says nothing.
-            self._pool.set_limit(limit_bytes if self._keeps_freed and serve_torch() else 0)
+            may_keep = limit_bytes > 0 and self._keeps_freed and serve_torch()
+            self._pool.set_limit(limit_bytes + self._others_bytes if may_keep else 0)
 
     def gave(self, device: torch.Tensor) -> bool:
         return self._pool is not None and self._pool.owns(device.data_ptr())
