@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,12 @@ def test_failed_read_raises_or_is_mended_and_loses_nothing(trainer: Trainer, kin
 def own_threads() -> set[str]:
     """Returns the ids of this process's threads that tieroff named."""
     tasks = Path("/proc/self/task")
-    return {task for task in os.listdir(tasks) if (tasks / task / "comm").read_text().startswith("tieroff")}
+    found = set()
+    for task in os.listdir(tasks):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            if (tasks / task / "comm").read_text().startswith("tieroff"):
+                found.add(task)
+    return found
 
 
 def test_unwrap_that_cannot_read_a_value_ends_threads_and_files_all_the_same(trainer: Trainer) -> None:
