@@ -107,8 +107,6 @@ struct Search {
   const char* function;
   void* original;
   void* replacement;
-  std::vector<std::uintptr_t> places;
-  bool is_taken = false;
   std::size_t replaced_count = 0;
   int error = 0;
 };
@@ -116,20 +114,21 @@ struct Search {
 void replace_in(const dl_phdr_info& library, const ElfW(Phdr) & dynamic, Search& search) {
   const Tables tables = read_tables(library, dynamic);
   if (tables.names == nullptr || tables.symbols == nullptr) return;
+  std::vector<std::uintptr_t> places;
   for (const auto& entries : {tables.lazy, tables.eager}) {
     for (const ElfW(Rela) & entry : entries) {
       if (!is_function_slot(entry.r_info)) continue;
       if (std::strcmp(tables.names + tables.symbols[ELF64_R_SYM(entry.r_info)].st_name, search.function) != 0) continue;
-      search.places.push_back(library.dlpi_addr + entry.r_offset);
+      places.push_back(library.dlpi_addr + entry.r_offset);
     }
   }
-  for (const std::uintptr_t place : search.places) {
+  const bool is_taken = std::any_of(places.begin(), places.end(), [&](std::uintptr_t place) {
     const void* const found = *reinterpret_cast<void* const*>(place);
     const bool is_known = found == search.original || found == search.replacement || found == nullptr;
-    if (!is_known && !is_inside(library, reinterpret_cast<std::uintptr_t>(found))) search.is_taken = true;
-  }
-  if (search.is_taken) return;
-  for (const std::uintptr_t place : search.places) {
+    return !is_known && !is_inside(library, reinterpret_cast<std::uintptr_t>(found));
+  });
+  if (is_taken) return;
+  for (const std::uintptr_t place : places) {
     search.error = write_slot(library, place, search.replacement);
     if (search.error != 0) return;
     ++search.replaced_count;
@@ -138,7 +137,6 @@ void replace_in(const dl_phdr_info& library, const ElfW(Phdr) & dynamic, Search&
 
 int visit(dl_phdr_info* library, std::size_t, void* data) {
   auto& search = *static_cast<Search*>(data);
-  search.places.clear();
   const std::string_view path = library->dlpi_name;
   if (path.substr(path.rfind('/') + 1) != search.library) return 0;
   for (int i = 0; i < library->dlpi_phnum; ++i)
@@ -150,7 +148,7 @@ int visit(dl_phdr_info* library, std::size_t, void* data) {
 }  // namespace
 
 std::size_t interpose(const char* library, const char* function, void* original, void* replacement) {
-  Search search{.library = library, .function = function, .original = original, .replacement = replacement, .places = {}};
+  Search search{.library = library, .function = function, .original = original, .replacement = replacement};
   dl_iterate_phdr(visit, &search);
   if (search.error != 0) throw std::system_error(search.error, std::generic_category(), "mprotect");
   return search.replaced_count;

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "expect.hpp"
 #include "tieroff/crc32c.hpp"
 #include "tieroff/engine.hpp"
 #include "tieroff/errors.hpp"
@@ -41,15 +42,6 @@ std::unique_ptr<Engine> make_engine(std::size_t call_count) {
   return std::make_unique<tieroff::ThreadEngine>(
       tieroff::ThreadOptions{.read_thread_count = call_count, .write_thread_count = call_count, .chunk_bytes = kChunk});
 }
-
-std::atomic<int> failures{0};
-
-void expect(bool is_true, const char* what, int line) {
-  if (is_true) return;
-  std::fprintf(stderr, "line %d: expected %s\n", line, what);
-  failures.fetch_add(1);
-}
-#define EXPECT(condition) expect((condition), #condition, __LINE__)
 
 class File {
  public:

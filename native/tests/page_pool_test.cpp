@@ -1,29 +1,19 @@
 // The page pool under many threads and a moving limit, for the sanitizers. Prints what failed and exits 1, else exits 0.
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <random>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "expect.hpp"
 #include "tieroff/page_pool.hpp"
 
 namespace {
 
 constexpr std::size_t kPage = 4096;
-std::atomic<int> failures{0};
-
-void expect(bool is_true, const char* what, int line) {
-  if (is_true) return;
-  std::fprintf(stderr, "line %d: expected %s\n", line, what);
-  failures.fetch_add(1);
-}
-#define EXPECT(condition) expect((condition), #condition, __LINE__)
-
 std::array<tieroff::PagePool*, 2> pools{};  // they are never given back, and are no leaks
 
 // Takes and gives back pieces that it marks at both ends, and looks at the marks before it gives one back.

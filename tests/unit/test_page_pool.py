@@ -171,6 +171,36 @@ assert ctypes.c_char.in_dll(library, "data").value == b"\x02"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.skipif(LIBRARY_BUILDER is None, reason="no C compiler")
+def test_calls_that_another_tool_took_are_left_to_it(tmp_path: Path) -> None:
+    """A memory profiler, say: a library whose calls of free go elsewhere than everybody's."""
+    (tmp_path / "tool.c").write_text("int count; void free(void *p) { count += p != 0; }\n")
+    (tmp_path / "user.c").write_text(
+        "#include <stdlib.h>\n"
+        "void *take(size_t size) { void *p; return posix_memalign(&p, 64, size) ? 0 : p; }\n"
+        "void give(void *p) { free(p); }\n"
+    )
+    build = [str(LIBRARY_BUILDER), "-shared", "-fPIC", "-fno-builtin"]
+    subprocess.run([*build, "tool.c", "-o", "libtool.so"], cwd=tmp_path, check=True)
+    here = ["-L.", "-Wl,--no-as-needed", "-ltool", f"-Wl,-rpath,{tmp_path},-z,now"]
+    subprocess.run([*build, "user.c", "-o", "libuser.so", *here], cwd=tmp_path, check=True)
+    program = f"""
+import ctypes, os
+from tieroff._native import process_pool, serve_from, serve_library
+library = ctypes.CDLL({str(tmp_path / "libuser.so")!r}, mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
+library.take.restype, library.take.argtypes, library.give.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+pool = process_pool(1 << 30, False)
+pool.set_limit(1 << 24)
+assert not serve_library("libuser.so")
+serve_from(1 << 20)
+memory = library.take(1 << 20)
+assert not pool.owns(memory)
+library.give(memory)
+assert ctypes.c_int.in_dll(ctypes.CDLL({str(tmp_path / "libtool.so")!r}), "count").value == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_address_space_that_is_used_up_is_told() -> None:
     pool = PagePool(4 * MIB, False)
     pages = pool.take(4 * MIB)
