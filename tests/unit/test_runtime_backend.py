@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,12 +121,26 @@ class Largest(nn.Module):
         return x.flatten().topk(10).values.sum()
 
 
-def test_memory_that_ops_take_for_themselves_is_left_to_them(tmp_path: Path) -> None:
+def leave_free_heap(size_bytes: int) -> None:
+    """Leaves memory in the heap that serves the next allocations, as a process that has run for a while has it."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    CpuBackend().tune_allocator(None)
+    blocks = [libc.malloc(8 * MIB) for _ in range(size_bytes // (8 * MIB))]
+    for block in blocks:
+        ctypes.memset(block, 1, 8 * MIB)
+    for block in blocks:
+        libc.free(block)
+
+
+@pytest.mark.parametrize("free_bytes", [0, 56 * MIB])
+def test_memory_that_ops_take_for_themselves_is_left_to_them(tmp_path: Path, free_bytes: int) -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), Largest())
     optimizer = torch.optim.AdamW(model.parameters())
     backend = WatchedBackend()
     config = {"budget": {"device": "100%", "host": 0, "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)], "staging": "1MiB"}}
     tieroff.wrap(model, optimizer, config, backend=backend)
+    leave_free_heap(free_bytes)
     for _ in range(4):
         model(torch.randn(2048, 1024)).backward()
         optimizer.step()
