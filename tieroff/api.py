@@ -25,7 +25,7 @@ from tieroff.planner.auto import make_plan
 from tieroff.planner.correlation import Correlation
 from tieroff.planner.modules import choose_modules
 from tieroff.planner.policies import find_policy
-from tieroff.planner.predict import predict
+from tieroff.planner.predict import forecast, predict
 from tieroff.planner.problem import live_bytes, make_problem
 from tieroff.planner.user_code import bring_back
 from tieroff.probe import limits
@@ -218,7 +218,8 @@ class _Builder:
                 model, self.backend, stores, self._settings(stores), self._plan,
                 self._recorder, functools.partial(self._close, stores),
                 lambda trace: self.planned_machines.get(trace.digest), self._machine_as_seen, _write_report,
-                self._spare_bytes, Correlation() if self.config.plan.policy != "demand" else None, self._bring_back,
+                self._spare_bytes, Correlation() if self.config.plan.policy != "demand" else None,
+                self._bring_back, self._forecast,
             )  # fmt: skip
             if self.config.plan.recompute_layers and not self._recompute_layers():
                 log.warning('[plan] recompute_layers has no effect: it needs policy = "auto", one rank and no given plan')
@@ -393,6 +394,13 @@ class _Builder:
     def _machine_as_seen(self, rates: dict[str, float]) -> Machine | None:
         """Returns what `_slowed` does; None where no machine was asked about, since the plan was given."""
         return self._slowed(rates) if self.given_plan is None else None
+
+    def _forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> tuple[int, int] | None:
+        """Returns what `forecast` does for links of these rates; None for a plan that was given."""
+        if self.given_plan is not None:
+            return None
+        machine = self.planned_machines[trace.digest] = self._slowed(rates)
+        return forecast(plan, trace, machine)
 
     def _slowed(self, rates: dict[str, float]) -> Machine:
         """Returns the machine with links no faster than they were beside compute: a probe has the cores to itself."""

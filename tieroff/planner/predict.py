@@ -1,15 +1,33 @@
-"""What a plan was predicted to do in a run: the simulator's timeline, to lie beside the measured one."""
+"""What a plan is predicted to do: by the simulator, to lie beside what was measured, and beside the least time."""
 
 from __future__ import annotations
 
+from tieroff.core.machine import Machine
+from tieroff.core.plan import Plan
 from tieroff.core.run import Run
 from tieroff.core.timeline import Timeline
+from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError, InvalidPlanError
+from tieroff.planner.auto import default_capabilities
+from tieroff.planner.bounds import best_bound_ns, scope_of
+from tieroff.planner.problem import make_problem
 from tieroff.planner.simulate import simulate
 from tieroff.units import NS_PER_S, format_seconds
 
 # A prediction made again may differ from the plan's own by this share before the page says so.
 _SAME = 0.001
+
+
+def forecast(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, int]:
+    """Returns what a step takes under a plan on a machine, and a lower bound for all plans that do what this one does, in ns.
+
+    Raises:
+        ConfigError: the machine has no link that the plan uses.
+        InvalidPlanError: the plan is none of this trace.
+    """
+    step_ns = simulate(plan, trace, machine).step_ns
+    problem = make_problem(trace, machine, dict(plan.budget_bytes), default_capabilities(trace))
+    return step_ns, best_bound_ns(problem, "fast", scope_of(plan))
 
 
 def predict(run: Run) -> tuple[Timeline | None, str]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # How many fetched parameters are kept at hand: enough for a weight and its bias.
 _PARAMETERS_HELD = 2
 # More tensors than any op saves of its inputs before its kernel runs, and fills in that kernel.
-_TICKS_OF_ONE_OP = 3
+TICKS_OF_ONE_OP = 3
 
 
 Shapes = tuple[tuple[int, ...], ...] | None
@@ -152,7 +152,7 @@ class OnDemand:
 
     def wait_for(self, item: ActivationItem) -> None:
         """Keeps a saved tensor until the ticks of its own op are over."""
-        self._incomplete.append((item, self._ticks + _TICKS_OF_ONE_OP))
+        self._incomplete.append((item, self._ticks + TICKS_OF_ONE_OP))
 
     def tick(self, ticks: int = 1) -> None:
         """So many ticks went by: what was incomplete is complete after some, and may leave."""
@@ -186,7 +186,7 @@ class OnDemand:
 
     def let_go(self) -> None:
         """Lets everything leave that user code may hold or write: it runs next."""
-        self.tick(_TICKS_OF_ONE_OP)
+        self.tick(TICKS_OF_ONE_OP)
         while self._parameters:
             self._drop(self._parameters.popleft())
         for item in list(self._held.values()):
@@ -269,10 +269,7 @@ class OnDemand:
             return  # paging on demand alone: what leaves is copied when its room is needed
         if item.device is None or (isinstance(item, HomeItem) and item.may_be_written):
             return  # user code may hold such a parameter and go on writing: it is copied when it is dropped
-        if isinstance(item, HomeItem):
-            item.refresh(traffic)
-        if item.state in (State.DEVICE, State.STALE):
-            traffic.send(item, Event.STORE)
+        traffic.store(item)
 
     def _drop(self, item: Item) -> None:
         if item.device is not None and not self._executor.keeps(item):

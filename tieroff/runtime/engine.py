@@ -32,7 +32,7 @@ from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.parameters import functorch_is_active, install, uninstall
 from tieroff.runtime.program import Mode, Program
 from tieroff.runtime.stats import Stats
-from tieroff.runtime.steps import BringBack, MakePlan, Steps
+from tieroff.runtime.steps import BringBack, Forecast, MakePlan, Steps
 from tieroff.storage.store import Store
 
 WriteReport = Callable[[Run, Path], None]
@@ -62,6 +62,7 @@ class Engine:
         spare_bytes: Callable[[Trace], int] = lambda trace: 0,
         foresight: Foresight | None = None,
         bring_back: BringBack = lambda trace, op, used: trace,
+        forecast: Forecast = lambda plan, trace, rates: None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -70,7 +71,7 @@ class Engine:
         self._on_close = on_close
         self._machine_of, self._write_report = machine_of, write_report
         self._custody = Custody(model, backend, stores, settings, foresight)
-        self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen, spare_bytes, bring_back)
+        self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen, spare_bytes, bring_back, forecast)
         self.executor = self._custody.executor
         self._compiled: dict[torch.nn.Module, CompiledCall] = {}
         self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []

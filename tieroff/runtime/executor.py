@@ -15,10 +15,11 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.activations import ActivationItem, SavedTensors
 from tieroff.runtime.backend import bytes_of
-from tieroff.runtime.demand import OnDemand
+from tieroff.runtime.demand import TICKS_OF_ONE_OP, OnDemand
 from tieroff.runtime.gradients import Gradients
 from tieroff.runtime.homes import HomeItem, ParameterItem
 from tieroff.runtime.item import Item, Traffic
+from tieroff.runtime.overdue import Overdue
 from tieroff.runtime.parameters import Gate, current_graph_task
 from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.runtime.state import Event, State
@@ -51,6 +52,7 @@ class Executor:
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self.on_demand = OnDemand(self, foresight)
+        self.overdue = Overdue(traffic)
         told = self.fetch, self.fetch_home, self._grad_to_home, self.on_demand.dismiss, lambda: self.recorder, compute_dtype
         self.gate = Gate(traffic.backend.lifts_homes, *told)
         self.saved_tensors = SavedTensors(self, self.gate.live, min_bytes)
@@ -90,6 +92,7 @@ class Executor:
                 cursor = self.cursor
                 if cursor < len(program.keys) and program.keys[cursor] == key:
                     self.cursor = cursor + 1
+                    self.overdue.tick(self.cursor)
                     self._act(program, cursor)
                 else:
                     self._diverge(key, name)
@@ -131,10 +134,7 @@ class Executor:
         for index in actions.outs:
             item = self.by_index[index]
             if item is not None and item.device is not None:
-                if isinstance(item, HomeItem):
-                    item.refresh(self.traffic)
-                if item.state in (State.DEVICE, State.STALE):
-                    self.traffic.send(item, Event.STORE)
+                self.traffic.store(item)
         for index in actions.ins:
             item = self.by_index[index]
             if item is not None and item.state is State.LOWER:
@@ -152,6 +152,7 @@ class Executor:
         assert program is not None
         expected = program.names[self.cursor] if self.cursor < len(program.names) else "the end of the step"
         self.mode = Mode.DEMAND
+        self.overdue.begin(None)
         self.traffic.backend.keep_freed(0)  # nobody knows how much memory the next op takes
         self.traffic.counts.fallbacks += 1
         program.mismatches += 1
@@ -180,6 +181,7 @@ class Executor:
             self.mode = Mode.DEMAND
         else:
             self.mode = Mode.PASS if program.moves_nothing else Mode.PLANNED
+        self.overdue.begin(program if self.mode is Mode.PLANNED else None)
         if program.trace is not None:
             self.by_index = [None] * len(program.trace.tensors)
         self.on_demand.begin()
@@ -197,6 +199,7 @@ class Executor:
         if self.recorder is not None:
             self.recorder.stop()
         self.on_demand.clear()
+        self.overdue.begin(None)
         self.mode = Mode.IDLE
         return self._keys, self._names
 
@@ -206,6 +209,7 @@ class Executor:
             self.recorder.stop()
             self.recorder = None
         self.on_demand.clear()
+        self.overdue.begin(None)
         self.traffic.backend.keep_freed(0)
         self.mode = Mode.IDLE
         self.program = None
@@ -352,6 +356,8 @@ class Executor:
         An op packs its inputs before its kernel runs, and `rrelu` then fills one of them without moving its version. Such
         a tensor needs no gradient itself; it waits until the ticks of its own op are over.
         """
+        if self.mode is Mode.PLANNED:
+            self.overdue.took(item, self.cursor, 0 if is_complete else TICKS_OF_ONE_OP)
         if self.mode is not Mode.DEMAND or item.state is State.LOWER:
             return
         if is_complete:

@@ -40,6 +40,8 @@ class Gradients(dict[int, HomeItem]):
                 known.refresh(self._executor.traffic)
             else:
                 known = self._take(item, grad)
+                if known is not None and self._executor.mode is Mode.PLANNED:  # hooks of users run next, and may write it
+                    self._executor.overdue.took(known, self._executor.cursor, wait_ticks=1)
             if known is not None and self._executor.mode is Mode.DEMAND:
                 known.leave(self._executor.traffic)  # at once: hooks of users run next, and may write it
                 self._executor.bind(known)

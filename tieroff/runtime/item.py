@@ -63,6 +63,9 @@ class Item:
         assert self.device is not None
         return self.device
 
+    def refresh(self, traffic: Traffic) -> None:
+        """Makes what was written since the last copy count."""
+
     def freed(self) -> None:
         """The device copy is about to be let go."""
 
@@ -158,6 +161,12 @@ class Traffic:
             self._settle_in(item)
         assert item.device is not None
         return item.device
+
+    def store(self, item: Item) -> None:
+        """Begins a copy of the device's bytes below, if there is no valid one."""
+        item.refresh(self)
+        if item.state in (State.DEVICE, State.STALE):
+            self.send(item, Event.STORE)
 
     def leave(self, item: Item) -> None:
         """Has the item leave the device now: copies it out if its lower copy is not valid, and drops it."""

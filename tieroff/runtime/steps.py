@@ -6,6 +6,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tieroff.core.history import StepFigures
@@ -30,6 +31,8 @@ log = logging.getLogger("tieroff")
 
 # From a trace, and the bytes per second that links were seen to move beside compute ({} while nothing is known).
 MakePlan = Callable[[Trace, dict[str, float]], Plan]
+# From a plan, its trace and rates of links: what a step takes under it, and a bound of what one takes under any, in ns.
+Forecast = Callable[[Plan, Trace, dict[str, float]], tuple[int, int] | None]
 # From a trace, an op of it, and what user code used in that op of what lies below: the trace in which a part of that is there.
 BringBack = Callable[[Trace, int, Mapping[int, bool]], Trace]
 
@@ -67,8 +70,9 @@ class Steps:
         machine_as_seen: MachineAsSeen,
         spare_bytes: Callable[[Trace], int],
         bring_back: BringBack,
+        forecast: Forecast,
     ) -> None:
-        self._custody = custody
+        self._custody, self._forecast = custody, forecast
         self._make_plan, self._make_recorder, self._machine_as_seen = make_plan, make_recorder, machine_as_seen
         self._spare_bytes, self._bring_back = spare_bytes, bring_back
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
@@ -259,12 +263,23 @@ class Steps:
             return
         assert program.trace is not None and program.plan is not None and self.stats is not None
         reason = feedback.look(program.trace, self._machine_as_seen)
-        if reason:
-            trace = program.trace.with_durations(feedback.shortest_ns)
+        trace = program.trace.with_durations(feedback.typical_ns)
+        foretold = self._forecast(program.plan, trace, feedback.rates_now())
+        if reason and not (foretold and feedback.holds(*foretold)):
             self._plan_again(program, trace, reason)
-        elif feedback.settle():
+            return
+        if foretold:  # the same plan, with what is known by now
+            program.trace, program.plan = trace, replace(program.plan, step_ns=foretold[0])
+        if feedback.settle():
             predicted, took = format_seconds(program.plan.step_ns / NS_PER_S), format_seconds(self.stats.step_s)
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
+
+    def _adopt(self, program: Program, plan: Plan) -> None:
+        """Has the next step of this kind run a plan that was made for the program's trace and rates."""
+        assert program.trace is not None
+        foretold = self._forecast(plan, program.trace, program.feedback.rates)
+        program.feedback.slack = foretold[0] / foretold[1] if foretold and foretold[1] else 0.0
+        program.adopt(plan)
 
     def _plan_again(self, program: Program, trace: Trace, reason: str) -> None:
         self._custody.backend.keep_freed(0)  # planning takes memory too
@@ -282,7 +297,7 @@ class Steps:
             return
         log.info("%s: the step was planned again", reason)
         program.trace = trace
-        program.adopt(plan)
+        self._adopt(program, plan)
 
     def _keep_recording(
         self, program: Program, recorder: Recorder | None, spans: ModuleSpans | None, keys: list[Hashable], names: list[str]
@@ -361,7 +376,7 @@ class Steps:
             program.phase = Phase.RECORD
             return
         self._reserve(plan)
-        program.adopt(plan)
+        self._adopt(program, plan)
 
     def _reserve(self, plan: Plan) -> None:
         for store in self._custody.stores.values():

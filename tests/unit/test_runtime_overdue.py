@@ -1,0 +1,151 @@
+"""Copies out begin when the engine has their tensor, not when its memory has to be free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tieroff.core.plan import Plan, Transfer
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.runtime.activations import ActivationItem
+from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.item import Item
+from tieroff.runtime.overdue import Overdue
+from tieroff.runtime.program import Program
+
+KIB = 1 << 10
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
+    model = nn.Sequential(*layers)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def config(folder: Path, share: str) -> dict[str, object]:
+    return {
+        "device": "cpu",
+        "budget": {"device": share, "host": "1MiB", "nvme": "64MiB"},
+        "nvme": {"dirs": [str(folder)], "staging": "64KiB"},
+        "plan": {"min_bytes": "4KiB"},
+    }
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[str]:
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(256, 256, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "tick", "ticks"), [(TensorClass.ACTIVATION, "pack", 0), (TensorClass.GRADIENT, "grad", 1)]
+)
+def test_copies_out_begin_when_the_tensor_is_there(
+    kind: TensorClass, tick: str, ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    tieroff.wrap(model, optimizer, config(tmp_path, "35%"))
+    engine = tieroff.engine(model)
+    train(model, optimizer, 3)
+    executor, begun = engine.executor, {}
+    start_out = executor.traffic._start_out
+
+    def note(item: Item) -> None:
+        begun.setdefault(item.index, executor.cursor - 1)
+        start_out(item)
+
+    monkeypatch.setattr(executor.traffic, "_start_out", note)
+    train(model, optimizer, 1)
+    plan, trace, names = engine.plan, engine.trace, [op.name for op in engine.trace.ops]
+    checked = 0
+    for transfer in plan.transfers:
+        tensor = trace.tensors[transfer.tensor]
+        if transfer.source is not Tier.DEVICE or tensor.kind is not kind:
+            continue
+        owner = tensor.name.removeprefix("activation:").removeprefix("gradient of ")
+        there = names.index(f"{tick}:{owner}") + ticks
+        if transfer.issue_at > there or transfer.ready_by <= there:
+            continue
+        assert begun[transfer.tensor] <= there, f"expected the copy of {tensor.name} to begin at op {there}"
+        checked += 1
+    assert checked >= 3
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("backend", [CpuBackend, lambda: DelayedBackend(3)], ids=["cpu", "delayed"])
+def test_a_gradient_is_copied_as_hooks_of_users_leave_it(backend: type[Backend], tmp_path: Path) -> None:
+    """They run after the engine's own, and may write it in ways that no version shows."""
+    runs = []
+    for is_wrapped in (False, True):
+        model, optimizer = make()
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path, "35%"), backend=backend())
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        runs.append((train(model, optimizer, 6), [p.detach().clone() for p in model.parameters()]))
+        if is_wrapped:
+            assert engine_moved(model) > 0
+            tieroff.unwrap(model)
+    (losses, values), (wrapped_losses, wrapped_values) = runs
+    assert wrapped_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(values, wrapped_values, strict=True))
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data.mul_(0.5)
+
+
+def engine_moved(model: nn.Module) -> int:
+    return tieroff.engine(model).stats().moved_bytes_by_class["gradient"]
+
+
+class Stored:
+    """Stands for what moves bytes."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def store(self, item: Item) -> None:
+        self.items.append(item)
+
+
+def test_what_may_still_be_written_waits() -> None:
+    """Such as what `rrelu` saves: it fills it after it saved it, and its version does not move."""
+    outs = [Transfer(tensor, Tier.DEVICE, Tier.NVME, issue_at=4, ready_by=9, rank=0) for tensor in range(3)]
+    program = Program("kind")
+    program.plan = Plan("test", "", 10, {}, {}, (), tuple(outs))
+    items = [ActivationItem(i, KIB, Tier.NVME, index=i) for i in range(4)]
+    for item in items:
+        item.device = torch.zeros(KIB, dtype=torch.uint8)
+    traffic = Stored()
+    overdue = Overdue(traffic)  # type: ignore[arg-type]
+    overdue.begin(program)
+    overdue.took(items[3], 6, 0)
+    overdue.took(items[0], 4, 0)
+    assert traffic.items == [], "one has no copy out in the plan, and the tick of the other's comes next"
+    overdue.took(items[0], 5, 0)
+    overdue.took(items[1], 5, 3)
+    overdue.took(items[2], 5, 1)
+    assert traffic.items == [items[0]]
+    overdue.tick(6)
+    assert traffic.items == [items[0], items[2]]
+    overdue.tick(7)
+    items[1].device = None
+    overdue.tick(8)
+    assert traffic.items == [items[0], items[2]], "what has left meanwhile is not copied again"
+    overdue.took(items[2], 8, 3)
+    overdue.begin(None)
+    overdue.tick(20)
+    assert len(traffic.items) == 2, "a step that broke off leaves nothing to do"
