@@ -243,6 +243,7 @@ class _Builder:
             chosen={"io_engine": self.io.name if self.io is not None else "none"},
             config_toml=self.config.to_toml(),
             recompute_layers=self._recompute_layers(),
+            update_in_backward=self.config.plan.update_in_backward,
             compute_dtype=_COMPUTE_TYPES[self.config.compute_dtype] if self.config.compute_dtype is not None else None,
         )
 

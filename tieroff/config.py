@@ -194,6 +194,13 @@ class Planning(_Table):
         "Modules that may run again in backward, where `auto` finds that faster. Their forward has to compute the same again "
         "and change nothing outside of them, as for torch.utils.checkpoint; what can be seen of that is checked.",
     )
+    update_in_backward: bool = _key(
+        False,
+        "true or false",
+        "Updates parameters in backward, as soon as the gradients of a bucket are final: they need not be kept, and the "
+        "optimizer's transfers overlap with backward. For loops in which nothing but the optimizer uses gradients, with one "
+        "backward per step; what uses one all the same (clipping, a GradScaler, accumulation) gets an error.",
+    )
     exact: bool = _key(
         True, "true or false", "Whether numbers have to be those of the plain run; `explain()` says where they may differ."
     )

@@ -20,7 +20,7 @@ from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
 from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.optimizer import BucketedStep
 from tieroff.runtime.place import HomePlace
-from tieroff.runtime.program import Phase, Program
+from tieroff.runtime.program import Mode, Phase, Program
 from tieroff.storage.pages import MappedFiles
 from tieroff.storage.store import Store
 
@@ -38,6 +38,7 @@ class Settings:
         allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
         compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
         recompute_layers: names or patterns of the modules that may run again in backward.
+        update_in_backward: whether buckets are updated as soon as their gradients are final.
     """
 
     covers: frozenset[TensorClass]
@@ -49,6 +50,7 @@ class Settings:
     config_toml: str = ""
     compute_dtype: torch.dtype | None = None
     recompute_layers: tuple[str, ...] = ()
+    update_in_backward: bool = False
 
 
 class Custody:
@@ -198,9 +200,15 @@ class Custody:
             return  # never moved, and a sparse one has no view through which to find its node
 
         def gradient_arrived(home: torch.Tensor) -> None:
+            if not self.is_open:
+                return
+            if self.stepper is not None:
+                self.stepper.early.run()  # before the tick of this gradient
             item = self.executor.gate.items.get(id(home))
-            if item is not None and item.tensor is home and self.is_open:
+            if item is not None and item.tensor is home:
                 self.executor.gradients.arrived(item)
+            if self.stepper is not None and self.executor.mode is not Mode.IDLE:
+                self.stepper.gradient_arrived(home)
 
         def about_to_accumulate(grads: Any) -> None:
             item = self.executor.gate.items.get(id(parameter))

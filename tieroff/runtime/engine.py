@@ -128,8 +128,9 @@ class Engine:
         if self._custody.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one")
         self._custody.stepper = BucketedStep(
-            optimizer, self.executor, self._before_update, self._steps.after_update, self.settings.min_bytes
-        )
+            optimizer, self.executor, self._before_update, self._steps.after_update, self.settings.min_bytes,
+            self.settings.update_in_backward,
+        )  # fmt: skip
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install_on_optimizer(optimizer))
         self._custody.stepper.take_over_state()

@@ -72,6 +72,7 @@ class Executor:
         self.saw_backward = self.is_closed = False
         self.unborn_bytes, self._watched_task = 0, -1
         self.lock = threading.RLock()
+        self.ends_backward: Callable[[], None] = lambda: None  # told before what moves is brought below
 
     # -- the clock -----------------------------------------------------------------------------------------------
 
@@ -298,6 +299,7 @@ class Executor:
         So whatever is moved lies below from here on, where writes count, or it stays for the update and counts as written.
         """
         with self.lock:
+            self.ends_backward()
             self.on_demand.let_go()
             for known in self.gradients.values():
                 if known.device is not None and not self.keeps(known) and not self._stays_for_update(known):

@@ -93,6 +93,7 @@ class Gradients(dict[int, HomeItem]):
             else:
                 continue
             del self[position]
+            self._executor.on_demand.forget(known)
             self._executor.unassign(known)
             if self._executor.recorder is not None:
                 self._executor.recorder.died(known.key)

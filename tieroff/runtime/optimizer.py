@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import types
-from collections import defaultdict
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch.optim import optimizer as torch_optimizer
 from tieroff.core.recording import buckets_of
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
+from tieroff.runtime.early import AppliedGradient, EarlyUpdates
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.homes import HomeItem, local_of, why_unmovable
 from tieroff.runtime.program import Mode
+from tieroff.runtime.splitting import raw_step, split_differs
 from tieroff.runtime.state import Event, State
 from tieroff.storage.pages import MappedFiles
 
@@ -29,7 +30,6 @@ _PER_PARAMETER = frozenset({
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adagrad", "Adadelta", "Adafactor",
     "SparseAdam",
 })  # fmt: skip
-_TRIAL_STEPS = 12
 
 
 class BucketedStep:
@@ -45,6 +45,7 @@ class BucketedStep:
         begin: Callable[[], None],
         ended: Callable[[], None],
         min_bytes: int,
+        in_backward: bool = False,
     ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise StateError(
@@ -66,6 +67,9 @@ class BucketedStep:
         self._state_taken_over: Any = None
         self.is_removed = False
         self.is_split = self._can_be_split()
+        self._in_backward = in_backward and self._may_update_in_backward()
+        self.early = EarlyUpdates(self._update_early, self._lower_state)
+        executor.ends_backward = self.early.backward_ended
         self._install()
 
     # -- taking the place of optimizer.step ------------------------------------------------------------------------
@@ -105,8 +109,10 @@ class BucketedStep:
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
         self._begin()
         if self._moves_nothing():
-            out = type(optimizer).step(optimizer, *args, **kwargs)
+            with self._without_applied():
+                out = type(optimizer).step(optimizer, *args, **kwargs)
             self._ended()
+            self.early.begin(())
             return out
         pre = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
         for hook in list(pre):
@@ -115,9 +121,11 @@ class BucketedStep:
                 (_, *args), kwargs = changed
         loss, args, kwargs = self._run_closure(args, kwargs)
         if self._moves_nothing():  # a closure ran the step's forward, which needs nothing moved
-            raw_step(optimizer)(optimizer, *args, **kwargs)
+            with self._without_applied():
+                raw_step(optimizer)(optimizer, *args, **kwargs)
         else:
             self._update(args, kwargs)
+        self.early.begin(())
         optimizer._optimizer_step_code()
         post = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
         for hook in list(post):
@@ -153,28 +161,104 @@ class BucketedStep:
 
     def _update_buckets(self, buckets: list[list[torch.Tensor]], args: Any, kwargs: dict[str, Any]) -> None:
         executor = self._executor
-        for number, bucket in enumerate(buckets):
+        left = [number for number in range(len(buckets)) if number not in self.early.done]
+        for number, following in zip_longest(left, left[1:]):
             executor.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
-            moved = self._lift(bucket)
-            if number + 1 < len(buckets):
-                executor.on_demand.fetch(self._items_of(buckets[number + 1]))
-            executor.resume()
-            try:
-                self._run_on(bucket, args, kwargs)
-            finally:
-                executor.pause()
-                moved += self._adopt_state(bucket)
-                moved = [item for item in moved if item.device is not None]  # but for state that the step replaced
+            self._update_bucket(
+                buckets[number],
+                lambda bucket: self._run_on(bucket, args, kwargs),
+                self._items_of(buckets[following]) if following is not None else [],
+            )
+
+    def _update_bucket(
+        self, bucket: list[torch.Tensor], run: Callable[[list[torch.Tensor]], None], ahead: list[HomeItem]
+    ) -> None:
+        """Updates one bucket, whose tick began; `ahead` is needed next."""
+        executor = self._executor
+        moved = self._lift(bucket)
+        executor.on_demand.fetch(ahead)
+        executor.resume()
+        try:
+            run(bucket)
+        finally:
+            executor.pause()
+            moved += self._adopt_state(bucket)
+            moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
+            for item in moved:
+                # Fused kernels write without a trace in any version; only gradients are usually left alone.
+                if item.kind is not TensorClass.GRADIENT or self._may_write_gradients():
+                    item.touch(executor.traffic)
+                else:
+                    item.refresh(executor.traffic)
+            if executor.mode is not Mode.PLANNED:
+                executor.on_demand.let_leave(*moved)
                 for item in moved:
-                    # Fused kernels write without a trace in any version; only gradients are usually left alone.
-                    if item.kind is not TensorClass.GRADIENT or self._may_write_gradients():
-                        item.touch(executor.traffic)
-                    else:
-                        item.refresh(executor.traffic)
-                if executor.mode is not Mode.PLANNED:
-                    executor.on_demand.let_leave(*moved)
-                    for item in moved:
-                        executor.bind(item)
+                    executor.bind(item)
+
+    # -- in backward -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step of the model begins."""
+        optimizer: Any = self.optimizer
+        has_hooks = bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+        is_on = self._in_backward and not has_hooks  # such hooks may change gradients
+        self.early.begin(self.buckets() if is_on else ())
+
+    def gradient_arrived(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is final."""
+        if not self.early.arrived(parameter):
+            return
+        if self._moves_nothing():
+            torch.autograd.Variable._execution_engine.queue_callback(self.early.run)
+        else:
+            self._executor.watch_backward()
+
+    def _update_early(self, number: int) -> None:
+        """Updates a bucket in backward: its gradients are final, and so nothing there uses its parameters any more."""
+        executor, bucket = self._executor, self._buckets[number]
+        with executor.lock, torch.no_grad():
+            executor.tick(("early", number), lambda: f"bucket:{number}", "optimizer")
+            if self._moves_nothing():
+                self._apply(bucket)
+            else:
+                self._update_bucket(bucket, self._apply, [])
+
+    def _apply(self, bucket: list[torch.Tensor]) -> None:
+        """Updates a bucket, and takes its gradients away."""
+        self._run_on(bucket, (), {})
+        # What backward saved of these, and still uses where no gradient comes from it, must not be used with new values.
+        # Fused kernels do not say that they wrote.
+        torch.autograd.graph.increment_version(bucket)
+        for parameter in bucket:
+            if parameter.grad is not None:
+                parameter.grad = AppliedGradient(parameter)
+        self._executor.gradients.sweep()
+
+    def _lower_state(self) -> None:
+        """Has state that was updated in backward lie below: user code runs next. Parameters are seen to there."""
+        for item in self.items.values():
+            if item.device is not None and item.is_lifted and not self._executor.keeps(item):
+                item.leave(self._executor.traffic)
+
+    @contextmanager
+    def _without_applied(self) -> Iterator[None]:
+        """Has parameters that were updated in backward be without a gradient, for a step of all."""
+        applied = [(p, p.grad) for number in self.early.done for p in self._buckets[number] if p.grad is not None]
+        for parameter, _ in applied:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in applied:
+                parameter.grad = gradient
+
+    def _may_update_in_backward(self) -> bool:
+        """Says once where the config asks for what cannot be."""
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if not self.is_split or not is_alone:
+            why = "this optimizer is stepped whole" if not self.is_split else "gradients are summed over ranks after backward"
+            log.warning("[plan] update_in_backward has no effect: %s", why)
+        return self.is_split and is_alone
 
     def _may_write_gradients(self) -> bool:
         optimizer = self.optimizer
@@ -333,56 +417,6 @@ class BucketedStep:
                 "have to fit the device at once", kind.__name__, reason,
             )  # fmt: skip
         return not reason
-
-
-def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Returns the optimizer class's `step` without the wrapper that fires the hooks."""
-    step = type(optimizer).step
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-
-
-def split_differs(optimizer: torch.optim.Optimizer) -> str:
-    """Tries some steps on small tensors, whole and split; returns what differs, or ""."""
-    outcomes = []
-    for parts in (((0, 1, 2),), ((0,), (1, 2))):
-        clone = copy.copy(optimizer)
-        clone.state = defaultdict(dict)
-        generator = torch.Generator().manual_seed(0)
-        params = [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(3)]
-        options = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-        clone.param_groups = [{**options, "params": params}]
-        try:
-            for _ in range(_TRIAL_STEPS):
-                for param in params:
-                    param.grad = torch.randn(4, 4, generator=generator)
-                for part in parts:
-                    clone.param_groups[0]["params"] = [params[i] for i in part]
-                    raw_step(clone)(clone)
-        except Exception as error:  # noqa: BLE001  any failure of foreign code on foreign tensors means: do not split it
-            return f"a trial on small tensors failed: {type(error).__name__}: {error}"
-        clone.param_groups[0]["params"] = params
-        own = {k: v for k, v in clone.__dict__.items() if isinstance(v, (int, float, torch.Tensor))}
-        by_any_key: dict[Any, Any] = clone.state
-        shared = {str(k): v for k, v in by_any_key.items() if not isinstance(k, torch.Tensor)}
-        outcomes.append((params, [clone.state[p] for p in params], clone.param_groups[0], own, shared))
-    (whole, states, group, own, shared), (split, split_states, split_group, split_own, split_shared) = outcomes
-    if not all(map(torch.equal, whole, split)):
-        return "parameters differ"
-    if not all(_same(a, b) for a, b in zip(states, split_states, strict=True)):
-        return "state differs"
-    if not _same(own, split_own) or not _same(shared, split_shared):
-        return "attributes of the optimizer, or state shared by its parameters, differ"
-    return "" if _same({**group, "params": 0}, {**split_group, "params": 0}) else "entries of the group differ"
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b)
 
 
 def _size(tensor: torch.Tensor) -> int:

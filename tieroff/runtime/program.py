@@ -134,7 +134,7 @@ class Program:
 
 def update_of(keys: list[Hashable]) -> int:
     """Returns the tick at which the update begins; the number of ticks when there is none."""
-    return next((i for i, key in enumerate(keys) if key == ("bucket", 0)), len(keys))
+    return next((i for i, key in enumerate(keys) if isinstance(key, tuple) and key[0] == "bucket"), len(keys))
 
 
 def _actions(plan: Plan, trace: Trace, moved: set[int]) -> list[TickActions]:

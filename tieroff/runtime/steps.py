@@ -158,6 +158,8 @@ class Steps:
         for item in self._custody.home_items():
             self._custody.executor.assign(item)
         self._custody.keep_freed(program)
+        if self._custody.stepper is not None:
+            self._custody.stepper.begin()
         self._step_is_over = False
         self._begun_ns, self._recomputation.spent_ns = time.monotonic_ns(), 0
         if recorder is not None:
