@@ -198,8 +198,9 @@ class Planning(_Table):
         False,
         "true or false",
         "Updates parameters in backward, as soon as the gradients of a bucket are final: they need not be kept, and the "
-        "optimizer's transfers overlap with backward. For loops in which nothing but the optimizer uses gradients, with one "
-        "backward per step; what uses one all the same (clipping, a GradScaler, accumulation) gets an error.",
+        "optimizer's transfers overlap with backward. For loops with one backward per step and nothing between it and the "
+        "optimizer's step: no clipping, no GradScaler, no accumulation, no change of options. A loop that does otherwise gets "
+        "an error, when some parameters have been updated.",
     )
     exact: bool = _key(
         True, "true or false", "Whether numbers have to be those of the plain run; `explain()` says where they may differ."

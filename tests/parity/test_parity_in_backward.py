@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -156,7 +157,28 @@ def backward_again(model: nn.Module) -> None:
     model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
 
 
-@pytest.mark.parametrize("use", [clip, read, backward_again])
+def clear(model: nn.Module) -> None:
+    for parameter in model.blocks[1].parameters():
+        parameter.grad = None
+
+
+def replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def decay(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def forward(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.zeros(2, 32, dtype=torch.long))
+
+
+@pytest.mark.parametrize("use", [clip, read, backward_again, clear, replace, decay, forward])
 @pytest.mark.parametrize("budget", ["50%", "100%"])
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_loop_that_wants_gradients_is_told(use: Use, budget: str, steps: int, tmp_path: Path) -> None:
@@ -166,9 +188,146 @@ def test_a_loop_that_wants_gradients_is_told(use: Use, budget: str, steps: int, 
     with pytest.raises(StateError, match="update_in_backward"):
         train(model, optimizer, 1, use)
     optimizer.zero_grad()
+    if use in (clip, read):  # a loop that goes on has left a step out
+        with pytest.raises(StateError, match="got a forward"):
+            train(model, optimizer, 1)
     train(model, optimizer, 3)
     tieroff.unwrap(model)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_step_that_is_left_out_is_told(steps: int, budget: str, tmp_path: Path) -> None:
+    model, optimizer = make()
+    tieroff.wrap(model, optimizer, config(tmp_path, budget))
+    train(model, optimizer, steps)
+    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(StateError, match="got a forward"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 2)
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_options_that_change_after_backward_are_told(budget: str, tmp_path: Path) -> None:
+    model, optimizer = make()
+    tieroff.wrap(model, optimizer, config(tmp_path, budget))
+
+    def schedule(_: nn.Module) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+
+    with pytest.raises(StateError, match="options of the optimizer"):
+        train(model, optimizer, 1, schedule)
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_an_update_that_fails_does_not_count_as_done(budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make("SGD")
+    tieroff.wrap(model, optimizer, config(tmp_path, budget))
+    train(model, optimizer, 4)
+    stepper = tieroff.engine(model)._custody.stepper
+    run_on = stepper._run_on
+
+    def fail(bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+        raise MemoryError("no memory for the update")
+
+    monkeypatch.setattr(stepper, "_run_on", fail)
+    with pytest.raises(MemoryError):
+        train(model, optimizer, 1)
+    monkeypatch.setattr(stepper, "_run_on", run_on)
+    with pytest.raises(StateError, match="one whose update failed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 3)
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_updates_compute_outside_of_autocast(budget: str, tmp_path: Path) -> None:
+    """As `optimizer.step()` does, even where backward itself runs inside."""
+    results = []
+    for is_wrapped in (False, True):
+        model, optimizer = make("Adafactor")
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path, budget))
+        losses = []
+        for step in range(5):
+            x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+        results.append(losses)
+        if is_wrapped:
+            with pytest.raises(StateError, match="outside of autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
+                train(model, optimizer, 1)
+            tieroff.unwrap(model)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_recomputation_does_not_read_new_values(is_reentrant: bool, budget: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Recomputed(is_reentrant)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tieroff.wrap(model, optimizer, config(tmp_path, budget))
+    with pytest.raises(StateError, match="after it was updated"):
+        model(torch.randn(64, WIDTH)).square().mean().backward()
+    tieroff.unwrap(model)
+
+
+class Recomputed(nn.Module):
+    """A checkpointed block that reads a weight of a layer whose gradient is final before it runs again."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.between = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+        self.is_reentrant = is_reentrant
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.inner(x) @ self.last.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.utils.checkpoint.checkpoint(self.block, self.first(x), use_reentrant=self.is_reentrant)
+        out: torch.Tensor = self.last(self.between(h))
+        return out
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_unwrap_leaves_a_model_like_any_other(budget: str, tmp_path: Path) -> None:
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    train(plain, plain_optimizer, 4)
+    tieroff.wrap(model, optimizer, config(tmp_path, budget))
+    train(model, optimizer, 4)
+    for one, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        one(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+        if one is model:
+            tieroff.unwrap(model)  # what is left is updated by the plain step
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    assert train(model, optimizer, 2) == train(plain, plain_optimizer, 2)
+    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+    model.half()
+
+
+def test_a_model_is_converted_before_its_gradients_are_cleared(tmp_path: Path) -> None:
+    model, optimizer = make("SGD")
+    tieroff.wrap(model, optimizer, config(tmp_path))
+    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    model.double()
+    assert all(p.dtype is torch.float64 for p in model.parameters())
+    optimizer.zero_grad()
+    tieroff.unwrap(model)
 
 
 @pytest.mark.parametrize("budget", ["50%", "100%"])
@@ -189,8 +348,9 @@ def test_gradients_are_refused_not_read() -> None:
     assert parameter.grad.shape == (4, 3) and "AppliedGradient" in repr(parameter.grad)
     for use in (
         lambda: parameter.grad + 1, lambda: parameter.grad.zero_(), lambda: parameter.grad.clone(),
-        lambda: parameter.grad.double(), lambda: (parameter * 2).sum().backward(),
+        lambda: parameter.grad.abs(), lambda: (parameter * 2).sum().backward(),
         lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0), lambda: tieroff.clip_grad_norm_([parameter], 1.0),
+        lambda: parameter.grad.data_ptr(), lambda: parameter.grad.share_memory_(), lambda: pickle.dumps(parameter.grad),
         lambda: scaler.unscale_(torch.optim.SGD([parameter])),
     ):  # fmt: skip
         with pytest.raises((StateError, AssertionError, AttributeError)) as caught:
@@ -287,7 +447,7 @@ def test_an_optimizer_that_is_stepped_whole_says_so(tmp_path: Path, caplog: pyte
         optimizer = Coupled(model.parameters())
         if is_wrapped:
             with caplog.at_level(logging.WARNING, "tieroff"):
-                tieroff.wrap(model, optimizer, config(tmp_path, "90%"))
+                tieroff.wrap(model, optimizer, config(tmp_path, "100%"))
             assert "update_in_backward has no effect: this optimizer is stepped whole" in caplog.text
         results.append(train(model, optimizer, 5))
         if is_wrapped:

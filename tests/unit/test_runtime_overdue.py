@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,30 @@ def test_a_gradient_is_copied_as_hooks_of_users_leave_it(backend: type[Backend],
     assert all(torch.equal(a, b) for a, b in zip(values, wrapped_values, strict=True))
 
 
+@pytest.mark.parametrize("budget", ["30%", "40%"])
+def test_a_gradient_is_copied_as_hooks_of_other_parameters_leave_it(budget: str, tmp_path: Path) -> None:
+    """They write it some ticks after it arrived, when a copy of it could be under way."""
+    results = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        linears = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        model = nn.Sequential(*(layer for linear in linears for layer in (linear, nn.LayerNorm(256), nn.GELU())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path, budget))
+        for linear, earlier in zip(linears[1:], linears, strict=False):
+            earlier.weight.register_post_accumulate_grad_hook(partial(halve_other, linear.weight))
+        results.append(train(model, optimizer, 8))
+        if is_wrapped:
+            assert tieroff.engine(model).stats().phase == "planned" and engine_moved(model) > 0
+            tieroff.unwrap(model)
+    assert results[0] == results[1]
+
+
+def halve_other(other: torch.Tensor, _: torch.Tensor) -> None:
+    halve(other)
+
+
 def halve(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.data.mul_(0.5)
@@ -139,6 +165,10 @@ def test_what_may_still_be_written_waits() -> None:
     overdue.took(items[1], 5, 3)
     overdue.took(items[2], 5, 1)
     assert traffic.items == [items[0]]
+    other = threading.Thread(target=overdue.tick, args=(6,))
+    other.start()
+    other.join()
+    assert traffic.items == [items[0]], "hooks of users may still run in the thread that took it"
     overdue.tick(6)
     assert traffic.items == [items[0], items[2]]
     overdue.tick(7)

@@ -39,6 +39,13 @@ class Recorder(Protocol):
         """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
 
     @property
+    def written_in_backward(self) -> frozenset[Hashable]:
+        """Those of `written_below` that were written before the last backward had ended, such as by hooks."""
+
+    def backward_ended(self) -> None:
+        """A backward is over: user code runs next."""
+
+    @property
     def scratch_bytes(self) -> int:
         """The most memory that one op took for itself, past every tensor that was seen."""
 

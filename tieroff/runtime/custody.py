@@ -203,12 +203,14 @@ class Custody:
             if not self.is_open:
                 return
             if self.stepper is not None:
-                self.stepper.early.run()  # before the tick of this gradient
+                with self.executor.lock:
+                    self.stepper.early.run()  # before the tick of this gradient
             item = self.executor.gate.items.get(id(home))
             if item is not None and item.tensor is home:
                 self.executor.gradients.arrived(item)
             if self.stepper is not None and self.executor.mode is not Mode.IDLE:
-                self.stepper.gradient_arrived(home)
+                with self.executor.lock:
+                    self.stepper.gradient_arrived(home)
 
         def about_to_accumulate(grads: Any) -> None:
             item = self.executor.gate.items.get(id(parameter))

@@ -202,6 +202,8 @@ class Engine:
         if self._custody.may_be_hollow:
             self._custody.check_filled()
         executor = self.executor
+        if self._custody.stepper is not None:
+            self._custody.stepper.early.check_forward()
         if executor.gate.depth:
             return inner(*args, **kwargs)
         if functorch_is_active():

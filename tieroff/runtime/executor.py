@@ -12,7 +12,6 @@ import torch
 from tieroff.core.foresight import Foresight
 from tieroff.core.recording import Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.errors import StateError
 from tieroff.runtime.activations import ActivationItem, SavedTensors
 from tieroff.runtime.backend import bytes_of
 from tieroff.runtime.demand import TICKS_OF_ONE_OP, OnDemand
@@ -51,13 +50,12 @@ class Executor:
         self.mode = Mode.IDLE
         self.program: Program | None = None
         self.recorder: Recorder | None = None
-        self.on_demand = OnDemand(self, foresight)
+        self.on_demand, self.gradients = OnDemand(self, foresight), Gradients(self)
         self.overdue = Overdue(traffic)
-        told = self.fetch, self.fetch_home, self._grad_to_home, self.on_demand.dismiss, lambda: self.recorder, compute_dtype
+        told = self.fetch, self.fetch_home, self.gradients.to_home, self.on_demand.dismiss, lambda: self.recorder, compute_dtype
         self.gate = Gate(traffic.backend.lifts_homes, *told)
         self.saved_tensors = SavedTensors(self, self.gate.live, min_bytes)
         self.saved_tensors.is_covered = TensorClass.ACTIVATION in covers
-        self.gradients = Gradients(self)
         self.by_index: list[Item | None] = []
         self.cursor = self.peak_bytes = 0
         self.starts_ns: list[int] = []
@@ -300,6 +298,8 @@ class Executor:
         """
         with self.lock:
             self.ends_backward()
+            if self.recorder is not None:
+                self.recorder.backward_ended()
             self.on_demand.let_go()
             for known in self.gradients.values():
                 if known.device is not None and not self.keeps(known) and not self._stays_for_update(known):
@@ -390,12 +390,6 @@ class Executor:
             self.recorder.died(item.key)
         self.unassign(item)
         self.traffic.end(item)
-
-    def _grad_to_home(self, grad: torch.Tensor, item: ParameterItem) -> torch.Tensor:
-        home = item.tensor
-        if home is None:
-            raise StateError(f"the parameter {item.name} died while its gradient was computed")
-        return grad.to(home.device)
 
     def bring_activations_home(self) -> None:
         """Puts what living graphs saved back on the device, for good."""

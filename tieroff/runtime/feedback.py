@@ -36,8 +36,7 @@ class Feedback:
     Attributes:
         plan_count: plans made of this kind of step since it was recorded.
         settled_after: planned steps after which the plan that runs was found to hold; 0 while none was.
-        rates: bytes per second of links, beside compute, that the plan that runs was made or last foretold for; {} before
-            any was seen.
+        rates: bytes per second of links, beside compute, that the plan that runs was made for; {} before any was seen.
         slack: what its step was foretold to take when it was made, over the least that any plan takes; 0 if nobody knows.
     """
 
@@ -82,7 +81,7 @@ class Feedback:
         """Says in which way the plan no longer fits, "" when it does.
 
         Args:
-            trace: the plan's, with the durations it was made for.
+            trace: the plan's, with the durations it was made for, whatever was foretold of it since.
             machine_as_seen: the machine to plan for when links were seen at given rates; None: links are not compared.
         """
         reasons = [_compute_drift(sum(self.typical_ns), trace.ideal_ns)]
@@ -99,8 +98,7 @@ class Feedback:
         return bool(self.slack) and step_ns <= bound_ns * self.slack * (1 + _WORSE)
 
     def settle(self) -> bool:
-        """The plan was found to hold, at the rates that were seen; True the first time."""
-        self.rates = self.rates_now()
+        """The plan was found to hold; True the first time."""
         is_first = not self.settled_after
         self.settled_after = self.settled_after or self._planned_steps
         self._looks = len(_FIRST_LOOKS)

@@ -9,6 +9,7 @@ import torch
 
 from tieroff.core.recording import Subject
 from tieroff.core.tensor import TensorClass
+from tieroff.errors import StateError
 from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
 from tieroff.runtime.program import Mode
 
@@ -80,6 +81,13 @@ class Gradients(dict[int, HomeItem]):
             known.lift(self._executor.traffic)
             self._executor.bind(known)
             self._executor.resume()
+
+    def to_home(self, grad: torch.Tensor, item: ParameterItem) -> torch.Tensor:
+        """Returns a gradient where its parameter's home is."""
+        home = item.tensor
+        if home is None:
+            raise StateError(f"the parameter {item.name} died while its gradient was computed")
+        return grad.to(home.device)
 
     def sweep(self) -> None:
         """Ends the care for gradients that were cleared or replaced."""

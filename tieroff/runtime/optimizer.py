@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -69,7 +68,7 @@ class BucketedStep:
         self.is_split = self._can_be_split()
         self._in_backward = in_backward and self._may_update_in_backward()
         self.early = EarlyUpdates(self._update_early, self._lower_state)
-        executor.ends_backward = self.early.backward_ended
+        executor.ends_backward, executor.gate.updated = self.early.backward_ended, self.early.updated
         self._install()
 
     # -- taking the place of optimizer.step ------------------------------------------------------------------------
@@ -100,6 +99,9 @@ class BucketedStep:
         for item in self.items.values():
             item.bring_home(self._executor.traffic)
         self.items.clear()
+        for parameter in chain.from_iterable(group["params"] for group in self.optimizer.param_groups):
+            if isinstance(parameter.grad, AppliedGradient):
+                parameter.grad = None
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -108,11 +110,9 @@ class BucketedStep:
         optimizer: Any = self.optimizer
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
         self._begin()
-        if self._moves_nothing():
-            with self._without_applied():
-                out = type(optimizer).step(optimizer, *args, **kwargs)
+        if self._moves_nothing() and not self._in_backward:
+            out = type(optimizer).step(optimizer, *args, **kwargs)
             self._ended()
-            self.early.begin(())
             return out
         pre = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
         for hook in list(pre):
@@ -120,12 +120,13 @@ class BucketedStep:
             if changed is not None:
                 (_, *args), kwargs = changed
         loss, args, kwargs = self._run_closure(args, kwargs)
-        if self._moves_nothing():  # a closure ran the step's forward, which needs nothing moved
-            with self._without_applied():
+        self.early.check(optimizer.param_groups, self._executor.traffic.backend.device.type)
+        if self._moves_nothing():  # perhaps since a closure ran the step's forward, which needs nothing moved
+            with self.early.hidden():
                 raw_step(optimizer)(optimizer, *args, **kwargs)
         else:
             self._update(args, kwargs)
-        self.early.begin(())
+        self.early.end()
         optimizer._optimizer_step_code()
         post = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
         for hook in list(post):
@@ -209,7 +210,7 @@ class BucketedStep:
         if not self.early.arrived(parameter):
             return
         if self._moves_nothing():
-            torch.autograd.Variable._execution_engine.queue_callback(self.early.run)
+            torch.autograd.Variable._execution_engine.queue_callback(self.early.finish)
         else:
             self._executor.watch_backward()
 
@@ -225,13 +226,12 @@ class BucketedStep:
 
     def _apply(self, bucket: list[torch.Tensor]) -> None:
         """Updates a bucket, and takes its gradients away."""
-        self._run_on(bucket, (), {})
+        with torch.autocast("cpu", enabled=False), torch.autocast(self._executor.traffic.backend.device.type, enabled=False):
+            self._run_on(bucket, (), {})
         # What backward saved of these, and still uses where no gradient comes from it, must not be used with new values.
         # Fused kernels do not say that they wrote.
         torch.autograd.graph.increment_version(bucket)
-        for parameter in bucket:
-            if parameter.grad is not None:
-                parameter.grad = AppliedGradient(parameter)
+        self.early.note(bucket, self.optimizer.param_groups)
         self._executor.gradients.sweep()
 
     def _lower_state(self) -> None:
@@ -239,18 +239,6 @@ class BucketedStep:
         for item in self.items.values():
             if item.device is not None and item.is_lifted and not self._executor.keeps(item):
                 item.leave(self._executor.traffic)
-
-    @contextmanager
-    def _without_applied(self) -> Iterator[None]:
-        """Has parameters that were updated in backward be without a gradient, for a step of all."""
-        applied = [(p, p.grad) for number in self.early.done for p in self._buckets[number] if p.grad is not None]
-        for parameter, _ in applied:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in applied:
-                parameter.grad = gradient
 
     def _may_update_in_backward(self) -> bool:
         """Says once where the config asks for what cannot be."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from tieroff.core.tensor import Tier
 from tieroff.runtime.item import Item, Traffic
 from tieroff.runtime.program import Program
@@ -19,7 +21,7 @@ class Overdue:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._due: dict[int, int] = {}
-        self._waiting: list[tuple[int, Item]] = []
+        self._waiting: list[tuple[int, int, Item]] = []
 
     def begin(self, program: Program | None) -> None:
         """A step begins, with the plan of this program or without one."""
@@ -27,7 +29,7 @@ class Overdue:
         if program is None or program.plan is None:
             return
         for transfer in program.plan.transfers:
-            if transfer.source is Tier.DEVICE:
+            if transfer.source is Tier.DEVICE and transfer.tensor not in program.written_by_hooks:
                 tick = transfer.issue_at % program.plan.op_count
                 self._due[transfer.tensor] = min(tick, self._due.get(transfer.tensor, tick))
 
@@ -36,16 +38,17 @@ class Overdue:
         if self._due.get(item.index, cursor) >= cursor or item.state is not State.DEVICE:
             return
         if wait_ticks:
-            self._waiting.append((cursor + wait_ticks, item))
+            self._waiting.append((cursor + wait_ticks, threading.get_ident(), item))
         else:
             self._traffic.store(item)
 
     def tick(self, cursor: int) -> None:
-        """So many ticks have gone by."""
+        """So many ticks have gone by. Those of another thread say nothing about what runs in this one, such as users' hooks."""
         if not self._waiting:
             return
-        ready = [item for at, item in self._waiting if at <= cursor]
-        self._waiting = [(at, item) for at, item in self._waiting if at > cursor]
+        own = threading.get_ident()
+        ready = [item for at, thread, item in self._waiting if at <= cursor and thread == own]
+        self._waiting = [(at, thread, item) for at, thread, item in self._waiting if at > cursor or thread != own]
         for item in ready:
             if item.device is not None:
                 self._traffic.store(item)

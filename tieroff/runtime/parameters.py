@@ -58,6 +58,7 @@ class Gate:
 
     Attributes:
         is_open: some parameter is below, so accesses have to be looked at.
+        updated: ids of parameters that were updated in the backward that runs.
         depth: how many wrapped forwards are running.
         lifts: see [Note: lifted or minted].
         items: id of a home -> its item.
@@ -82,6 +83,7 @@ class Gate:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.is_open = False
+        self.updated: set[int] = set()
         self.depth = 0
         self.lifts = lifts
         self.items: dict[int, ParameterItem] = {}
@@ -330,6 +332,11 @@ class FetchingDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         gate = self.gate
+        if gate.updated and id(value) in gate.updated and current_graph_task() != -1:
+            raise StateError(
+                f"{name} is read in backward (by a checkpoint's recomputation, or a hook) after it was updated there: set "
+                "[plan] update_in_backward = false for this model, and go on from a checkpoint"
+            )
         return value if value is None or not gate.is_open else gate.value_for(value, self.is_looked_up)
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -59,6 +59,7 @@ class Program:
         keys: the events in order; an op begins with each.
         names: the same for people.
         activations: ordinal of a saved storage -> (trace index, size).
+        trace, made_for: what the plan is for, with the durations that were last seen, and with those that it was made for.
         actions: per tick, derived from the plan.
         ran: trace and plan of the last step that ran as planned, and what it did; a newer plan may wait for its first.
         births: per op, bytes of activations and gradients that come to life in it.
@@ -70,6 +71,8 @@ class Program:
             gradients that it has there until then.
         used_below: gradients that user code used in the recorded step after backward, and whether it wrote them.
         scratch_bytes: the most memory that an op of the recorded step took for itself.
+        written_by_hooks: gradients that user code wrote in backward after they had arrived. They are copied when they have to
+            leave, and come back for the update: no version need show a write, and hooks of any parameter can make it.
         written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
     """
 
@@ -78,6 +81,7 @@ class Program:
     keys: list[Hashable] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     trace: Trace | None = None
+    made_for: Trace | None = None
     plan: Plan | None = None
     ran: tuple[Trace, Plan, Timeline] | None = None
     index: dict[Hashable, int] = field(default_factory=dict)
@@ -91,15 +95,16 @@ class Program:
     stays_after_backward: frozenset[int] = frozenset()
     used_below: dict[int, bool] = field(default_factory=dict)
     scratch_bytes: int = 0
+    written_by_hooks: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()
 
     def adopt(self, plan: Plan) -> None:
         """Makes the plan what the next step of this kind runs."""
         assert self.trace is not None
-        self.plan = plan
+        self.plan, self.made_for = plan, self.trace
         self.feedback.plan_count += 1
         self.tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
-        self.actions = _actions(plan, self.trace, set(self.tiers))
+        self.actions = _actions(plan, set(self.tiers), self.written_by_hooks, update_of(self.keys))
         self._bring_back_for_update(plan)
         self.births = _births(self.trace)
         self.phase = Phase.PLANNED
@@ -137,7 +142,7 @@ def update_of(keys: list[Hashable]) -> int:
     return next((i for i, key in enumerate(keys) if isinstance(key, tuple) and key[0] == "bucket"), len(keys))
 
 
-def _actions(plan: Plan, trace: Trace, moved: set[int]) -> list[TickActions]:
+def _actions(plan: Plan, moved: set[int], written_by_hooks: frozenset[int], update: int) -> list[TickActions]:
     count = plan.op_count
     releases: list[list[int]] = [[] for _ in range(count + 1)]
     outs: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
@@ -146,6 +151,8 @@ def _actions(plan: Plan, trace: Trace, moved: set[int]) -> list[TickActions]:
         if residency.tier is Tier.DEVICE and residency.tensor in moved and residency.stop < count:
             releases[residency.stop].append(residency.tensor)
     for transfer in plan.transfers:
+        if transfer.tensor in written_by_hooks and (transfer.source is Tier.DEVICE or transfer.issue_at % count < update):
+            continue  # copied as it leaves, and brought back by the update
         per_tick = ins if transfer.target is Tier.DEVICE else outs
         per_tick[transfer.issue_at % count].append((transfer.rank, transfer.tensor))
     return [

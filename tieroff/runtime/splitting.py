@@ -45,18 +45,19 @@ def split_differs(optimizer: torch.optim.Optimizer) -> str:
     (whole, states, group, own, shared), (split, split_states, split_group, split_own, split_shared) = outcomes
     if not all(map(torch.equal, whole, split)):
         return "parameters differ"
-    if not all(_same(a, b) for a, b in zip(states, split_states, strict=True)):
+    if not all(is_same(a, b) for a, b in zip(states, split_states, strict=True)):
         return "state differs"
-    if not _same(own, split_own) or not _same(shared, split_shared):
+    if not is_same(own, split_own) or not is_same(shared, split_shared):
         return "attributes of the optimizer, or state shared by its parameters, differ"
-    return "" if _same({**group, "params": 0}, {**split_group, "params": 0}) else "entries of the group differ"
+    return "" if is_same({**group, "params": 0}, {**split_group, "params": 0}) else "entries of the group differ"
 
 
-def _same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
+    """Returns whether two values are equal, tensors in them bit for bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(is_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(is_same, a, b))
     return bool(a == b)

@@ -263,8 +263,9 @@ class Steps:
         durations_ns = [max(b - a, 0) for a, b in zip(executor.starts_ns, executor.stops_ns, strict=True)]
         if not feedback.take(durations_ns, self._custody.traffic.spans):
             return
-        assert program.trace is not None and program.plan is not None and self.stats is not None
-        reason = feedback.look(program.trace, self._machine_as_seen)
+        assert program.trace is not None and program.made_for is not None
+        assert program.plan is not None and self.stats is not None
+        reason = feedback.look(program.made_for, self._machine_as_seen)
         trace = program.trace.with_durations(feedback.typical_ns)
         foretold = self._forecast(program.plan, trace, feedback.rates_now())
         if reason and not (foretold and feedback.holds(*foretold)):
@@ -324,6 +325,8 @@ class Steps:
         parameters = {s.key: i for i, s in enumerate(subjects) if s.kind is TensorClass.PARAMETER}
         written = {key for key, i in parameters.items() if i in in_passes}
         below = recorder.written_below & parameters.keys()
+        hooked = recorder.written_in_backward & program.index.keys() - parameters.keys()
+        program.written_by_hooks = frozenset(program.index[key] for key in hooked)
         # A home that lies below now may be lifted when it is written next; another one never is.
         program.written = frozenset(written | below if self._custody.backend.lifts_homes else written)
         program.used_below, program.scratch_bytes = self._used_below(program, recorder), recorder.scratch_bytes

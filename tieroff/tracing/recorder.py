@@ -71,6 +71,7 @@ class StepRecorder(TorchDispatchMode):
         self._counter = counter if counter is not None and counter.works else None
         self._scratch: dict[int, int] = {}
         self._is_unseen = False
+        self._written_in_backward = frozenset[Hashable]()
         self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
     @classmethod
@@ -125,7 +126,7 @@ class StepRecorder(TorchDispatchMode):
     def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
         assert isinstance(storage, torch.UntypedStorage)
         life, _ = self._life_of(storage)
-        if is_new and not life.keys:
+        if (is_new or is_below) and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
             life.reads.clear()  # what was seen of it so far is how the engine made it
             life.writes.clear()
@@ -263,6 +264,13 @@ class StepRecorder(TorchDispatchMode):
         """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
         passes = {op for op, (_, phase) in enumerate(self._events) if phase in ("forward", "backward")}
         return frozenset(key for life in self._lives if life.is_below and life.writes & passes for key in life.keys)
+
+    @property
+    def written_in_backward(self) -> frozenset[Hashable]:
+        return self._written_in_backward
+
+    def backward_ended(self) -> None:
+        self._written_in_backward |= self.written_below
 
     @property
     def scratch_bytes(self) -> int:
