@@ -30,10 +30,7 @@ from runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
 from tieroff.core.run import load_run
 from tieroff.errors import ConfigError
-from tieroff.planner.auto import default_capabilities
-from tieroff.planner.bounds import best_bound_ns, scope_of
-from tieroff.planner.predict import predict
-from tieroff.planner.problem import make_problem
+from tieroff.planner.predict import forecast
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 from train_gpt import Options, Result, add_options, choose_device
 from where import when_and_where
@@ -93,10 +90,8 @@ def look_up(folder: Path, effort: str) -> tuple[float, float] | None:
     found = load_run(folder)
     if found.machine is None or found.plan.moves_nothing:
         return None
-    problem = make_problem(found.trace, found.machine, dict(found.plan.budget_bytes), default_capabilities(found.trace))
-    timeline, _ = predict(found)
-    step_ns = timeline.step_ns if timeline is not None else found.plan.step_ns
-    return step_ns / NS_PER_S, best_bound_ns(problem, effort, scope_of(found.plan)) / NS_PER_S
+    step_ns, bound_ns = forecast(found.plan, found.trace, found.machine, effort)
+    return step_ns / NS_PER_S, bound_ns / NS_PER_S
 
 
 def parse_share(text: str) -> float:

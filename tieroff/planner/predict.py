@@ -18,8 +18,14 @@ from tieroff.units import NS_PER_S, format_seconds
 _SAME = 0.001
 
 
-def forecast(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, int]:
+def forecast(plan: Plan, trace: Trace, machine: Machine, effort: str = "fast") -> tuple[int, int]:
     """Returns what a step takes under a plan on a machine, and a lower bound for all plans that do what this one does, in ns.
+
+    Args:
+        plan: what runs.
+        trace: its trace, with the durations to foretell for.
+        machine: its links.
+        effort: of the bound, see `best_bound_ns`.
 
     Raises:
         ConfigError: the machine has no link that the plan uses.
@@ -27,7 +33,7 @@ def forecast(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, int]:
     """
     step_ns = simulate(plan, trace, machine).step_ns
     problem = make_problem(trace, machine, dict(plan.budget_bytes), default_capabilities(trace))
-    return step_ns, best_bound_ns(problem, "fast", scope_of(plan))
+    return step_ns, best_bound_ns(problem, effort, scope_of(plan))
 
 
 def predict(run: Run) -> tuple[Timeline | None, str]:
