@@ -1,9 +1,8 @@
-"""Buckets that are updated in backward: the plain run's numbers, and an error where a loop wants the gradients."""
+"""Buckets that are updated in backward: the plain run's numbers."""
 
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,71 +13,10 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.parity.in_backward import OPTIMIZERS, Tied, config, make, train
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
 from tieroff.runtime.backend import CpuBackend, DelayedBackend
-from tieroff.runtime.early import AppliedGradient
-
-Use = Callable[[nn.Module], object]  # what a loop does between backward and update
-WIDTH = 160
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
-}
-
-
-class Tied(nn.Module):
-    """An embedding that is the head too, layers with and without a bias, and one that only some steps use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH, bias=False))
-            for _ in range(4)
-        )
-        self.head = nn.Linear(WIDTH, 64, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x)
-        for block in self.blocks:
-            h = h + block(h)
-        logits: torch.Tensor = self.head(h)
-        return logits
-
-
-def config(folder: Path, budget: str = "50%") -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "budget": {"device": budget, "host": "256KiB", "nvme": "64MiB"},
-        "nvme": {"dirs": [str(folder)], "staging": "64KiB"},
-        "plan": {"min_bytes": "4KiB", "update_in_backward": True},
-    }
-
-
-def make(optimizer: str = "AdamW") -> tuple[Tied, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Tied()
-    return model, OPTIMIZERS[optimizer](model.parameters())
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, use: Use | None = None) -> list[str]:
-    losses = []
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for step in range(steps):
-        x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
-        loss.backward()
-        if use is not None:
-            use(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item().hex())
-    return losses
 
 
 def halve(parameter: torch.Tensor) -> None:
@@ -143,108 +81,6 @@ def test_hooks_of_users_come_before_the_update(budget: str, tmp_path: Path) -> N
     assert results[0] == results[1]
 
 
-def clip(model: nn.Module) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def read(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.norm().item()
-
-
-def backward_again(model: nn.Module) -> None:
-    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
-
-
-def clear(model: nn.Module) -> None:
-    for parameter in model.blocks[1].parameters():
-        parameter.grad = None
-
-
-def replace(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
-def decay(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-
-
-def forward(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(torch.zeros(2, 32, dtype=torch.long))
-
-
-@pytest.mark.parametrize("use", [clip, read, backward_again, clear, replace, decay, forward])
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-@pytest.mark.parametrize("steps", [0, 5])
-def test_a_loop_that_wants_gradients_is_told(use: Use, budget: str, steps: int, tmp_path: Path) -> None:
-    model, optimizer = make()
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-    train(model, optimizer, steps)
-    with pytest.raises(StateError, match="update_in_backward"):
-        train(model, optimizer, 1, use)
-    optimizer.zero_grad()
-    if use in (clip, read):  # a loop that goes on has left a step out
-        with pytest.raises(StateError, match="got a forward"):
-            train(model, optimizer, 1)
-    train(model, optimizer, 3)
-    tieroff.unwrap(model)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-@pytest.mark.parametrize("steps", [1, 5])
-def test_a_step_that_is_left_out_is_told(steps: int, budget: str, tmp_path: Path) -> None:
-    model, optimizer = make()
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-    train(model, optimizer, steps)
-    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
-    optimizer.zero_grad()
-    with pytest.raises(StateError, match="got a forward"):
-        train(model, optimizer, 1)
-    train(model, optimizer, 2)
-    tieroff.unwrap(model)
-
-
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-def test_options_that_change_after_backward_are_told(budget: str, tmp_path: Path) -> None:
-    model, optimizer = make()
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-
-    def schedule(_: nn.Module) -> None:
-        optimizer.param_groups[0]["lr"] *= 2
-
-    with pytest.raises(StateError, match="options of the optimizer"):
-        train(model, optimizer, 1, schedule)
-    tieroff.unwrap(model)
-
-
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-def test_an_update_that_fails_does_not_count_as_done(budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = make("SGD")
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-    train(model, optimizer, 4)
-    stepper = tieroff.engine(model)._custody.stepper
-    run_on = stepper._run_on
-
-    def fail(bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
-        raise MemoryError("no memory for the update")
-
-    monkeypatch.setattr(stepper, "_run_on", fail)
-    with pytest.raises(MemoryError):
-        train(model, optimizer, 1)
-    monkeypatch.setattr(stepper, "_run_on", run_on)
-    with pytest.raises(StateError, match="one whose update failed"):
-        optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, 3)
-    tieroff.unwrap(model)
-
-
 @pytest.mark.parametrize("budget", ["50%", "100%"])
 def test_updates_compute_outside_of_autocast(budget: str, tmp_path: Path) -> None:
     """As `optimizer.step()` does, even where backward itself runs inside."""
@@ -268,36 +104,6 @@ def test_updates_compute_outside_of_autocast(budget: str, tmp_path: Path) -> Non
                 train(model, optimizer, 1)
             tieroff.unwrap(model)
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_a_recomputation_does_not_read_new_values(is_reentrant: bool, budget: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Recomputed(is_reentrant)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-    with pytest.raises(StateError, match="after it was updated"):
-        model(torch.randn(64, WIDTH)).square().mean().backward()
-    tieroff.unwrap(model)
-
-
-class Recomputed(nn.Module):
-    """A checkpointed block that reads a weight of a layer whose gradient is final before it runs again."""
-
-    def __init__(self, is_reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.between = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
-        self.is_reentrant = is_reentrant
-
-    def block(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(self.inner(x) @ self.last.weight.detach())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.utils.checkpoint.checkpoint(self.block, self.first(x), use_reentrant=self.is_reentrant)
-        out: torch.Tensor = self.last(self.between(h))
-        return out
 
 
 @pytest.mark.parametrize("budget", ["50%", "100%"])
@@ -330,34 +136,6 @@ def test_a_model_is_converted_before_its_gradients_are_cleared(tmp_path: Path) -
     tieroff.unwrap(model)
 
 
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-def test_a_second_step_does_not_pass_for_one(budget: str, tmp_path: Path) -> None:
-    model, optimizer = make()
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-    train(model, optimizer, 4)
-    with pytest.raises(StateError, match="update_in_backward"):
-        train(model, optimizer, 1, lambda _: optimizer.step())
-    tieroff.unwrap(model)
-
-
-def test_gradients_are_refused_not_read() -> None:
-    parameter = nn.Parameter(torch.randn(4, 3))
-    parameter.grad = AppliedGradient(parameter)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    assert parameter.grad.shape == (4, 3) and "AppliedGradient" in repr(parameter.grad)
-    for use in (
-        lambda: parameter.grad + 1, lambda: parameter.grad.zero_(), lambda: parameter.grad.clone(),
-        lambda: parameter.grad.abs(), lambda: (parameter * 2).sum().backward(),
-        lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0), lambda: tieroff.clip_grad_norm_([parameter], 1.0),
-        lambda: parameter.grad.data_ptr(), lambda: parameter.grad.share_memory_(), lambda: pickle.dumps(parameter.grad),
-        lambda: scaler.unscale_(torch.optim.SGD([parameter])),
-    ):  # fmt: skip
-        with pytest.raises((StateError, AssertionError, AttributeError)) as caught:
-            use()
-        assert caught.type is StateError, caught.value
-
-
 def test_hooks_before_the_step_have_it_wait(tmp_path: Path) -> None:
     """They may change gradients, so they come first, as in the plain run."""
     def shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -377,33 +155,6 @@ def test_hooks_before_the_step_have_it_wait(tmp_path: Path) -> None:
             assert not any(op.name.startswith("bucket") and op.phase == "backward" for op in tieroff.engine(model).trace.ops)
             tieroff.unwrap(model)
     assert results[0] == results[1]
-
-
-class Detached(nn.Module):
-    """Backward uses a weight's value where no gradient comes from it, after the gradient is final."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))  # of other buckets
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))  # its gradient comes in between: then the second layer is updated
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.sin(self.first(x)) @ self.second.weight.detach()
-        return self.second(h * self.scale)
-
-
-@pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize("budget", ["60%", "100%"])
-def test_new_values_are_never_used_for_old_ones(is_fused: bool, budget: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Detached()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
-    tieroff.wrap(model, optimizer, config(tmp_path, budget))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model(torch.randn(64, WIDTH)).square().mean().backward()
-        optimizer.step()
-    tieroff.unwrap(model)
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
