@@ -33,7 +33,7 @@ from rich.table import Table
 
 from bench_step import choose_budget
 from pairs import order_of
-from peers import PEERS
+from peers import IN_BACKWARD, PEERS
 from progress import make_console
 from runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config, DeviceBudget
@@ -45,6 +45,7 @@ from train_gpt import Options, Result, add_options, choose_device
 ROOT = Path(__file__).resolve().parent.parent
 STATUS = {"PeerAbsent": "absent", "InfeasiblePlanError": "infeasible"}
 LIMIT_S = 1800.0
+MODEL = ("layers", "width", "heads", "batch", "length", "clip", "steps", "seed")
 MEASURED = (
     *("tokens_per_s", "relative", "step_s", "peak_bytes", "peak_relative", "loss_last", "loss_gap_max", "losses_equal"),
     *("stall_s", "moved_bytes"),
@@ -130,7 +131,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namesp
     """Returns the arguments of this script and the options of the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="demo", help="its sizes; each can be given on its own")
-    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="the plain loop always runs")
+    parser.add_argument(
+        "--peers", nargs="+", choices=list(PEERS), default=None,
+        help=f"default: all of them, {IN_BACKWARD} with --clip 0 alone; the plain loop always runs",
+    )  # fmt: skip
     budgets = [parse_budget(text) for text in ("100%", "50%", "25%")]
     parser.add_argument("--budget", nargs="+", type=parse_budget, default=budgets, help='such as "25%%" or "6GiB"')
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each run")
@@ -143,6 +147,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namesp
     arguments = parser.parse_args(given)
     if arguments.repeat < 1:
         parser.error(f"expected at least one repetition, got {arguments.repeat}")
+    if arguments.peers is None:
+        arguments.peers = [peer for peer in PEERS if peer != IN_BACKWARD or not arguments.clip]
+    elif IN_BACKWARD in arguments.peers and arguments.clip:
+        parser.error(f"expected --clip 0 with {IN_BACKWARD}, whose gradients are gone after backward, got {arguments.clip:g}")
     chosen = {f.name: getattr(arguments, f.name) for f in fields(Options) if hasattr(arguments, f.name)}
     return arguments, Options(**{**chosen, "config": None})
 
@@ -151,8 +159,8 @@ def make_rows(peers: Sequence[str], budgets: Sequence[DeviceBudget]) -> list[Row
     """Returns a row per way of training and one per budget of tieroff; the plain loop's is the first."""
     rows = [Row("plain", "plain")]
     for peer in PEERS:
-        if peer == "tieroff" and peer in peers:
-            rows += [Row(f"tieroff {budget_name(budget)}", peer, budget) for budget in budgets]
+        if peer.startswith("tieroff") and peer in peers:
+            rows += [Row(f"{peer} {budget_name(budget)}", peer, budget) for budget in budgets]
         elif peer != "plain" and peer in peers:
             rows.append(Row(peer, peer))
     return rows
@@ -171,6 +179,8 @@ def options_for(row: Row, plain: Row, options: Options, config: Config, nvme_dir
     """
     if row.budget is None:
         return options
+    if row.peer == IN_BACKWARD:
+        config = config.model_copy(update={"plan": config.plan.model_copy(update={"update_in_backward": True})})
     if row.budget.share is None:
         chosen, row.budget_bytes = fit_budget(config, row.budget.size_bytes or 0, options.device, nvme_dir)
     elif plain.results:
@@ -273,7 +283,7 @@ def describe(options: Options, arguments: argparse.Namespace, command: str, rows
         "date": date.today().isoformat(),
         "command": command,
         "machine": describe_machine(options.device, arguments.nvme_dir.resolve()),
-        "model": {name: getattr(options, name) for name in ("layers", "width", "heads", "batch", "length", "steps", "seed")},
+        "model": {name: getattr(options, name) for name in MODEL},
         "parameters": next((row.results[0].parameters for row in rows if row.results), None),
         "repeat": arguments.repeat,
         "rows": [row.summary(rows[0]) for row in rows],

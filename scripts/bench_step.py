@@ -197,7 +197,7 @@ def main() -> int:
     show(make_console(), summary)
     if arguments.json is not None:
         head = when_and_where(shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]]))
-        sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "batch", "length", "steps")}
+        sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "batch", "length", "clip", "steps")}
         about = {**head, "device": options.device, "model": sizes, "parameters": rows[0].results[0].parameters}
         arguments.json.write_text(json.dumps({**about, "repeat": arguments.repeat, "rows": summary}, indent=1) + "\n")
     return 0

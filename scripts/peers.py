@@ -44,9 +44,9 @@ from train_gpt import (
     load_text,
 )
 
+IN_BACKWARD = "tieroff-in-backward"
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-CLIP_NORM = 1.0
 
 
 class PeerAbsent(Exception):
@@ -80,7 +80,8 @@ class Plain:
 
     def update(self) -> None:
         """Clips the gradients, steps the optimizer and clears the gradients."""
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        if self.options.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -187,7 +188,7 @@ class DeepSpeed(Plain):
         on_nvme = {"device": "nvme", "nvme_path": str(self.nvme_dir), "pin_memory": self.is_cuda}
         return {
             "train_micro_batch_size_per_gpu": self.options.batch,
-            "gradient_clipping": CLIP_NORM,
+            "gradient_clipping": self.options.clip,
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": on_cpu,
@@ -224,6 +225,7 @@ PEERS: dict[str, Callable[[Options, Path], Plain]] = {
     "deepspeed-cpu": lambda options, nvme_dir: DeepSpeed(options),
     "deepspeed-nvme": DeepSpeed,
     "tieroff": lambda options, nvme_dir: Tieroff(options),
+    IN_BACKWARD: lambda options, nvme_dir: Tieroff(options),  # by its config
 }
 
 

@@ -45,6 +45,7 @@ class Options:
     batch: int = 8
     length: int = 512
     lr: float = 1e-3
+    clip: float = 1.0
     seed: int = 0
     device: str = "auto"
     sample: int = 0
@@ -205,7 +206,8 @@ def train(options: Options, on_step: OnStep) -> Result:
         loss = F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten())
         del logits
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -255,6 +257,7 @@ def add_options(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = (
         "data": "text file to train on",
         "steps": "optimizer steps",
         "lr": "peak learning rate",
+        "clip": "norm that all gradients together are clipped to; 0: they are not",
         "device": "auto, cuda or cpu",
         "sample": "bytes to generate at the end",
         "config": "train within this budget, through tieroff",

@@ -17,7 +17,7 @@ import bench_peers
 import peers
 import train_gpt
 from runs import RunFailed, wrapped
-from tieroff.config import Config
+from tieroff.config import Config, DeviceBudget
 from train_gpt import Options, Result
 
 TINY = Options(steps=3, layers=2, width=32, heads=2, batch=2, length=32, device="cpu")
@@ -132,6 +132,29 @@ def test_tieroff_has_the_losses_of_the_demo_script_and_its_own_account(tmp_path:
     assert result.losses == plain.losses
     assert result.stats is not None
     assert sum(result.stats["moved_bytes"].values()) > 0
+
+
+def test_tieroff_in_backward_has_the_losses_of_a_loop_that_does_not_clip(tmp_path: Path) -> None:
+    loop = replace(TINY, steps=4, clip=0.0)
+    clipped, expected = (train_gpt.train(options, ignore_step) for options in (replace(loop, clip=TINY.clip), loop))
+    config = Config.load({
+        "device": "cpu",
+        "budget": {"device": "80%", "host": "8MiB"},
+        "plan": {"min_bytes": 0, "update_in_backward": True},
+    })  # fmt: skip
+    result = peers.train(peers.PEERS[peers.IN_BACKWARD](wrapped(replace(loop, out=tmp_path), config), tmp_path), ignore_step)
+    assert result.losses == expected.losses != clipped.losses
+    assert result.stats is not None
+    assert sum(result.stats["moved_bytes"].values()) > 0
+
+
+def test_row_in_backward_has_a_config_that_says_so(tmp_path: Path) -> None:
+    plain_row = bench_peers.Row("plain", "plain")
+    for peer, is_early in (("tieroff", False), (peers.IN_BACKWARD, True)):
+        row = bench_peers.Row(peer, peer, DeviceBudget(size_bytes=2**26))
+        options = bench_peers.options_for(row, plain_row, replace(TINY, out=tmp_path / peer), Config(), tmp_path)
+        assert options.config is not None
+        assert Config.load(options.config).plan.update_in_backward is is_early
 
 
 def test_checkpoint_computes_every_block_again(tmp_path: Path) -> None:
@@ -321,9 +344,18 @@ def test_model_sets_sizes_that_can_be_given_on_their_own() -> None:
     assert (demo.layers, demo.width) == (Options.layers, Options.width)
 
 
+def test_updates_in_backward_are_compared_where_nothing_is_clipped() -> None:
+    clipped, _ = bench_peers.parse_arguments([])
+    free, options = bench_peers.parse_arguments(["--clip", "0"])
+    assert peers.IN_BACKWARD not in clipped.peers
+    assert free.peers == list(peers.PEERS)
+    assert options.clip == 0.0
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (["--peers", "tieroff-in-backward"], "--clip 0"),
         (["--budget", "0%"], "above 0%"),
         (["--peers", "nobody"], "nobody"),
         (["--repeat", "0"], "at least one repetition"),

@@ -14,7 +14,7 @@ from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.tracing.roofline import Roofline
 
-RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml", "two_ranks.toml")
+RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml", "two_ranks.toml", "in_backward.toml")
 MACHINES = (
     "a100_40gb.toml", "a100_80gb.toml", "h100_80gb.toml", "h200_4xgen5.toml", "h200_8xgen5.toml", "rtx4090_1xgen4.toml",
 )  # fmt: skip
@@ -51,6 +51,12 @@ def test_nvme_only_config_has_no_host_tier(project: Path) -> None:
     assert config.budget.host == 0
     assert config.budget.nvme
     assert config.nvme.dirs
+
+
+def test_in_backward_config_is_the_quarter_with_updates_in_backward(project: Path) -> None:
+    quarter = Config.load(project / "configs/quarter.toml")
+    plan = quarter.plan.model_copy(update={"update_in_backward": True})
+    assert Config.load(project / "configs/in_backward.toml") == quarter.model_copy(update={"plan": plan})
 
 
 @pytest.mark.parametrize("name", RUN_CONFIGS)
