@@ -33,6 +33,14 @@ def test_five_lines_say_fit_moves_cost_exactness_and_what_was_left_alone() -> No
     ]
 
 
+def test_updates_in_backward_are_named_where_they_would_help() -> None:
+    waiting = figures(3)
+    assert "update_in_backward" in explain(Told(TRACE, PLAN, waiting, may_update_in_backward=True))[2]
+    assert "update_in_backward" not in explain(Told(TRACE, PLAN, waiting))[2]
+    quick = replace(waiting, stall_ns=waiting.step_ns // 25)
+    assert "update_in_backward" not in explain(Told(TRACE, PLAN, quick, may_update_in_backward=True))[2]
+
+
 def test_nothing_moved_because_everything_fits() -> None:
     lines = explain(Told(TRACE, FITS))
     assert lines[0] == "Nothing moved, because everything fits: the device holds at most 7.00 MiB of 7.00 MiB."

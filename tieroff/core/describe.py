@@ -15,6 +15,7 @@ from tieroff.units import NS_PER_S, format_bytes, format_seconds
 _BIGGEST = 5
 _TIERS = tuple(Tier)
 _NAMED = 3
+_WAITING = 0.05  # of a step, from which on it is worth saying what would help
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
@@ -31,6 +32,7 @@ class Told:
         unmoved: why tensors are left alone by the engine itself -> their names.
         is_cpu: the device's memory and the host's are one, so what user code computes of tensors below is the same.
         compute_type: what parameters and inputs are cast to for computing, or "" when they are not.
+        may_update_in_backward: the optimizer could be stepped in backward, it is not, and user code left gradients alone.
     """
 
     trace: Trace
@@ -39,6 +41,7 @@ class Told:
     unmoved: Mapping[str, Sequence[str]] = field(default_factory=dict)
     is_cpu: bool = True
     compute_type: str = ""
+    may_update_in_backward: bool = False
 
 
 def explain(told: Told, *, detail: bool = False) -> list[str]:
@@ -120,10 +123,16 @@ def _cost(told: Told) -> str:
     if measured is None:
         return f"{text}; none was measured yet."
     ticks = max(len(told.trace.ops), 1)
+    hint = ""
+    if told.may_update_in_backward and measured.stall_ns > _WAITING * measured.step_ns:
+        hint = (
+            " Nothing used gradients between backward and optimizer.step(): with [plan] update_in_backward = true they would "
+            "not be kept, and updates would run beside backward; docs/what-works.md says which loops may have it."
+        )
     return (
         f"{text}; the last one ({measured.phase}) took {_time(measured.step_ns)}: compute {_time(measured.compute_ns)}, "
         f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)} "
-        f"({_time(measured.rest_ns // ticks)} for each of {ticks} ticks)."
+        f"({_time(measured.rest_ns // ticks)} for each of {ticks} ticks).{hint}"
     )
 
 

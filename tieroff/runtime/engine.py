@@ -352,7 +352,7 @@ class Engine:
             return "No training step has run yet: nothing is known of this model's tensors."
         for program in self._kinds():
             if program.trace is not None and program.plan is not None:
-                return self._explain(program.trace, program.plan, detail=detail)
+                return self._explain(program, program.trace, program.plan, detail=detail)
         return "The first two steps are traced and measured, with everything moved out; the plan comes with the third."
 
     def _kinds(self) -> Iterator[Program]:
@@ -361,12 +361,14 @@ class Engine:
             yield self._steps.last
         yield from reversed(self._steps.programs.values())
 
-    def _explain(self, trace: Trace, plan: Plan, *, detail: bool) -> str:
+    def _explain(self, program: Program, trace: Trace, plan: Plan, *, detail: bool) -> str:
         stats = self._steps.stats
         measured = stats.figures() if stats is not None else None
         is_cpu, dtype = self._backend.device.type == "cpu", self.settings.compute_dtype
         compute_type = "bf16" if dtype is torch.bfloat16 else ""
-        told = Told(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type)
+        stepper = self._custody.stepper
+        may_update = program.leaves_gradients and stepper is not None and stepper.could_update_in_backward
+        told = Told(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type, may_update)
         return "\n".join(explain(told, detail=detail))
 
     def _unmoved_by_reason(self) -> dict[str, list[str]]:
@@ -383,7 +385,7 @@ class Engine:
                 trace, plan, timeline = program.ran
             else:
                 continue
-            explanation = self._explain(trace, plan, detail=True)
+            explanation = self._explain(program, trace, plan, detail=True)
             machine = self._machine_of(trace)
             return Run(trace, plan, timeline, self.settings.config_toml, self.history.steps, machine, explanation)
         raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")

@@ -200,10 +200,7 @@ class BucketedStep:
 
     def begin(self) -> None:
         """A step of the model begins."""
-        optimizer: Any = self.optimizer
-        has_hooks = bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
-        is_on = self._in_backward and not has_hooks  # such hooks may change gradients
-        self.early.begin(self.buckets() if is_on else ())
+        self.early.begin(self.buckets() if self._in_backward and not self._has_pre_hooks() else ())
 
     def gradient_arrived(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is final."""
@@ -240,13 +237,29 @@ class BucketedStep:
             if item.device is not None and item.is_lifted and not self._executor.keeps(item):
                 item.leave(self._executor.traffic)
 
+    def _has_pre_hooks(self) -> bool:
+        """True while there are hooks that may change gradients just before the update."""
+        optimizer: Any = self.optimizer
+        return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
     def _may_update_in_backward(self) -> bool:
         """Says once where the config asks for what cannot be."""
-        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if not self.is_split or not is_alone:
-            why = "this optimizer is stepped whole" if not self.is_split else "gradients are summed over ranks after backward"
+        why = self._why_not_in_backward()
+        if why:
             log.warning("[plan] update_in_backward has no effect: %s", why)
-        return self.is_split and is_alone
+        return not why
+
+    def _why_not_in_backward(self) -> str:
+        if not self.is_split:
+            return "this optimizer is stepped whole"
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        return "" if is_alone else "gradients are summed over ranks after backward"
+
+    @property
+    def could_update_in_backward(self) -> bool:
+        """True where the config does not ask for it, and the optimizer would allow it."""
+        is_free = not self._may_write_gradients() and not self._has_pre_hooks()
+        return is_free and not self._in_backward and not self._why_not_in_backward()
 
     def _may_write_gradients(self) -> bool:
         optimizer = self.optimizer

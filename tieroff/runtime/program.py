@@ -70,6 +70,7 @@ class Program:
         stays_after_backward: tensors that the plan has on the device when the update begins, of those that it moves; and the
             gradients that it has there until then.
         used_below: gradients that user code used in the recorded step after backward, and whether it wrote them.
+        leaves_gradients: user code used none of them in the recorded step after backward, and one backward made them.
         scratch_bytes: the most memory that an op of the recorded step took for itself.
         written_by_hooks: gradients that user code wrote in backward after they had arrived. They are copied when they have to
             leave, and come back for the update: no version need show a write, and hooks of any parameter can make it.
@@ -94,6 +95,7 @@ class Program:
     update_at: int = -1
     stays_after_backward: frozenset[int] = frozenset()
     used_below: dict[int, bool] = field(default_factory=dict)
+    leaves_gradients: bool = False
     scratch_bytes: int = 0
     written_by_hooks: frozenset[int] = frozenset()
     written: frozenset[Hashable] = frozenset()

@@ -329,14 +329,16 @@ class Steps:
         program.written_by_hooks = frozenset(program.index[key] for key in hooked)
         # A home that lies below now may be lifted when it is written next; another one never is.
         program.written = frozenset(written | below if self._custody.backend.lifts_homes else written)
-        program.used_below, program.scratch_bytes = self._used_below(program, recorder), recorder.scratch_bytes
+        used = self._used_below(program, recorder)
+        # A home on the host stays there for user code.
+        program.used_below = used if self._custody.backend.lifts_homes else {}
+        program.leaves_gradients = not used and not any(isinstance(key, tuple) and key[0] == "accumulate" for key in keys)
+        program.scratch_bytes = recorder.scratch_bytes
         program.phase = Phase.MEASURE
         self._learn(program, written | below)
 
     def _used_below(self, program: Program, recorder: Recorder) -> dict[int, bool]:
         """Returns the gradients that user code used after backward where they lay, and whether it wrote them."""
-        if not self._custody.backend.lifts_homes:
-            return {}  # a home on the host stays there for user code
         assert program.trace is not None
         tensors, used = program.trace.tensors, recorder.used_below(update_of(program.keys) - 1)
         indices = {program.index[key]: is_written for key, is_written in used.items() if key in program.index}
