@@ -70,7 +70,7 @@ class Program:
         stays_after_backward: tensors that the plan has on the device when the update begins, of those that it moves; and the
             gradients that it has there until then.
         used_below: gradients that user code used in the recorded step after backward, and whether it wrote them.
-        leaves_gradients: user code used none of them in the recorded step after backward, and one backward made them.
+        leaves_gradients: the recorded step's update took all gradients as one backward made them: user code used none.
         scratch_bytes: the most memory that an op of the recorded step took for itself.
         written_by_hooks: gradients that user code wrote in backward after they had arrived. They are copied when they have to
             leave, and come back for the update: no version need show a write, and hooks of any parameter can make it.
@@ -142,6 +142,14 @@ class Program:
 def update_of(keys: list[Hashable]) -> int:
     """Returns the tick at which the update begins; the number of ticks when there is none."""
     return next((i for i, key in enumerate(keys) if isinstance(key, tuple) and key[0] == "bucket"), len(keys))
+
+
+def sums_no_gradients(trace: Trace, keys: list[Hashable]) -> bool:
+    """Returns whether each gradient of a step comes new from one backward."""
+    arrived = [key for key in keys if isinstance(key, tuple) and key[0] in ("grad", "accumulate")]
+    is_new = all(tensor.kind is not TensorClass.GRADIENT or not tensor.is_persistent for tensor in trace.tensors)
+    is_summed = len({position for _, position in arrived}) < len(arrived)
+    return is_new and not is_summed
 
 
 def _actions(plan: Plan, moved: set[int], written_by_hooks: frozenset[int], update: int) -> list[TickActions]:

@@ -23,7 +23,7 @@ from tieroff.runtime.hooks import shapes_of, signature_of, storages_of
 from tieroff.runtime.measured import measured_timeline
 from tieroff.runtime.modules import ModuleSpans, Recomputation, layers_of, mark_recomputed
 from tieroff.runtime.parameters import install
-from tieroff.runtime.program import Mode, Phase, Program, update_of
+from tieroff.runtime.program import Mode, Phase, Program, sums_no_gradients, update_of
 from tieroff.runtime.stats import Stats
 from tieroff.units import NS_PER_S, format_seconds
 
@@ -332,7 +332,7 @@ class Steps:
         used = self._used_below(program, recorder)
         # A home on the host stays there for user code.
         program.used_below = used if self._custody.backend.lifts_homes else {}
-        program.leaves_gradients = not used and not any(isinstance(key, tuple) and key[0] == "accumulate" for key in keys)
+        program.leaves_gradients = not used and sums_no_gradients(program.trace, keys)
         program.scratch_bytes = recorder.scratch_bytes
         program.phase = Phase.MEASURE
         self._learn(program, written | below)
