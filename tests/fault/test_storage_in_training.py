@@ -19,6 +19,7 @@ from tests.fault.twins import Setting, assert_same, equal, follow, look, mlp_and
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.runtime import backend as backends
+from tieroff.runtime.homes import HomeItem
 from tieroff.storage.engines import available, choose
 from tieroff.storage.space import SpaceStore
 
@@ -110,6 +111,26 @@ def test_failed_writes_go_to_host_memory_while_it_has_room(
     assert trainer.engine.hits == [("write", "errno")] * 2
     assert caplog.text.count("goes to host instead") == 2
     assert tieroff.engine(trainer.model).stats().phase == "planned"
+    tieroff.unwrap(trainer.model)
+
+
+def test_full_host_memory_is_nothing_to_warn_of_in_inference(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    """A plan that fills host memory has no room there for what it keeps on the device, which leaves in inference."""
+    trainer.wrap(host=16 * PAGE)
+    trainer.run(range(HIT))
+    custody = tieroff.engine(trainer.model)._custody
+    first, second, *_ = custody.executor.gate.items.values()
+    caplog.set_level(logging.DEBUG, "tieroff")
+
+    def find_no_room(item: HomeItem) -> None:
+        item.tier = Tier.HOST
+        assert custody.demote(item, StoreError("expected room, got none", errno=errno.ENOSPC))
+
+    with torch.no_grad(), trainer.model.first.register_forward_hook(lambda *_: find_no_room(first)):
+        trainer.model(torch.randn(4, 8))
+    find_no_room(second)
+    said = [record.levelno for record in caplog.records if "goes to nvme instead" in record.getMessage()]
+    assert said == [logging.DEBUG, logging.WARNING]
     tieroff.unwrap(trainer.model)
 
 

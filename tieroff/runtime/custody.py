@@ -350,6 +350,9 @@ class Custody:
         self.executor.bring_activations_home()
 
     def _fills_in_order(self) -> bool:
-        """True while nothing is planned: tiers are filled in order, and one of them being full is nothing special."""
+        """True while nothing is planned: tiers are filled in order, and one of them being full is nothing special.
+
+        In inference, between steps, what the plan has on the device for all of its step leaves too.
+        """
         program = self.executor.program
-        return program is None or program.phase is not Phase.PLANNED
+        return self.executor.is_inferring or program is None or program.phase is not Phase.PLANNED

@@ -268,6 +268,7 @@ class Engine:
         self._steps.check_model()
         mode, executor.mode = executor.mode, Mode.IDLE
         executor.gate.depth += 1
+        executor.is_inferring = True
         try:
             out = inner(*args, **kwargs)
             executor.gate.check_casts()
@@ -276,7 +277,7 @@ class Engine:
             executor.gate.depth -= 1
             executor.gate.forget_casts()
             executor.on_demand.let_go()
-            executor.mode = mode
+            executor.mode, executor.is_inferring = mode, False
 
     def _before_update(self) -> None:
         self._check_alive()

@@ -32,6 +32,7 @@ class Executor:
     Attributes:
         program: the kind of step that runs, or None between steps.
         mode: see `Mode`.
+        is_inferring: a forward runs that is no part of a step.
         peak_bytes: largest count of device bytes in this step: copies the engine holds plus the trace's transients.
         starts_ns, stops_ns: per op of a planned or measured step, when compute began and ended.
     """
@@ -67,7 +68,7 @@ class Executor:
         self._activation_count = 0
         self._live_activations: dict[int, ActivationItem] = {}
         self.recorded: list[Subject] = []
-        self.saw_backward = self.is_closed = False
+        self.saw_backward = self.is_closed = self.is_inferring = False
         self.unborn_bytes, self._watched_task = 0, -1
         self.lock = threading.RLock()
         self.ends_backward: Callable[[], None] = lambda: None  # told before what moves is brought below
