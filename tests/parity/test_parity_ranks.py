@@ -170,8 +170,9 @@ def test_ranks_have_the_numbers_of_the_plain_run_while_bytes_move(told: dict[str
 
 def test_all_ranks_plan_for_the_smallest_budget(told: dict[str, list[dict[str, Any]]]) -> None:
     budgets = [found["budget"] for found in told["budgets differ"]]
-    assert budgets[0] == budgets[1]
-    assert budgets[0]["device"] <= 1 << 20
+    # What a rank's process takes besides tensors comes off its own budget: it may have grown on rank 1 since the ranks agreed.
+    assert budgets[1]["device"] <= budgets[0]["device"] <= 1 << 20
+    assert {**budgets[0], "device": 0} == {**budgets[1], "device": 0}
     assert budgets[0]["nvme"] <= 32 << 20  # half of what the machine may use
     assert budgets[0]["host"] <= 4 << 20
 
