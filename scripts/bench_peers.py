@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench_step import choose_budget
+from bench_step import MODEL, choose_budget
 from pairs import order_of
 from peers import IN_BACKWARD, PEERS
 from progress import make_console
@@ -45,7 +45,6 @@ from train_gpt import Options, Result, add_options, choose_device
 ROOT = Path(__file__).resolve().parent.parent
 STATUS = {"PeerAbsent": "absent", "InfeasiblePlanError": "infeasible"}
 LIMIT_S = 1800.0
-MODEL = ("layers", "width", "heads", "batch", "length", "clip", "steps", "seed")
 MEASURED = (
     *("tokens_per_s", "relative", "step_s", "peak_bytes", "peak_relative", "loss_last", "loss_gap_max", "losses_equal"),
     *("stall_s", "moved_bytes"),
@@ -283,7 +282,7 @@ def describe(options: Options, arguments: argparse.Namespace, command: str, rows
         "date": date.today().isoformat(),
         "command": command,
         "machine": describe_machine(options.device, arguments.nvme_dir.resolve()),
-        "model": {name: getattr(options, name) for name in MODEL},
+        "model": {name: getattr(options, name) for name in (*MODEL, "seed")},
         "parameters": next((row.results[0].parameters for row in rows if row.results), None),
         "repeat": arguments.repeat,
         "rows": [row.summary(rows[0]) for row in rows],

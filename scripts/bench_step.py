@@ -37,6 +37,7 @@ from where import when_and_where
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = {"cheap": "fast", "lp": "high"}
+MODEL = ("layers", "width", "heads", "batch", "length", "clip", "steps")
 _WARM = 10  # steps before it are recorded, timed and planned, or their plan settles
 _TIMES = ("step_s", "foretold_s", "bound_s")
 _MEASURED = (*_TIMES, "tokens_per_s", "relative", "stall_s", "peak_bytes", "moved_bytes", "losses_equal")
@@ -197,7 +198,7 @@ def main() -> int:
     show(make_console(), summary)
     if arguments.json is not None:
         head = when_and_where(shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]]))
-        sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "batch", "length", "clip", "steps")}
+        sizes = {name: getattr(options, name) for name in MODEL}
         about = {**head, "device": options.device, "model": sizes, "parameters": rows[0].results[0].parameters}
         arguments.json.write_text(json.dumps({**about, "repeat": arguments.repeat, "rows": summary}, indent=1) + "\n")
     return 0

@@ -69,3 +69,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, use: U
         schedule.step()
         losses.append(loss.item().hex())
     return losses
+
+
+def clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def read(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.norm().item()
+
+
+def backward_again(model: nn.Module) -> None:
+    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()

@@ -10,25 +10,11 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.parity.in_backward import Use, config, make, train
+from tests.parity.in_backward import Use, backward_again, clip, config, make, read, train
 from tieroff.core import describe
 from tieroff.runtime.backend import CpuBackend, DelayedBackend
 
 STEPS = 4
-
-
-def clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def read(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.isfinite().all()
-
-
-def backward_again(model: nn.Module) -> None:
-    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
 
 
 def wrapped(folder: Path, backend: CpuBackend, *, is_on: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -11,23 +11,9 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.parity.in_backward import WIDTH, Use, config, make, train
+from tests.parity.in_backward import WIDTH, Use, backward_again, clip, config, make, read, train
 from tieroff.errors import StateError
 from tieroff.runtime.early import AppliedGradient
-
-
-def clip(model: nn.Module) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def read(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.norm().item()
-
-
-def backward_again(model: nn.Module) -> None:
-    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
 
 
 def clear(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ class Executor:
     """Runs one step after another.
 
     Attributes:
-        program: the kind of step that runs, or None between steps.
+        program: the kind of step that runs, or ran last; None before the first, and after one that broke off.
         mode: see `Mode`.
         is_inferring: a forward runs that is no part of a step.
         peak_bytes: largest count of device bytes in this step: copies the engine holds plus the trace's transients.
