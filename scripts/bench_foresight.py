@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import tieroff
 from progress import make_console
-from tieroff.runtime.backend import Arrival, CpuBackend, settle_vector_math
-from tieroff.runtime.place import Place
+from tieroff.runtime.backend.base import Arrival, CpuBackend, settle_vector_math
+from tieroff.runtime.items.place import Place
 from tieroff.units import NS_PER_S, parse_bytes
 from where import when_and_where
 

@@ -51,8 +51,8 @@ from progress import make_console
 from tieroff.errors import TieroffError
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.nvme import FREE_BYTES_MIN, Track
-from tieroff.storage import files
 from tieroff.storage.engines import OpenFile, available, choose
+from tieroff.storage.nvme import files
 from tieroff.units import format_bytes, parse_bytes
 
 KINDS: tuple[Kind, ...] = ("read", "write", "both")

@@ -31,9 +31,9 @@ from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import TieroffError
-from tieroff.planner.bounds import Scope, relaxed_bound_ns, scope_of
-from tieroff.planner.problem import Problem, live_bytes, make_problem
-from tieroff.planner.sweep import noise_rows, sweep
+from tieroff.planner.bounds.bounds import Scope, relaxed_bound_ns, scope_of
+from tieroff.planner.compare.sweep import noise_rows, sweep
+from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, NS_PER_S, parse_bytes
 from where import when_and_where

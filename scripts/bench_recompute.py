@@ -26,11 +26,11 @@ from torch import Tensor, nn
 import tieroff
 from bench_foresight import SlowBackend
 from progress import make_console
+from tieroff.core.io.run_folder import Run, load_run
 from tieroff.core.machine import Machine, save_machine
-from tieroff.core.run import Run, load_run
-from tieroff.planner.modules import layer_runs
-from tieroff.planner.predict import predict
-from tieroff.runtime.backend import settle_vector_math
+from tieroff.planner.compare.predict import predict
+from tieroff.planner.layers import layer_runs
+from tieroff.runtime.backend.base import settle_vector_math
 from tieroff.units import NS_PER_S, parse_bytes
 from where import when_and_where
 

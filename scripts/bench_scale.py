@@ -29,7 +29,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.auto import plan_with_timeline
+from tieroff.planner.make_plan import plan_with_timeline
 from tieroff.units import GIB, KIB, NS_PER_S
 from where import when_and_where
 

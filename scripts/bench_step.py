@@ -28,9 +28,9 @@ from rich.table import Table
 from progress import make_console
 from runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
-from tieroff.core.run import load_run
+from tieroff.core.io.run_folder import load_run
 from tieroff.errors import ConfigError
-from tieroff.planner.predict import forecast
+from tieroff.planner.compare.predict import forecast
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 from train_gpt import Options, Result, add_options, choose_device
 from where import when_and_where

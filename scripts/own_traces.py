@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tieroff
-from tieroff.core.files import save_trace
+from tieroff.core.io.json_files import save_trace
 from tieroff.core.trace import Trace
 from train_gpt import GPT
 

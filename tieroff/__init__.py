@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tieroff.api import engine, scope, unwrap, wrap
     from tieroff.checkpoint import load_weights, save_weights
     from tieroff.config import Config
-    from tieroff.runtime.clipping import clip_grad_norm_
+    from tieroff.runtime.optimizer.clipping import clip_grad_norm_
     from tieroff.tracing.dry import DryModel
 
 __all__ = [

@@ -13,35 +13,35 @@ from typing import Any
 import torch
 
 from tieroff.config import Config
-from tieroff.core.check import check
-from tieroff.core.files import load_plan
+from tieroff.core.check.plan import check
+from tieroff.core.io.json_files import load_plan
+from tieroff.core.io.run_folder import Run
 from tieroff.core.machine import Machine, load_machine
 from tieroff.core.plan import RUNTIME_EXECUTOR, Capabilities, Plan
-from tieroff.core.run import Run
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError, InfeasiblePlanError, StateError, TraceMismatchError
-from tieroff.planner.auto import make_plan
-from tieroff.planner.correlation import Correlation
-from tieroff.planner.modules import choose_modules
+from tieroff.planner.compare.predict import forecast, predict
+from tieroff.planner.foresight import Correlation
+from tieroff.planner.layers import choose_modules
+from tieroff.planner.make_plan import make_plan
 from tieroff.planner.policies import find_policy
-from tieroff.planner.predict import forecast, predict
-from tieroff.planner.problem import live_bytes, make_problem
+from tieroff.planner.problem.problem import live_bytes, make_problem
 from tieroff.planner.user_code import bring_back
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
-from tieroff.ranks import Agreement, Need, Ranks, agreement_here, on_wrap
-from tieroff.runtime.backend import Backend, CpuBackend
+from tieroff.runtime.backend.base import Backend, CpuBackend
 from tieroff.runtime.custody import Settings
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.hooks import ForwardSlot
+from tieroff.runtime.hooks.forward import ForwardSlot
+from tieroff.runtime.hooks.scope import scope_of
 from tieroff.runtime.resident import Resident
-from tieroff.runtime.scope import scope_of
+from tieroff.session.ranks import Agreement, Need, Ranks, agreement_here, on_wrap
 from tieroff.storage.engines import Engine as IoEngine
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.host.pool import HostStore
 from tieroff.storage.limits import host_limit_bytes
-from tieroff.storage.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.store import Store
 from tieroff.tracing.recorder import StepRecorder
 from tieroff.units import format_bytes
@@ -445,6 +445,6 @@ def _backend_for(config: Config) -> Backend:
         return CpuBackend(keeps_freed=config.budget.keep_freed)
     if not torch.cuda.is_available():
         raise ConfigError('device = "cuda", but torch sees no CUDA device; use "cpu" or "auto"')
-    from tieroff.runtime.cuda import CudaBackend
+    from tieroff.runtime.backend.cuda import CudaBackend
 
     return CudaBackend()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tieroff.core.machine import Machine
     from tieroff.core.tensor import Tier
     from tieroff.core.trace import Trace
-    from tieroff.planner.rows import Result
+    from tieroff.planner.compare.rows import Result
     from tieroff.probe.doctor import Diagnosis
     from tieroff.probe.survey import Survey
 
@@ -207,11 +207,11 @@ def plan(
 
     The step is a traced one, or that of a model that is never materialised, its op times estimated for the machine.
     """
-    from tieroff.core.files import save_plan
+    from tieroff.core.io.json_files import save_plan
     from tieroff.core.machine import load_machine
-    from tieroff.planner.advice import advice, explain
+    from tieroff.planner.compare.advice import advice, explain
+    from tieroff.planner.compare.rows import plan_row
     from tieroff.planner.policies import find_policy
-    from tieroff.planner.rows import plan_row
     from tieroff.tracing.files import load_trace
 
     find_policy(policy)
@@ -248,8 +248,8 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Draws what a run did: memory, lanes, waits, decisions, predicted and measured. No page with another output alone."""
-    from tieroff.core.run import load_run
-    from tieroff.planner.predict import predict
+    from tieroff.core.io.run_folder import load_run
+    from tieroff.planner.compare.predict import predict
     from tieroff.report.page import check_page, write_page
     from tieroff.report.perfetto import write_perfetto
     from tieroff.report.tensorboard import write_scalars
@@ -289,8 +289,8 @@ def compare(
 ) -> None:
     """Plans one traced step with several policies, one row each; `auto` runs last and takes every plan as a candidate."""
     from tieroff.core.machine import load_machine
+    from tieroff.planner.compare.rows import compare_rows
     from tieroff.planner.policies import POLICIES
-    from tieroff.planner.rows import compare_rows
     from tieroff.report.comparison import check_page
     from tieroff.tracing.files import load_trace
 
@@ -346,7 +346,7 @@ def _budget(
     """Returns the budget per tier; a tier that none is given for has the machine's bytes."""
     from tieroff.config import DeviceBudget
     from tieroff.core.tensor import Tier
-    from tieroff.planner.problem import live_bytes
+    from tieroff.planner.problem.problem import live_bytes
 
     given = DeviceBudget.parse(device_budget)
     lower = {Tier.HOST: host_budget, Tier.NVME: nvme_budget}

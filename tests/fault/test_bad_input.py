@@ -15,7 +15,7 @@ from torch import nn
 import tieroff
 from tests.fault.twins import Mlp, Setting, adam, assert_same, follow, look, mlp_and_adam
 from tests.fault.twins import usual_step as usual
-from tieroff.core.files import load_plan, save_plan, save_trace
+from tieroff.core.io.json_files import load_plan, save_plan, save_trace
 from tieroff.errors import (
     CaptureError,
     ConfigError,
@@ -26,7 +26,7 @@ from tieroff.errors import (
     TieroffError,
     TraceMismatchError,
 )
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 from tieroff.tracing.files import load_trace
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,13 +9,13 @@ import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
-from tieroff.runtime.backend import CpuBackend
-from tieroff.runtime.homes import HomeItem
-from tieroff.runtime.item import Traffic
-from tieroff.runtime.place import HomePlace
-from tieroff.runtime.state import State
+from tieroff.runtime.backend.base import CpuBackend
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.item import Traffic
+from tieroff.runtime.items.place import HomePlace
+from tieroff.runtime.items.residency import State
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 
 
 def test_a_home_keeps_its_new_value_when_publishing_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

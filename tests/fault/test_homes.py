@@ -20,7 +20,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
-from tieroff.planner.auto import make_plan
+from tieroff.planner.make_plan import make_plan
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -247,8 +247,8 @@ def test_raw_writes_between_backward_and_update_into_what_the_plan_keeps_for_the
     machines: list[Machine] = []
     monkeypatch.setattr(tieroff.api, "make_plan", plan_for_steady_speed)
     # The fastest of the first plans, whatever it moves: it keeps both classes for the update.
-    monkeypatch.setattr("tieroff.planner.policies.greedy.TOLERANCE", 0.0)
-    monkeypatch.setattr("tieroff.planner.policies.greedy.candidate_count", lambda problem: 13)
+    monkeypatch.setattr("tieroff.planner.auto.greedy.TOLERANCE", 0.0)
+    monkeypatch.setattr("tieroff.planner.auto.greedy.candidate_count", lambda problem: 13)
 
     def run(wrap: bool) -> tuple[list[float], dict[str, Any], set[TensorClass]]:
         torch.manual_seed(0)

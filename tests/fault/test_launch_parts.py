@@ -18,7 +18,7 @@ from tieroff.errors import ConfigError, StateError
 from tieroff.launch import numa
 from tieroff.launch.folder import ACCOUNT_FILE, ERROR_FILE, STDERR_FILE, rank_folder, read_json, write_json
 from tieroff.launch.summary import as_document, as_lines, first_cause, summarize
-from tieroff.ranks import Agreement, Ranks
+from tieroff.session.ranks import Agreement, Ranks
 
 MACHINE = Machine(
     name="box", device_bytes=100, host_bytes=100, nvme_bytes=100, d2h_bytes_per_s=1000, h2d_bytes_per_s=900,

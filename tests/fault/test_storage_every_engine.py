@@ -14,10 +14,11 @@ import pytest
 
 from tests.fault.faulty import FaultyEngine, flip_bit
 from tieroff.errors import StoreError
-from tieroff.storage import buffers, space
+from tieroff.storage import space
 from tieroff.storage.engines import available, choose
-from tieroff.storage.file_store import FileStore
-from tieroff.storage.pool import HostStore
+from tieroff.storage.host import buffers
+from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
 
 MIB = 2**20
 SIZE = 2 * MIB + 100

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tieroff.errors import StoreError
-from tieroff.storage import buffers
 from tieroff.storage.engines import available
-from tieroff.storage.file_store import FileStore
-from tieroff.storage.pool import HostStore
+from tieroff.storage.host import buffers
+from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
 
 native_engine = pytest.importorskip("tieroff.storage.engines.native")
 
@@ -281,7 +281,7 @@ FILE_SIZE_LIMIT = """
 import errno, resource, sys
 from tieroff.errors import StoreError
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))
 engine = choose(sys.argv[2])
 store = FileStore([sys.argv[1]], 2**24, engine, grow_bytes=2**20)
@@ -310,9 +310,9 @@ def run_script(script: str, project: Path, *arguments: str) -> subprocess.Comple
 
 KILLED = """
 import os, signal, sys, threading
-from tieroff.storage import buffers
+from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 engine = choose(sys.argv[2])
 store = FileStore([sys.argv[1]], 2**26, engine)
 home = store.home(2**20)
@@ -335,9 +335,9 @@ def test_killed_process_leaves_nothing(tmp_path: Path, project: Path, name: str)
 
 UNCLOSED = """
 import sys
-from tieroff.storage import buffers
+from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 engine = choose(sys.argv[2])
 store = FileStore([sys.argv[1]], 2**26, engine)
 store.return_pages(0.001)

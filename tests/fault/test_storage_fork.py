@@ -14,10 +14,10 @@ from tieroff.storage.engines import available
 PRELUDE = """
 import os, sys, threading
 from tieroff.errors import StateError
-from tieroff.storage import buffers
+from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
-from tieroff.storage.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.host.pool import HostStore
 
 engine = choose(sys.argv[2])
 nvme = FileStore([sys.argv[1]], 2**26, engine)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tieroff.errors import ConfigError, StoreError
-from tieroff.storage import files
 from tieroff.storage.engines import Engine, available, choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme import files
+from tieroff.storage.nvme.file_store import FileStore
 
 MIB = 2**20
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -18,8 +18,8 @@ from tests.fault.faulty import FaultyEngine
 from tests.fault.twins import Setting, assert_same, equal, follow, look, mlp_and_adam, usual_step
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError, StoreError
-from tieroff.runtime import backend as backends
-from tieroff.runtime.homes import HomeItem
+from tieroff.runtime.backend import base as backends
+from tieroff.runtime.items.homes import HomeItem
 from tieroff.storage.engines import available, choose
 from tieroff.storage.space import SpaceStore
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, available, choose
-from tieroff.storage.file_home import FileHome
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.host import buffers
+from tieroff.storage.nvme.file_home import FileHome
+from tieroff.storage.nvme.file_store import FileStore
 
 PAGE = 4096
 PAGES = 1024  # with fewer, a broken rule goes unseen for longer

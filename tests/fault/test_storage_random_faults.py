@@ -11,9 +11,9 @@ import pytest
 
 from tests.fault.faulty import Action, FaultyEngine, Kind
 from tieroff.errors import StateError, StoreError
-from tieroff.storage import buffers
 from tieroff.storage.engines import available, choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.host import buffers
+from tieroff.storage.nvme.file_store import FileStore
 
 KIB = 2**10
 CALLS = 120

@@ -15,16 +15,16 @@ import pytest
 
 from tieroff.errors import StoreError
 from tieroff.storage.engines import available, choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 
 MIB = 2**20
 
 PRELUDE = """
 import ctypes, errno, os, sys
 from tieroff.errors import ConfigError, StoreError
-from tieroff.storage import buffers
+from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 MIB = 2**20
 folder, name = sys.argv[1:3]
 engine = choose(name)
@@ -195,7 +195,7 @@ def test_changed_pages_that_the_drive_does_not_take_are_told(tmp_path: Path, mon
     home: Any = store.home(MIB)
     memoryview(home).cast("B")[:] = b"\7" * MIB
     with monkeypatch.context() as patched:
-        patched.setattr("tieroff.storage.file_store.write_back", refuse)
+        patched.setattr("tieroff.storage.nvme.file_store.write_back", refuse)
         with pytest.raises(StoreError, match=f"write back {MIB} bytes, {tmp_path} at offset 0") as caught:
             home.trim()
     assert caught.value.errno == errno.EIO

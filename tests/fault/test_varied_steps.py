@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import tieroff
 from bench_foresight import Experts, Plain
 from tests.parity.support import BACKENDS
-from tieroff.runtime.demand import Experience
-from tieroff.runtime.optimizer import BucketedStep
+from tieroff.runtime.execution.on_demand import Experience
+from tieroff.runtime.optimizer.bucketed import BucketedStep
 
 FREE_FROM = 14  # steps until so many were traced that no more are
 STEPS = FREE_FROM + 5

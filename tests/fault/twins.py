@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 
 import tieroff
-from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
 
 Model = nn.Module
 Optimizer = torch.optim.Optimizer | None

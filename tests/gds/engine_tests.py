@@ -39,13 +39,13 @@ from tests.unit.test_storage_conformance import CAPACITY_BYTES, MIB, Memory, noi
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.probe import doctor
-from tieroff.runtime.cuda import CudaBackend
+from tieroff.runtime.backend.cuda import CudaBackend
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.place import BlockPlace, HomePlace
+from tieroff.runtime.items.place import BlockPlace, HomePlace
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.cufile import CuFile, GdsStatus, gds_status, open_cufile
 from tieroff.storage.engines.gds import GdsEngine
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 
 IS_DEVICE = os.environ["STAND_IN_MEMORY"] == "device"
 device_only = pytest.mark.skipif(not IS_DEVICE, reason="of device memory; run with STAND_IN_MEMORY=device")

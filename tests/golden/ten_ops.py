@@ -25,7 +25,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.problem import Problem, make_problem
+from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.units import MIB
 
 _SIZES = {"w": 2, "v": 2, "m": 3, "n": 5, "a": 4, "b": 8, "c": 4, "d": 4, "g": 1, "G": 2, "H": 2}

@@ -14,7 +14,7 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.timeline import Stall
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.auto import make_plan, plan_with_timeline
+from tieroff.planner.make_plan import make_plan, plan_with_timeline
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from tests.golden.ten_ops import line_of, problems
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.tensor import Tier
 from tieroff.planner.policies import OWN, POLICIES, find_policy
 from tieroff.units import MIB

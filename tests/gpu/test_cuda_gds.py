@@ -22,12 +22,12 @@ from tests.parity.support import (
     run_wrapped,
 )
 from tieroff.core.tensor import Tier
-from tieroff.runtime.cuda import CudaBackend
+from tieroff.runtime.backend.cuda import CudaBackend
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.place import BlockPlace, HomePlace, Place
+from tieroff.runtime.items.place import BlockPlace, HomePlace, Place
 from tieroff.storage.engines.cufile import gds_status
 from tieroff.storage.engines.gds import GdsEngine
-from tieroff.storage.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore
 
 pytestmark = [
     pytest.mark.gpu,

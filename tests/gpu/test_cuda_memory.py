@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tieroff
 from tests.parity.support import HOST, NVME, Tiers, Trainer, Workload, config_for
 from tieroff.core.tensor import Tier
-from tieroff.runtime.cuda import CudaBackend
+from tieroff.runtime.backend.cuda import CudaBackend
 
 pytestmark = pytest.mark.gpu
 

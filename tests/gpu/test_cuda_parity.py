@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 from tests.parity.models import CNN, GPT_WORKLOAD, LOOPS, MLP_WORKLOAD, MODELS
 from tests.parity.support import HOST, MIXED, NVME, TIERS, Tiers, Workload, assert_equal, check_parity, run_plain
-from tieroff.runtime.cuda import CudaBackend
+from tieroff.runtime.backend.cuda import CudaBackend
 
 pytestmark = [
     pytest.mark.gpu,

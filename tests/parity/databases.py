@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import tieroff
 from tests.parity.support import SEED, copy_of, differing, machine_file
-from tieroff.runtime.backend import Backend
+from tieroff.runtime.backend.base import Backend
 
 HOST_BYTES = 16 << 20
 STEPS = 3  # traced, measured, planned

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 import tieroff
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.tensor import Tier
-from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.homes import local_of
-from tieroff.runtime.item import Item
-from tieroff.runtime.place import HomePlace
+from tieroff.runtime.items.homes import local_of
+from tieroff.runtime.items.item import Item
+from tieroff.runtime.items.place import HomePlace
 
 SEED = 20
 STEPS = 6

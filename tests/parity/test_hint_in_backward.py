@@ -12,7 +12,7 @@ from torch import nn
 import tieroff
 from tests.parity.in_backward import Use, backward_again, clip, config, make, read, train
 from tieroff.core import describe
-from tieroff.runtime.backend import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
 
 STEPS = 4
 

@@ -16,7 +16,7 @@ import tieroff
 from tests.parity.in_backward import OPTIMIZERS, Tied, config, make, train
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
-from tieroff.runtime.backend import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
 
 
 def halve(parameter: torch.Tensor) -> None:

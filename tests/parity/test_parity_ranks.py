@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 import tieroff
 from tieroff.config import Config
-from tieroff.runtime.backend import DelayedBackend, settle_vector_math
+from tieroff.runtime.backend.base import DelayedBackend, settle_vector_math
 
 torch.set_num_threads(1)
 settle_vector_math()

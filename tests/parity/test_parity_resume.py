@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tieroff
 from tests.parity.support import are_same_bits, copy_of, differing, machine_file, state_of
-from tieroff.runtime.backend import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
 
 STEPS, SAVED_AFTER = 9, 4
 NVME_BYTES, HOST_BYTES = 16 << 20, 32 << 20

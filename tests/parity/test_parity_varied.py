@@ -15,9 +15,9 @@ import tieroff
 from bench_foresight import MODELS, Plain, SlowBackend, train
 from tests.parity.support import BACKENDS
 from tieroff.errors import StoreError
-from tieroff.runtime.backend import Arrival, CpuBackend
-from tieroff.runtime.item import Item, Traffic
-from tieroff.runtime.place import Place
+from tieroff.runtime.backend.base import Arrival, CpuBackend
+from tieroff.runtime.items.item import Item, Traffic
+from tieroff.runtime.items.place import Place
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 64, "layers": 2, "budget": "60%"}

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import tieroff
+from tieroff.core.io.run_folder import load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
-from tieroff.core.run import load_run
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.planner.modules import layer_runs
-from tieroff.planner.predict import predict
+from tieroff.planner.compare.predict import predict
+from tieroff.planner.layers import layer_runs
 from tieroff.units import NS_PER_S
 
 _WIDTH = 64

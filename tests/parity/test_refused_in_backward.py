@@ -13,7 +13,7 @@ from torch import nn
 import tieroff
 from tests.parity.in_backward import WIDTH, Use, backward_again, clip, config, make, read, train
 from tieroff.errors import StateError
-from tieroff.runtime.early import AppliedGradient
+from tieroff.runtime.optimizer.in_backward import AppliedGradient
 
 
 def clear(model: nn.Module) -> None:

@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.lifetime import Gap, Lifetime
 from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.errors import InvalidPlanError
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 Window = tuple[int, int] | None
 """Ticks of the release and of the load of one gap; None: kept."""

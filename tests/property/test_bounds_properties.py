@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from oracle import optimum
 from test_planner_properties import cases, machines
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.auto import make_plan
-from tieroff.planner.bounds import Scope, lower_bound_ns, relaxed_bound_ns, scope_of
+from tieroff.planner.bounds.bounds import Scope, lower_bound_ns, relaxed_bound_ns, scope_of
+from tieroff.planner.bounds.relaxation import Relaxation, check_points, group_tensors, movable_tensors
+from tieroff.planner.make_plan import make_plan
 from tieroff.planner.policies import POLICIES
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.relaxation import Relaxation, check_points, group_tensors, movable_tensors
-from tieroff.planner.simulate import simulate
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _Case = tuple[Trace, dict[Tier, int]]
 _settings = settings(

@@ -12,8 +12,8 @@ from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.auto import make_plan
-from tieroff.planner.problem import make_problem
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import make_problem
 
 _EXECUTOR = Capabilities(gradient_follows_parameter=True)
 

@@ -10,19 +10,19 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from test_planner_properties import machines, traces
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.assemble import draft, plan_of
-from tieroff.planner.improve import improve
-from tieroff.planner.pieces import KEPT, Piece, fit, make_windows
-from tieroff.planner.policies.auto import plan_auto
-from tieroff.planner.policies.floor import plan_floor
-from tieroff.planner.problem import Problem, live_bytes, make_problem
-from tieroff.planner.recompute import find_candidates, remake
-from tieroff.planner.simulate import simulate
+from tieroff.planner.auto.floor import plan_floor
+from tieroff.planner.auto.portfolio import plan_auto
+from tieroff.planner.extended.improve import improve
+from tieroff.planner.extended.recompute import find_candidates, remake
+from tieroff.planner.problem.assemble import draft, plan_of
+from tieroff.planner.problem.pieces import KEPT, Piece, fit, make_windows
+from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _EXECUTOR = replace(IDEAL_EXECUTOR, updates_on_host=False)
 

@@ -8,14 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from test_planner_properties import cases, machines
 from test_updates_properties import cases as cases_with_updates
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.policies.auto import GENERATORS, plan_auto
-from tieroff.planner.problem import make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.problem.problem import make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _OTHERS = sorted(GENERATORS - {"updated"})  # which does nothing where no CPU updates
 _SUBSETS = [frozenset(chosen) for count in range(len(_OTHERS) + 1) for chosen in itertools.combinations(_OTHERS, count)]

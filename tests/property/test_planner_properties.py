@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.auto import make_plan
-from tieroff.planner.bounds import lower_bound_ns
-from tieroff.planner.problem import live_bytes, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.bounds.bounds import lower_bound_ns
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import live_bytes, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _KINDS = (
     *(TensorClass.ACTIVATION,) * 3,

@@ -8,20 +8,20 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_planner_properties import machines, traces
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace, validate
-from tieroff.planner.bounds import lower_bound_ns, scope_of
-from tieroff.planner.policies.auto import GENERATORS, plan_auto
-from tieroff.planner.policies.floor import plan_floor
-from tieroff.planner.policies.greedy import plan_greedy
-from tieroff.planner.policies.relaxed import plan_relaxed
-from tieroff.planner.problem import live_bytes, make_problem
-from tieroff.planner.recompute import find_candidates, remake
-from tieroff.planner.simulate import simulate
-from tieroff.planner.updates import find_buckets, update, updated_problems
+from tieroff.planner.auto.floor import plan_floor
+from tieroff.planner.auto.greedy import plan_greedy
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.auto.relaxed import plan_relaxed
+from tieroff.planner.bounds.bounds import lower_bound_ns, scope_of
+from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
+from tieroff.planner.extended.recompute import find_candidates, remake
+from tieroff.planner.problem.problem import live_bytes, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _Budget = dict[Tier, int]
 

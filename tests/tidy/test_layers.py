@@ -20,9 +20,9 @@ BELOW = {
     "report": {"core", *EDGES},
     "probe": {"core", "storage", *EDGES},
     "runtime": {"core", "storage", *EDGES},
-    "ranks": {"core", *EDGES},
-    "api": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", "ranks", *EDGES},
+    "session": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", *EDGES},
 }
+BELOW["api"] = {"session", *BELOW["session"]}
 BELOW["checkpoint"] = {"api", *BELOW["api"]}
 BELOW["__init__"] = {"api", "checkpoint", *BELOW["api"]}
 BELOW["launch"] = {"api", *BELOW["api"]}
@@ -101,18 +101,18 @@ def test_every_layer_is_there(project: Path) -> None:
     [
         ("core/plan.py", "from tieroff.planner import auto", "core imports planner"),
         ("core/plan.py", "import torch.nn", "core imports torch"),
-        ("planner/auto.py", "def f():\n    from torch import nn", "planner imports torch"),
-        ("planner/auto.py", "from ..runtime import executor", "planner imports runtime"),
-        ("runtime/executor.py", "import tieroff.planner.auto", "runtime imports planner"),
-        ("runtime/executor.py", "from tieroff import _native", "runtime imports the native module"),
-        ("runtime/executor.py", "from tieroff import wrap", "runtime imports __init__"),
+        ("planner/make_plan.py", "def f():\n    from torch import nn", "planner imports torch"),
+        ("planner/make_plan.py", "from ..runtime import executor", "planner imports runtime"),
+        ("runtime/execution/executor.py", "import tieroff.planner.make_plan", "runtime imports planner"),
+        ("runtime/execution/executor.py", "from tieroff import _native", "runtime imports the native module"),
+        ("runtime/execution/executor.py", "from tieroff import wrap", "runtime imports __init__"),
         ("tracing/files.py", "from tieroff.api import wrap", "tracing imports api"),
         ("handy.py", "", "handy is no known layer"),
     ],
 )
 def test_an_arrow_that_points_up_is_found(tmp_path: Path, file: str, line: str, told: str) -> None:
     package = tmp_path / "tieroff"
-    for name in ("core/plan.py", "planner/auto.py", "runtime/executor.py", "tracing/files.py", "api.py", file):
+    for name in ("core/plan.py", "planner/make_plan.py", "runtime/execution/executor.py", "tracing/files.py", "api.py", file):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("")
     (package / file).write_text(line)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tieroff.core.history import StepFigures
+from tieroff.core.io.run_folder import Run
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan, Residency, Transfer
-from tieroff.core.run import Run
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Op, Trace

@@ -13,10 +13,10 @@ import bench_plan
 import g10_cells
 import own_traces
 from bench_plan import geometric_mean, known_bounds, main, parse_arguments, summaries
-from tieroff.core.files import load_trace_json, save_trace
+from tieroff.core.io.json_files import load_trace_json, save_trace
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.problem import live_bytes
+from tieroff.planner.problem.problem import live_bytes
 from tieroff.units import GIB
 
 # Published cells.

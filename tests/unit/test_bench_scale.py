@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 import bench_scale
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.lifetime import Gap
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import validate
-from tieroff.planner.auto import make_plan
-from tieroff.planner.policies import greedy
-from tieroff.planner.policies.greedy import candidate_count
-from tieroff.planner.policies.select import Score, Selector
-from tieroff.planner.problem import LowerRoom, Problem, held_bytes, make_problem
-from tieroff.planner.recompute import _OpenGaps
-from tieroff.planner.simulate import simulate, simulate_totals
+from tieroff.planner.auto import greedy
+from tieroff.planner.auto.greedy import candidate_count
+from tieroff.planner.auto.select import Score, Selector
+from tieroff.planner.extended.recompute import _OpenGaps
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import LowerRoom, Problem, held_bytes, make_problem
+from tieroff.planner.simulate.simulator import simulate, simulate_totals
 
 
 def problem_of(tensor_count: int, executor: str = "runtime", effort: str = "fast") -> Problem:

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import tieroff
 from tests.parity.support import copy_of, differing, machine_file, state_of
-from tieroff.runtime import state_dicts
-from tieroff.runtime.backend import CpuBackend, DelayedBackend
-from tieroff.runtime.hooks import ForwardSlot
+from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
+from tieroff.runtime.hooks.forward import ForwardSlot
+from tieroff.runtime.optimizer import state_dicts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),  # said of every call with no_dist=True

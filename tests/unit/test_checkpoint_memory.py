@@ -18,7 +18,7 @@ from torch import nn
 
 import tieroff
 from tests.parity.support import machine_file
-from tieroff.storage.pages import MappedFiles
+from tieroff.storage.nvme.pages import MappedFiles
 
 MODEL_BYTES_AT_LEAST = 600e6
 GROWTH_BYTES_AT_MOST = 100e6

@@ -20,8 +20,8 @@ from tieroff.checkpoint.folder import INDEX_FILE
 from tieroff.checkpoint.save import _shards
 from tieroff.checkpoint.shard import _CODES
 from tieroff.core.tensor import Tier
-from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
-from tieroff.runtime.state import State
+from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.items.residency import State
 
 BACKENDS: dict[str, Any] = {"cpu": CpuBackend, "delayed": lambda: DelayedBackend(7)}
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieroff.core import rules
-from tieroff.core.check import check
-from tieroff.core.check_bytes import check_bytes
+from tieroff.core.check import rules
+from tieroff.core.check.memory import check_bytes
+from tieroff.core.check.plan import check
+from tieroff.core.check.rules import Rule
 from tieroff.core.plan import (
     IDEAL_EXECUTOR,
     Allocation,
@@ -25,7 +26,6 @@ from tieroff.core.plan import (
     Residency,
     Transfer,
 )
-from tieroff.core.rules import Rule
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InvalidPlanError

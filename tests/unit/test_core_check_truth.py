@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import IDEAL_EXECUTOR, HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.schedule import make_schedule

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieroff.core.files import (
+from tieroff.core.io.json_files import (
     load_plan,
     load_timeline,
     load_trace_json,

@@ -19,12 +19,12 @@ import tieroff
 from config_reference import PAGE, config_reference
 from tieroff.cli import app
 from tieroff.config import Config
-from tieroff.core.check import check
-from tieroff.core.files import load_plan
+from tieroff.core.check.plan import check
+from tieroff.core.io.json_files import load_plan
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tier
-from tieroff.planner.problem import live_bytes, make_problem
+from tieroff.planner.problem.problem import live_bytes, make_problem
 from tieroff.tracing.files import load_trace
 
 _BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

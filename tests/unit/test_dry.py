@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 import tieroff
 from tests.parity.models import GPT, Checkpointed, InPlace
 from tieroff import DryModel
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, ConfigError
-from tieroff.planner.auto import make_plan
-from tieroff.planner.problem import live_bytes
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import live_bytes
 from tieroff.tracing.dry import dry_trace, find_factory
 from tieroff.tracing.roofline import Roofline
 from tieroff.tracing.scratch import PeakCounter

@@ -15,7 +15,7 @@ FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "psutil", "pydantic", "pydantic
 
 NOT_WITH_WRAP = {
     "tieroff.probe.survey", "tieroff.probe.doctor", "tieroff.storage.engines.aio", "tieroff.planner.layout",
-    "tieroff.planner.rows", "tieroff.tracing.files",
+    "tieroff.planner.compare.rows", "tieroff.tracing.files",
 }  # fmt: skip
 """Modules of those packages that other commands or engines need."""
 

@@ -31,7 +31,7 @@ from tests.parity.support import NVME, config_for, differing, state_of
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.integrations.transformers import TieroffCallback
-from tieroff.runtime.hooks import signature_of, storages_of
+from tieroff.runtime.hooks.forward import signature_of, storages_of
 
 # The name that is to go is the one that every version 5 knows; peft uses it too.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")]
@@ -225,7 +225,7 @@ print("right", flush=True)
 
 
 def test_two_ranks_of_a_trainer_compute_the_same(project: Path, tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
+    script = tmp_path / "session/ranks.py"
     script.write_text(RANKS)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)],

@@ -14,7 +14,7 @@ import tieroff.api
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.auto import make_plan
+from tieroff.planner.make_plan import make_plan
 
 GB = 10**9
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tieroff._native import PagePool, Pages
-from tieroff.storage import page_pool as module
+from tieroff.storage.host import page_pool as module
 
 MIB = 2**20
 LIBRARY_BUILDER = shutil.which("cc")
@@ -220,7 +220,7 @@ def test_address_space_that_is_not_there_is_told() -> None:
 def run(program: str) -> str:
     head = (
         "import tieroff, torch, threading, os\n"
-        "from tieroff.storage.page_pool import page_pool, serve_torch, stop_serving\n"
+        "from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving\n"
         "MIB = 2**20; pool = page_pool(); assert pool is not None\n"
     )
     done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, timeout=200, check=False)
@@ -287,7 +287,7 @@ print("done")
 def test_a_process_without_address_space_goes_on_without_it() -> None:
     program = (
         "import resource, psutil, tieroff, torch\n"
-        "from tieroff.runtime.backend import CpuBackend\n"
+        "from tieroff.runtime.backend.base import CpuBackend\n"
         "limit = psutil.Process().memory_info().vms + 2**30\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "backend = CpuBackend(); backend.keep_freed(2**30)\n"

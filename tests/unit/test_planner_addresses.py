@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, AllocationKind, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.addresses import file_layout, overshoot_bytes, plan_with_addresses, with_addresses
-from tieroff.planner.auto import make_plan
-from tieroff.planner.problem import live_bytes
+from tieroff.planner.extended.addresses import file_layout, overshoot_bytes, plan_with_addresses, with_addresses
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import live_bytes
 from tieroff.tracing.files import load_trace
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

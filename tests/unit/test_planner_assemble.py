@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.assemble import assemble, draft, find_runs
-from tieroff.planner.pieces import KEPT, Piece, Windows, make_windows
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.problem.assemble import assemble, draft, find_runs
+from tieroff.planner.problem.pieces import KEPT, Piece, Windows, make_windows
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _MACHINE = Machine(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, nvme_write_bytes_per_s=10**8, nvme_read_bytes_per_s=10**8)
 

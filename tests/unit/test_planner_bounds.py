@@ -11,11 +11,11 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, HostUpdate, Plan, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.auto import make_plan
-from tieroff.planner.bounds import MOVES_ONLY, Scope, best_bound_ns, lower_bound_ns, relaxed_bound_ns, scope_of
-from tieroff.planner.linear import LinearProgram
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.relaxation import duplex_factors
+from tieroff.planner.bounds.bounds import MOVES_ONLY, Scope, best_bound_ns, lower_bound_ns, relaxed_bound_ns, scope_of
+from tieroff.planner.bounds.linear import LinearProgram
+from tieroff.planner.bounds.relaxation import duplex_factors
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import Problem, make_problem
 
 # One byte per ns on every link.
 _MACHINE = Machine(

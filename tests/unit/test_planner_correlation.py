@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tieroff.planner import correlation
-from tieroff.planner.correlation import Correlation
+from tieroff.planner import foresight as correlation
+from tieroff.planner.foresight import Correlation
 
 
 def run_forward(predictor: Correlation, path: Sequence[str]) -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR, Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner import exchange
-from tieroff.planner.auto import make_plan
-from tieroff.planner.bounds import lower_bound_ns
-from tieroff.planner.exchange import exchange_count, plan_exchanged
-from tieroff.planner.policies.greedy import TOLERANCE, plan_greedy
-from tieroff.planner.policies.relaxed import relaxed_selection
-from tieroff.planner.problem import Problem, live_bytes, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.auto import exchange
+from tieroff.planner.auto.exchange import exchange_count, plan_exchanged
+from tieroff.planner.auto.greedy import TOLERANCE, plan_greedy
+from tieroff.planner.auto.relaxed import relaxed_selection
+from tieroff.planner.bounds.bounds import lower_bound_ns
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
+from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
 from tieroff.units import MIB
 
@@ -118,5 +118,5 @@ def test_a_parameter_that_moves_may_stay_between_two_uses_and_its_gradient_still
 def test_plans_that_count_as_equal_are_no_slower_than_the_portfolios(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(project, "cnn", 0.35)
     few(problem, monkeypatch, 12)
-    monkeypatch.setattr("tieroff.planner.policies.greedy.candidate_count", lambda problem: 2)
+    monkeypatch.setattr("tieroff.planner.auto.greedy.candidate_count", lambda problem: 2)
     assert plan_exchanged(problem, "auto").step_ns <= plan_greedy(problem).step_ns * (1 + TOLERANCE)

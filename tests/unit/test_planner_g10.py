@@ -13,10 +13,10 @@ import pytest
 import g10_cells
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import CaptureError, ConfigError
-from tieroff.planner.auto import make_plan
+from tieroff.planner.compare.rows import Result, compare_rows, plan_row
+from tieroff.planner.compare.sweep import sweep
+from tieroff.planner.make_plan import make_plan
 from tieroff.planner.policies import find_policy
-from tieroff.planner.rows import Result, compare_rows, plan_row
-from tieroff.planner.sweep import sweep
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB
 

@@ -9,11 +9,11 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.auto import make_plan
-from tieroff.planner.modules import choose_modules, layer_runs, run_again
-from tieroff.planner.rows import plan_row
-from tieroff.planner.simulate import simulate
-from tieroff.planner.simulate_reference import simulate_reference
+from tieroff.planner.compare.rows import plan_row
+from tieroff.planner.layers import choose_modules, layer_runs, run_again
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.simulate.reference import simulate_reference
+from tieroff.planner.simulate.simulator import simulate
 
 MS = 1_000_000
 MB = 10**6

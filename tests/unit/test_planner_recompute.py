@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.auto import GENERATORS, plan_auto
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.recompute import find_candidates, remade_problems, remake
-from tieroff.planner.simulate import simulate
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.extended.recompute import find_candidates, remade_problems, remake
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 
 _MACHINE = Machine(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)
 

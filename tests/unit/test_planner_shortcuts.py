@@ -14,13 +14,13 @@ from tieroff.core.lifetime import derive_lifetimes
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tier
-from tieroff.planner.assemble import Draft, draft, plan_of, totals_of
-from tieroff.planner.pieces import fit
-from tieroff.planner.policies.auto import kept_windows, swept_windows
-from tieroff.planner.policies.greedy import greedy_selections
-from tieroff.planner.problem import Problem, holds_within, make_problem
-from tieroff.planner.recompute import remade_problems
-from tieroff.planner.simulate import simulate_totals
+from tieroff.planner.auto.greedy import greedy_selections
+from tieroff.planner.auto.portfolio import kept_windows, swept_windows
+from tieroff.planner.extended.recompute import remade_problems
+from tieroff.planner.problem.assemble import Draft, draft, plan_of, totals_of
+from tieroff.planner.problem.pieces import fit
+from tieroff.planner.problem.problem import Problem, holds_within, make_problem
+from tieroff.planner.simulate.simulator import simulate_totals
 from tieroff.tracing.files import load_trace
 from tieroff.units import TIB
 

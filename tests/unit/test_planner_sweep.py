@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 import g10_cells
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError, TraceMismatchError
-from tieroff.planner import sweep as sweeping
-from tieroff.planner.auto import make_plan
-from tieroff.planner.rows import Result, Row, plan_row
-from tieroff.planner.sweep import noise_rows, replay, sweep, with_noise
+from tieroff.planner.compare import sweep as sweeping
+from tieroff.planner.compare.rows import Result, Row, plan_row
+from tieroff.planner.compare.sweep import noise_rows, replay, sweep, with_noise
+from tieroff.planner.make_plan import make_plan
 from tieroff.tracing.files import load_trace
 from tieroff.units import NS_PER_S
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tieroff.core.check import check
-from tieroff.core.files import load_trace_json
+from tieroff.core.check.plan import check
+from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, HostUpdate, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.build import build_plan, plan_from
-from tieroff.planner.policies.auto import GENERATORS, plan_auto
-from tieroff.planner.policies.floor import plan_floor
-from tieroff.planner.problem import Problem, live_bytes, make_problem
-from tieroff.planner.updates import find_buckets, update, updated_problems
+from tieroff.planner.auto.floor import plan_floor
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
+from tieroff.planner.problem.build import build_plan, plan_from
+from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 _MACHINE = Machine(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, cpu_update_bytes_per_s=5 * 10**9)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.auto import make_plan
-from tieroff.planner.build import Move, build_plan
-from tieroff.planner.policies.select import Selection
-from tieroff.planner.problem import Problem, Slot, make_problem
-from tieroff.planner.windows import make_moves
+from tieroff.planner.auto.select import Selection
+from tieroff.planner.auto.windows import make_moves
+from tieroff.planner.make_plan import make_plan
+from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.problem import Problem, Slot, make_problem
 
 # What leaves is copied until the step ends, what comes back is there at once.
 _MACHINE = Machine(d2h_bytes_per_s=10**8, h2d_bytes_per_s=10**10, nvme_write_bytes_per_s=10**8, nvme_read_bytes_per_s=10**8)

@@ -19,21 +19,22 @@ from pathlib import Path
 
 import pytest
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, AllocationKind, Capabilities, Plan, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies import capuchin, sentinel
-from tieroff.planner.policies.capuchin import plan_capuchin
-from tieroff.planner.policies.flashneuron import plan_flashneuron
-from tieroff.planner.policies.reading import Phase, is_weighted, layers, phases, saved_slots
-from tieroff.planner.policies.sentinel import plan_sentinel
-from tieroff.planner.policies.ssdtrain import plan_ssdtrain
-from tieroff.planner.policies.tflms import plan_tflms
-from tieroff.planner.policies.vdnn import plan_vdnn_all, plan_vdnn_conv, plan_vdnn_dyn
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.policies.activations import capuchin
+from tieroff.planner.policies.activations.capuchin import plan_capuchin
+from tieroff.planner.policies.activations.flashneuron import plan_flashneuron
+from tieroff.planner.policies.activations.ssdtrain import plan_ssdtrain
+from tieroff.planner.policies.activations.tflms import plan_tflms
+from tieroff.planner.policies.activations.vdnn import plan_vdnn_all, plan_vdnn_conv, plan_vdnn_dyn
+from tieroff.planner.policies.online import sentinel
+from tieroff.planner.policies.online.sentinel import plan_sentinel
+from tieroff.planner.policies.shared.reading import Phase, is_weighted, layers, phases, saved_slots
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, MIB
 

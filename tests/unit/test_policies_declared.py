@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import tieroff
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError
 from tieroff.planner import policies
+from tieroff.planner.compare.rows import Row, compare_rows
 from tieroff.planner.policies import OWN, POLICIES, find_declaration, find_policy
 from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
-from tieroff.planner.rows import Row, compare_rows
-from tieroff.planner.simulate import simulate
-from tieroff.planner.simulate_options import SimulationOptions
+from tieroff.planner.simulate.options import SimulationOptions
+from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB
 
@@ -47,10 +47,10 @@ _TOY = '''
 """`toy`: the tensors that are idle for longest leave as soon as they are, and come back an op ahead."""
 
 from tieroff.core.plan import Plan
-from tieroff.planner.build import Move, build_plan
+from tieroff.planner.problem.build import Move, build_plan
 from tieroff.planner.policies.declaration import Declaration, ModelOptions
-from tieroff.planner.problem import LowerRoom, Problem
-from tieroff.planner.simulate_options import SimulationOptions
+from tieroff.planner.problem.problem import LowerRoom, Problem
+from tieroff.planner.simulate.options import SimulationOptions
 
 DECLARATION = Declaration(options=ModelOptions(SimulationOptions(has_exclusive_link=True)))
 
@@ -74,7 +74,7 @@ def _toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Adds a policy as anybody would: a file among the policies, and a line in their list."""
     (tmp_path / "toy.py").write_text(_TOY)
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
-    monkeypatch.setattr(policies, "POLICIES", MappingProxyType({**POLICIES, "toy": "toy:plan_toy"}))
+    monkeypatch.setattr(policies, "POLICIES", MappingProxyType({**POLICIES, "toy": "tieroff.planner.policies.toy:plan_toy"}))
     yield
     sys.modules.pop("tieroff.planner.policies.toy", None)
 

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import capabilities, machines
 from tests.property.test_planner_properties import traces as any_traces
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, Plan, Repeat, Residency
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies import paging
-from tieroff.planner.policies.deepum import plan_deepum
-from tieroff.planner.policies.demand import plan_demand
-from tieroff.planner.policies.dragon import plan_dragon
-from tieroff.planner.policies.lms import plan_lms
-from tieroff.planner.policies.oc_dnn import plan_oc_dnn
-from tieroff.planner.policies.superneurons import plan_superneurons
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.policies.activations.lms import plan_lms
+from tieroff.planner.policies.activations.oc_dnn import plan_oc_dnn
+from tieroff.planner.policies.activations.superneurons import plan_superneurons
+from tieroff.planner.policies.online.deepum import plan_deepum
+from tieroff.planner.policies.online.demand import plan_demand
+from tieroff.planner.policies.online.dragon import plan_dragon
+from tieroff.planner.policies.shared import paging
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tier
 from tieroff.planner.policies import find_declaration, find_policy
-from tieroff.planner.problem import make_problem
+from tieroff.planner.problem.problem import make_problem
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, NS_PER_S, TIB
 

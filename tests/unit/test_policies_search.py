@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies import autoswap, autotm, swapadvisor
-from tieroff.planner.policies.classes import Pool
-from tieroff.planner.problem import Problem, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.policies.search import autoswap, autotm, swapadvisor
+from tieroff.planner.policies.shared.classes import Pool
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB
 

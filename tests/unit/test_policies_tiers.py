@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import cases, machines
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, HostUpdate, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.g10 import plan_g10
-from tieroff.planner.policies.mlp_offload import plan_mlp_offload
-from tieroff.planner.policies.teraio import plan_teraio
-from tieroff.planner.policies.zero import plan_zero_infinity, plan_zero_offload
-from tieroff.planner.problem import Problem, live_bytes, make_problem
-from tieroff.planner.simulate import simulate
+from tieroff.planner.policies.tiers.g10 import plan_g10
+from tieroff.planner.policies.tiers.mlp_offload import plan_mlp_offload
+from tieroff.planner.policies.tiers.teraio import plan_teraio
+from tieroff.planner.policies.tiers.zero import plan_zero_infinity, plan_zero_offload
+from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
+from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, TIB
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from report_samples import hostile, idle, sample
 
-from tieroff.core.run import Run
-from tieroff.planner.predict import predict
+from tieroff.core.io.run_folder import Run
+from tieroff.planner.compare.predict import predict
 from tieroff.report.page import write_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

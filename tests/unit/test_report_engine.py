@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tieroff.core.run import load_run
+from tieroff.core.io.run_folder import load_run
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError
 

@@ -15,10 +15,10 @@ from report_samples import TIMELINE, idle, sample
 from typer.testing import CliRunner
 
 from tieroff.cli import app
-from tieroff.core.run import Run, save_run
+from tieroff.core.io.run_folder import Run, save_run
 from tieroff.core.timeline import TransferSpan
 from tieroff.errors import ConfigError, StateError
-from tieroff.planner.predict import predict
+from tieroff.planner.compare.predict import predict
 from tieroff.report.perfetto import write_perfetto
 from tieroff.report.tensorboard import write_scalars
 

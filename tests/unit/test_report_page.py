@@ -17,7 +17,7 @@ from tieroff.core.plan import HostUpdate, Repeat
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline
 from tieroff.core.wear import wear_of
 from tieroff.errors import ConfigError
-from tieroff.planner.predict import predict
+from tieroff.planner.compare.predict import predict
 from tieroff.report import figures as drawn
 from tieroff.report.lanes import Span, coarsened, packed, spans_of
 from tieroff.report.page import page, write_page
@@ -262,7 +262,7 @@ def test_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypa
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tieroff.core.files.os.fsync", full)
+    monkeypatch.setattr("tieroff.core.io.json_files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_page(path, sample())
     assert path.read_text() == "old"

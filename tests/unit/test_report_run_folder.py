@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from report_samples import PLAN, TIMELINE, figures, idle, sample
 
-from tieroff.core.run import Run, load_run, save_run
+from tieroff.core.io.run_folder import Run, load_run, save_run
 from tieroff.errors import CaptureError, ConfigError, InvalidPlanError, StateError, TraceMismatchError
 
 FILES = {
@@ -123,7 +123,7 @@ def test_file_that_cannot_be_written_leaves_the_old_one(folder: Path, monkeypatc
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tieroff.core.files.os.fsync", full)
+    monkeypatch.setattr("tieroff.core.io.json_files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save_run(replace(sample(), plan=replace(PLAN, policy="other")), folder)
     assert (folder / "plan.json").read_text() == before

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tieroff.errors import StoreError
-from tieroff.runtime.cuda import copy_by_engine
-from tieroff.runtime.place import BlockPlace, HomePlace
+from tieroff.runtime.backend.cuda import copy_by_engine
+from tieroff.runtime.items.place import BlockPlace, HomePlace
 from tieroff.storage.engines.aio import AioEngine
-from tieroff.storage.file_store import FileStore
-from tieroff.storage.pool import HostStore
+from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
 
 
 class Work:

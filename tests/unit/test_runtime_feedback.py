@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import tieroff
+from tieroff.core.io.run_folder import load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
-from tieroff.core.run import load_run
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
-from tieroff.planner.predict import predict
-from tieroff.runtime.feedback import Feedback
+from tieroff.planner.compare.predict import predict
+from tieroff.runtime.step.feedback import Feedback
 from tieroff.units import parse_bytes
 
 MS = 1_000_000

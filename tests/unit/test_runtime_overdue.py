@@ -13,11 +13,11 @@ from torch import nn
 import tieroff
 from tieroff.core.plan import Plan, Transfer
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.activations import ActivationItem
-from tieroff.runtime.backend import Backend, CpuBackend, DelayedBackend
-from tieroff.runtime.item import Item
-from tieroff.runtime.overdue import Overdue
-from tieroff.runtime.program import Program
+from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.execution.overdue import Overdue
+from tieroff.runtime.hooks.activations import ActivationItem
+from tieroff.runtime.items.item import Item
+from tieroff.runtime.step.program import Program
 
 KIB = 1 << 10
 

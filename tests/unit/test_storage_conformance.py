@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tieroff.errors import StateError, StoreError
-from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, available, choose
-from tieroff.storage.file_store import FileStore
-from tieroff.storage.pool import HostStore
+from tieroff.storage.host import buffers
+from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.space import SpaceStore
 
 MIB = 2**20

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage import buffers, files
-from tieroff.storage.file_home import FileHome
-from tieroff.storage.file_store import FileStore
-from tieroff.storage.shares import share_out
+from tieroff.storage.host import buffers
+from tieroff.storage.nvme import files
+from tieroff.storage.nvme.file_home import FileHome
+from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.shares import share_out
 
 native_engine = pytest.importorskip("tieroff.storage.engines.native")
 
@@ -178,7 +179,7 @@ def test_drive_with_too_little_room_takes_less_and_the_others_more(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dirs = folders(tmp_path, 3)
-    monkeypatch.setattr("tieroff.storage.file_store._rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
+    monkeypatch.setattr("tieroff.storage.nvme.file_store._rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
     store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 1e9], grow_bytes=MIB)
     areas = [store.allocate(MIB).area for _ in range(12)]
     assert [areas.count(index) for index in range(3)] == [2, 5, 5]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tieroff.errors import StateError
-from tieroff.storage import buffers
+from tieroff.storage.host import buffers
 
 native: Any = pytest.importorskip("tieroff._native")
 

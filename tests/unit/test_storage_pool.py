@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage import buffers, engines
+from tieroff.storage import engines
 from tieroff.storage.engines import Engine
 from tieroff.storage.extents import FreeList
+from tieroff.storage.host import buffers
+from tieroff.storage.host.pool import HostStore
 from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
-from tieroff.storage.pool import HostStore
 
 MIB = 2**20
 
@@ -163,7 +164,7 @@ def test_slab_that_the_system_refuses_is_told(engine: Engine, monkeypatch: pytes
         raise OSError(12, "Cannot allocate memory")
 
     store = HostStore(8 * MIB, engine)
-    monkeypatch.setattr("tieroff.storage.pool.Mapping", refuse)
+    monkeypatch.setattr("tieroff.storage.host.pool.Mapping", refuse)
     with pytest.raises(StoreError, match=r"lower .budget. host") as caught:
         store.allocate(1)
     assert caught.value.errno == 12
@@ -181,7 +182,7 @@ def test_slab_is_refused_when_others_took_the_memory_meanwhile(
         "proc/meminfo": "MemAvailable: 1000000 kB\n",
     }
     root = machine(tmp_path, group)
-    monkeypatch.setattr("tieroff.storage.pool.host_limit_bytes", lambda: host_limit_bytes(root))
+    monkeypatch.setattr("tieroff.storage.host.pool.host_limit_bytes", lambda: host_limit_bytes(root))
     with pytest.raises(ConfigError, match=r"at most 4\.00 MiB"):
         HostStore(5 * MIB, engine)
     store = HostStore(4 * MIB, engine, slab_bytes=MIB)
@@ -203,7 +204,7 @@ def test_slab_that_cannot_be_pinned_is_given_back_and_told(engine: Engine, monke
         pinned.append(address)
         raise StoreError("cudaHostRegister returned 2", errno=2)
 
-    monkeypatch.setattr("tieroff.storage.pool.locked_limit_bytes", lambda: 8 * MIB)
+    monkeypatch.setattr("tieroff.storage.host.pool.locked_limit_bytes", lambda: 8 * MIB)
     store = HostStore(64 * MIB, engine, register, lambda _address: None)
     with pytest.raises(StoreError, match=r"returned 2; this process has 8\.00 MiB left to lock \(ulimit -l\)") as caught:
         store.reserve(32 * MIB)

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from tieroff.storage import buffers, engines, files
+from tieroff.storage import engines
 from tieroff.storage.engines import Direction, OpenFile, available, choose
+from tieroff.storage.host import buffers
+from tieroff.storage.nvme import files
 
 native_engines: Any = pytest.importorskip("tieroff.storage.engines.native")
 
@@ -279,7 +281,8 @@ for name, measured in (("uring", None), ("auto", "uring")):
 
 REFUSED_LATER = """
 from tieroff.errors import StateError
-from tieroff.storage import buffers, files
+from tieroff.storage.host import buffers
+from tieroff.storage.nvme import files
 from tieroff.storage.engines.native import UringEngine
 import os, pathlib, threading, time
 file = files.open_nameless(sys.argv[1], os.open(sys.argv[1], os.O_RDONLY), is_direct=True)

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from tieroff.launch import numa
 from tieroff.launch.folder import ACCOUNT_FILE, ERROR_FILE, LAUNCH_FILE, rank_folder, read_json, write_json
-from tieroff.ranks import Ranks, on_wrap
+from tieroff.session.ranks import Ranks, on_wrap
 
 if TYPE_CHECKING:
     from tieroff.core.plan import Plan
     from tieroff.runtime.engine import Engine
-    from tieroff.runtime.stats import Stats
+    from tieroff.runtime.step.stats import Stats
 
 log = logging.getLogger("tieroff")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from tieroff.errors import StoreError
-from tieroff.storage import files
-from tieroff.storage.buffers import allocate
 from tieroff.storage.engines import Engine, OpenFile, Transfer, choose
+from tieroff.storage.host.buffers import allocate
+from tieroff.storage.nvme import files
 from tieroff.units import format_bytes
 
 MIB = 2**20

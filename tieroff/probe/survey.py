@@ -17,9 +17,9 @@ from tieroff.probe.gds import is_gds
 from tieroff.probe.links import LinkRates, measure_links, measure_memory
 from tieroff.probe.nvme import MIB, Memory, NvmeRates, Slice, Track, open_track, touched_memory
 from tieroff.probe.plausible import Counters, doubt, read_counters
-from tieroff.storage import files
 from tieroff.storage.engines import available
 from tieroff.storage.memory import is_in_memory
+from tieroff.storage.nvme import files
 from tieroff.units import format_bytes
 
 FILL_SHARE = 0.1

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tieroff.core.describe import away_bytes
-from tieroff.core.run import Run
+from tieroff.core.io.run_folder import Run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace

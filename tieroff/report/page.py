@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tieroff.core.describe import Told, explain
-from tieroff.core.files import write_whole
-from tieroff.core.run import Run
+from tieroff.core.io.json_files import write_whole
+from tieroff.core.io.run_folder import Run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.wear import wear_of

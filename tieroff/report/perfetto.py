@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tieroff.core.files import write_whole
-from tieroff.core.run import Run
+from tieroff.core.io.json_files import write_whole
+from tieroff.core.io.run_folder import Run
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError

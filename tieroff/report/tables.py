@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from tieroff.core.describe import away_bytes
 from tieroff.core.history import StepFigures
+from tieroff.core.io.run_folder import Run
 from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import Plan, Transfer
-from tieroff.core.run import Run
 from tieroff.core.tensor import Tensor, Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace

@@ -9,7 +9,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from tieroff.core.run import Run
+from tieroff.core.io.run_folder import Run
 from tieroff.errors import ConfigError, StateError
 
 

@@ -13,15 +13,15 @@ import torch
 from tieroff.core.foresight import Foresight
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError, StoreError
-from tieroff.runtime.backend import Backend
-from tieroff.runtime.clipping import add_owner
-from tieroff.runtime.executor import Executor
-from tieroff.runtime.homes import HomeItem, ParameterItem, why_unmovable
-from tieroff.runtime.item import Item, Traffic
-from tieroff.runtime.optimizer import BucketedStep
-from tieroff.runtime.place import HomePlace
-from tieroff.runtime.program import Mode, Phase, Program
-from tieroff.storage.pages import MappedFiles
+from tieroff.runtime.backend.base import Backend
+from tieroff.runtime.execution.executor import Executor
+from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
+from tieroff.runtime.items.item import Item, Traffic
+from tieroff.runtime.items.place import HomePlace
+from tieroff.runtime.optimizer.bucketed import BucketedStep
+from tieroff.runtime.optimizer.clipping import add_owner
+from tieroff.runtime.step.program import Mode, Phase, Program
+from tieroff.storage.nvme.pages import MappedFiles
 from tieroff.storage.store import Store
 
 log = logging.getLogger("tieroff")

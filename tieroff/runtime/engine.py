@@ -13,26 +13,26 @@ import torch
 from tieroff.core.describe import Told, explain
 from tieroff.core.foresight import Foresight
 from tieroff.core.history import History
+from tieroff.core.io.run_folder import Run, save_run
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.recording import Recorder
-from tieroff.core.run import Run, save_run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.runtime import state_dicts
-from tieroff.runtime.backend import Backend
-from tieroff.runtime.compiled import CompiledCall, find_compiled
+from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.custody import Custody, Settings
-from tieroff.runtime.feedback import MachineAsSeen
-from tieroff.runtime.hooks import ForwardSlot, RecurrentWeights
-from tieroff.runtime.modules import layers_of
-from tieroff.runtime.optimizer import BucketedStep
-from tieroff.runtime.parameters import functorch_is_active, install, uninstall
-from tieroff.runtime.program import Mode, Program
-from tieroff.runtime.stats import Stats
-from tieroff.runtime.steps import BringBack, Forecast, MakePlan, Steps
+from tieroff.runtime.hooks.compiled import CompiledCall, find_compiled
+from tieroff.runtime.hooks.forward import ForwardSlot, RecurrentWeights
+from tieroff.runtime.hooks.parameters import functorch_is_active, install, uninstall
+from tieroff.runtime.hooks.recompute import layers_of
+from tieroff.runtime.lifecycle import BringBack, Forecast, MakePlan, Steps
+from tieroff.runtime.optimizer import state_dicts
+from tieroff.runtime.optimizer.bucketed import BucketedStep
+from tieroff.runtime.step.feedback import MachineAsSeen
+from tieroff.runtime.step.program import Mode, Program
+from tieroff.runtime.step.stats import Stats
 from tieroff.storage.store import Store
 
 WriteReport = Callable[[Run, Path], None]

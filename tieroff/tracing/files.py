@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from tieroff.core.files import load_trace_json
+from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace, validate
 from tieroff.errors import CaptureError

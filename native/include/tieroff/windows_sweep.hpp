@@ -1,5 +1,5 @@
 // Windows of whole tensors from one walk over the ops beside a clock of the links: [Note: sweep] in
-// tieroff/planner/windows.py says how.
+// tieroff/planner/auto/windows.py says how.
 #pragma once
 
 #include <cstddef>

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tieroff.core.plan import Plan
 from tieroff.errors import ConfigError
-from tieroff.planner.problem import Problem
+from tieroff.planner.problem.problem import Problem
 
 if TYPE_CHECKING:
     from tieroff.planner.policies.declaration import Declaration
@@ -24,38 +24,38 @@ Policy = Callable[[Problem], Plan]
 
 POLICIES: Mapping[str, str] = MappingProxyType(
     {
-        "auto": "auto:plan_auto",
-        "autoswap": "autoswap:plan_autoswap",
-        "autoswap-aoa": "autoswap:plan_autoswap_aoa",
-        "autoswap-doa": "autoswap:plan_autoswap_doa",
-        "autoswap-swdoa": "autoswap:plan_autoswap_swdoa",
-        "autoswap-wdoa": "autoswap:plan_autoswap_wdoa",
-        "autotm-static": "autotm:plan_autotm_static",
-        "autotm-sync": "autotm:plan_autotm_sync",
-        "capuchin": "capuchin:plan_capuchin",
-        "deepum": "deepum:plan_deepum",
-        "demand": "demand:plan_demand",
-        "dragon": "dragon:plan_dragon",
-        "flashneuron": "flashneuron:plan_flashneuron",
-        "floor": "floor:plan_floor",
-        "floor_mixed": "floor:plan_floor_mixed",
-        "g10": "g10:plan_g10",
-        "greedy": "greedy:plan_greedy",
-        "lms": "lms:plan_lms",
-        "mlp-offload": "mlp_offload:plan_mlp_offload",
-        "oc-dnn": "oc_dnn:plan_oc_dnn",
-        "relaxed": "relaxed:plan_relaxed",
-        "sentinel": "sentinel:plan_sentinel",
-        "ssdtrain": "ssdtrain:plan_ssdtrain",
-        "superneurons": "superneurons:plan_superneurons",
-        "swapadvisor": "swapadvisor:plan_swapadvisor",
-        "teraio": "teraio:plan_teraio",
-        "tflms": "tflms:plan_tflms",
-        "vdnn-all": "vdnn:plan_vdnn_all",
-        "vdnn-conv": "vdnn:plan_vdnn_conv",
-        "vdnn-dyn": "vdnn:plan_vdnn_dyn",
-        "zero-infinity": "zero:plan_zero_infinity",
-        "zero-offload": "zero:plan_zero_offload",
+        "auto": "tieroff.planner.auto.portfolio:plan_auto",
+        "autoswap": "tieroff.planner.policies.search.autoswap:plan_autoswap",
+        "autoswap-aoa": "tieroff.planner.policies.search.autoswap:plan_autoswap_aoa",
+        "autoswap-doa": "tieroff.planner.policies.search.autoswap:plan_autoswap_doa",
+        "autoswap-swdoa": "tieroff.planner.policies.search.autoswap:plan_autoswap_swdoa",
+        "autoswap-wdoa": "tieroff.planner.policies.search.autoswap:plan_autoswap_wdoa",
+        "autotm-static": "tieroff.planner.policies.search.autotm:plan_autotm_static",
+        "autotm-sync": "tieroff.planner.policies.search.autotm:plan_autotm_sync",
+        "capuchin": "tieroff.planner.policies.activations.capuchin:plan_capuchin",
+        "deepum": "tieroff.planner.policies.online.deepum:plan_deepum",
+        "demand": "tieroff.planner.policies.online.demand:plan_demand",
+        "dragon": "tieroff.planner.policies.online.dragon:plan_dragon",
+        "flashneuron": "tieroff.planner.policies.activations.flashneuron:plan_flashneuron",
+        "floor": "tieroff.planner.auto.floor:plan_floor",
+        "floor_mixed": "tieroff.planner.auto.floor:plan_floor_mixed",
+        "g10": "tieroff.planner.policies.tiers.g10:plan_g10",
+        "greedy": "tieroff.planner.auto.greedy:plan_greedy",
+        "lms": "tieroff.planner.policies.activations.lms:plan_lms",
+        "mlp-offload": "tieroff.planner.policies.tiers.mlp_offload:plan_mlp_offload",
+        "oc-dnn": "tieroff.planner.policies.activations.oc_dnn:plan_oc_dnn",
+        "relaxed": "tieroff.planner.auto.relaxed:plan_relaxed",
+        "sentinel": "tieroff.planner.policies.online.sentinel:plan_sentinel",
+        "ssdtrain": "tieroff.planner.policies.activations.ssdtrain:plan_ssdtrain",
+        "superneurons": "tieroff.planner.policies.activations.superneurons:plan_superneurons",
+        "swapadvisor": "tieroff.planner.policies.search.swapadvisor:plan_swapadvisor",
+        "teraio": "tieroff.planner.policies.tiers.teraio:plan_teraio",
+        "tflms": "tieroff.planner.policies.activations.tflms:plan_tflms",
+        "vdnn-all": "tieroff.planner.policies.activations.vdnn:plan_vdnn_all",
+        "vdnn-conv": "tieroff.planner.policies.activations.vdnn:plan_vdnn_conv",
+        "vdnn-dyn": "tieroff.planner.policies.activations.vdnn:plan_vdnn_dyn",
+        "zero-infinity": "tieroff.planner.policies.tiers.zero:plan_zero_infinity",
+        "zero-offload": "tieroff.planner.policies.tiers.zero:plan_zero_offload",
     }
 )
 """Name -> "module:function"; a policy's module is loaded when it is asked for."""
@@ -93,4 +93,4 @@ def _module(name: str) -> ModuleType:
         raise ConfigError(
             f"unknown policy {name!r}; the nearest is {nearest[0]!r}, all are {', '.join(sorted(POLICIES))}"
         )
-    return importlib.import_module(f"{__name__}.{POLICIES[name].split(':')[0]}")
+    return importlib.import_module(POLICIES[name].split(":")[0])

@@ -15,8 +15,8 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
-from tieroff.planner.simulate import simulate
-from tieroff.planner.simulate_options import SimulationOptions
+from tieroff.planner.simulate.options import SimulationOptions
+from tieroff.planner.simulate.simulator import simulate
 
 
 class Decides(StrEnum):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tieroff.errors import ConfigError, StoreError
-from tieroff.storage import files
 from tieroff.storage.engines.cuda_memory import CudaMemory
+from tieroff.storage.nvme import files
 
 Path = Literal["nvidia-fs", "cufile", "compatibility", "none"]
 

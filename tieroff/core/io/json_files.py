@@ -1,0 +1,275 @@
+"""Traces, plans and timelines as JSON files: `{"format": "tieroff.trace", "version": 2, ...}`.
+
+A file is written beside its place, flushed to the disk and renamed, so a reader sees the old one or the new one. What
+is read is checked down to each value against the types of the classes; the error says where in the file it is. Fields
+that have their default are left out. Version 1 wrote them all and knew fewer of them, so one reader does for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from tieroff.core.history import History
+from tieroff.core.plan import Plan
+from tieroff.core.timeline import Timeline
+from tieroff.core.trace import Trace, validate
+from tieroff.errors import CaptureError, InvalidPlanError, TieroffError
+
+_VERSION = 2
+_READABLE = (1, 2)
+_MISFIT = "a file of another kind, or one that was cut off"
+
+Parse = Callable[[Any, str], Any]
+
+
+class _Misfit(Exception):
+    """A value that is not what the format says, with the place of it."""
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """Writes a trace; see the module for what holds if that fails."""
+    _save("tieroff.trace", trace, path)
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Writes a plan; see the module for what holds if that fails."""
+    _save("tieroff.plan", plan, path)
+
+
+def save_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Writes a timeline; see the module for what holds if that fails."""
+    _save("tieroff.timeline", timeline, path)
+
+
+def save_steps(history: History, path: str | Path) -> None:
+    """Writes the figures of steps; see the module for what holds if that fails."""
+    _save("tieroff.steps", history, path)
+
+
+def load_trace_json(path: str | Path) -> Trace:
+    """Returns the trace in a file that `save_trace` wrote.
+
+    Raises:
+        CaptureError: the file is missing, cut off or of another kind, or the trace in it is not sound.
+    """
+    trace: Trace = _load("tieroff.trace", Trace, path, CaptureError)
+    validate(trace, str(path))
+    return trace
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Returns the plan in a file that `save_plan` wrote; `tieroff.core.check.plan.check` says whether it fits a trace.
+
+    Raises:
+        InvalidPlanError: the file is missing, cut off or of another kind; `rule` is "file".
+    """
+    plan: Plan = _load("tieroff.plan", Plan, path, _plan_error)
+    return plan
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Returns the timeline in a file that `save_timeline` wrote.
+
+    Raises:
+        InvalidPlanError: the file is missing, cut off or of another kind; `rule` is "file".
+    """
+    timeline: Timeline = _load("tieroff.timeline", Timeline, path, _plan_error)
+    return timeline
+
+
+def load_steps(path: str | Path) -> History:
+    """Returns the figures in a file that `save_steps` wrote.
+
+    Raises:
+        CaptureError: the file is missing, cut off or of another kind.
+    """
+    history: History = _load("tieroff.steps", History, path, CaptureError)
+    return history
+
+
+def _plan_error(message: str) -> InvalidPlanError:
+    return InvalidPlanError(message, rule="file")
+
+
+def plan_digest(plan: Plan) -> str:
+    """Returns a hex digest of all that a plan says; equal plans have equal ones, here and read from a file."""
+    return hashlib.sha256(json.dumps(_encode(plan), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass in order, with their defaults; MISSING where there is none."""
+    made = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
+    return {f.name: made[f.name]() if f.name in made else f.default for f in fields(cls)}
+
+
+def _encode(value: Any) -> Any:
+    if is_dataclass(value):
+        cls: Any = type(value)
+        pairs = ((name, getattr(value, name), default) for name, default in _defaults(cls).items())
+        return {name: _encode(content) for name, content, default in pairs if default is MISSING or content != default}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {_encode(key): _encode(item) for key, item in value.items()}
+    return value
+
+
+def _save(kind: str, value: Any, path: str | Path) -> None:
+    write_whole(path, json.dumps({"format": kind, "version": _VERSION, **_encode(value)}, separators=(",", ":")) + "\n")
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Writes a text file beside its place, flushes it to the disk and renames it: a reader sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; what was there before is as it was.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the rename itself survives a power loss
+    finally:
+        os.close(folder)
+
+
+def _load(kind: str, cls: Any, path: str | Path, error_of: Callable[[str], TieroffError]) -> Any:
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise error_of(f"{path}: expected a {kind} file, but it cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise error_of(f"{path}: expected a {kind} file, got {_MISFIT}: no text at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise error_of(
+            f"{path}: expected a {kind} file, got {_MISFIT}: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except RecursionError as error:
+        raise error_of(f"{path}: expected a {kind} file, got {_MISFIT}: nested too deep") from error
+    found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if found != kind:
+        raise error_of(f"{path}: expected format {kind!r}, got {found!r}")
+    if document.get("version") not in _READABLE:
+        raise error_of(f"{path}: expected version {_VERSION} or older of {kind}, got {document.get('version')!r}")
+    body = {key: value for key, value in document.items() if key not in ("format", "version")}
+    try:
+        return _object(cls)(body, "")
+    except _Misfit as error:
+        raise error_of(f"{path}: {error}") from None
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _Misfit(f"{where}: expected an integer, got {value!r:.60}")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _Misfit(f"{where}: expected text, got {value!r:.60}")
+    return value
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _Misfit(f"{where}: expected true or false, got {value!r:.60}")
+    return value
+
+
+def _one_of(enum: type[Enum]) -> Parse:
+    def parse(value: Any, where: str) -> Enum:
+        for member in enum:
+            if member.value == value:
+                return member
+        raise _Misfit(f"{where}: expected one of {', '.join(m.value for m in enum)}, got {value!r:.60}")
+
+    return parse
+
+
+def _tuple_of(item: Parse) -> Parse:
+    def parse(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _Misfit(f"{where}: expected a list, got {value!r:.60}")
+        return tuple(item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
+
+    return parse
+
+
+def _pair(value: Any, where: str) -> tuple[int, int]:
+    pair = _tuple_of(_integer)(value, where)
+    if len(pair) != 2:
+        raise _Misfit(f"{where}: expected two integers, got {len(pair)}")
+    return pair[0], pair[1]
+
+
+def _mapping_of(key: Parse, item: Parse) -> Parse:
+    def parse(value: Any, where: str) -> dict[Any, Any]:
+        if not isinstance(value, dict):
+            raise _Misfit(f"{where}: expected an object, got {value!r:.60}")
+        return {key(name, where): item(entry, f"{where}.{name}") for name, entry in value.items()}
+
+    return parse
+
+
+@cache
+def _object(cls: Any) -> Parse:
+    required = sorted(name for name, default in _defaults(cls).items() if default is MISSING)
+    types = get_type_hints(cls)
+    spec = {f.name: _parse_of(types[f.name]) for f in fields(cls)}
+
+    def parse(value: Any, where: str) -> Any:
+        at = where or "top level"
+        if not isinstance(value, dict):
+            raise _Misfit(f"{at}: expected an object, got {value!r:.60}")
+        for name in value.keys() - spec.keys():
+            raise _Misfit(f"{at}: unknown key {name!r}")
+        for name in required:
+            if name not in value:
+                raise _Misfit(f"{at}: {name!r} is missing")
+        prefix = f"{where}." if where else ""
+        return cls(**{name: spec[name](entry, prefix + name) for name, entry in value.items()})
+
+    return parse
+
+
+def _parse_of(annotation: Any) -> Parse:
+    """Returns what reads a value of a field's type."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation]
+    if origin is UnionType and NoneType in args:
+        inner = _parse_of(next(arg for arg in args if arg is not NoneType))
+        return lambda value, where: None if value is None else inner(value, where)
+    if annotation == tuple[int, int]:
+        return _pair
+    if origin is tuple:
+        return _tuple_of(_parse_of(args[0]))
+    if origin is dict:
+        return _mapping_of(_parse_of(args[0]), _parse_of(args[1]))
+    return _one_of(annotation) if issubclass(annotation, Enum) else _object(annotation)
+
+
+_SIMPLE: dict[Any, Parse] = {int: _integer, str: _text, bool: _flag}

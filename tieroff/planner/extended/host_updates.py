@@ -1,0 +1,375 @@
+"""Updates on the host: which buckets of the optimizer the CPU updates, and the problem that is left.
+
+[Note: updated problems]
+A bucket is an op of the optimizer with all that it touches. Where the CPU runs it, all of that has to be in pinned host
+memory, valid, while it runs: tiny tensors too, so a bucket with one that the executor keeps on the device stays there.
+Its tensors are of three kinds:
+
+| kind | what it is | on the host | on the device |
+|---|---|---|---|
+| state | persistent, touched by no other op | always | never, but where the program holds it |
+| parameter | persistent, written by no other op | always | as planned; loaded again after each update |
+| gradient | ends with the step, its last op is the update | from its last write on | until it is copied out |
+
+So the choice of buckets turns a problem into another one of the same kind: the op takes no time and touches nothing, its
+state is gone, its gradients end once they are copied out, its parameters are never written, and the host has so much less
+room. Ticks and memory of its plans are those of the first; `Updated.plan` adds the copies of gradients, the updates, and
+the loads of parameters, which may not begin before the update is awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tieroff.core.lifetime import Lifetime
+from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
+from tieroff.core.tensor import Tensor, TensorClass, Tier
+from tieroff.core.trace import Trace
+from tieroff.planner.problem.build import peak_bytes
+from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.simulate.options import rerank
+from tieroff.planner.simulate.simulator import simulate
+from tieroff.units import NS_PER_S
+
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of what may be updated on the host, by time, besides the share that balances both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """An op of the optimizer that the CPU can run, and what it touches; see [Note: updated problems].
+
+    Attributes:
+        op: its index.
+        state, parameters, gradients: tensors.
+        cpu_ns: what the update takes.
+        moved_ns: what the busier link takes to move the state, to the device and back.
+    """
+
+    op: int
+    state: tuple[int, ...]
+    parameters: tuple[int, ...]
+    gradients: tuple[int, ...]
+    cpu_ns: int
+    moved_ns: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """All that it touches."""
+        return self.state + self.parameters + self.gradients
+
+
+@dataclass(frozen=True)
+class _Return:
+    """What brings an updated parameter back: the load is awaited at tick `due`, on the line after the update."""
+
+    bucket: int
+    due: int
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A problem in which the CPU updates some buckets; see [Note: updated problems].
+
+    Attributes:
+        original: the problem that it stems from.
+        problem: the one to plan.
+        origin: per tensor of `problem` that of `original`.
+        buckets: those that the CPU updates, in order of op.
+        copies: per gradient the copy to the host.
+    """
+
+    original: Problem
+    problem: Problem
+    origin: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    copies: dict[int, Transfer]
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Returns the plan of the original problem that a plan of this one stands for.
+
+        None where a repeat after an update would read what the update changed. Updates are awaited as soon as the next
+        one could begin, or as late as the CPU's time allows: whichever is faster by simulation.
+        """
+        written = {tensor: b.op for b in self.buckets for tensor in self.original.trace.ops[b.op].writes}
+        for repeat in plan.repeats:
+            op = self.original.trace.ops[repeat.op]
+            if any(written.get(tensor, repeat.at + 1) <= repeat.at for tensor in (*op.reads, *op.writes)):
+                return None
+        plans = [self._plan(plan, self._awaits(is_late=is_late)) for is_late in (False, True)]
+        return min(plans, key=lambda p: simulate(p, self.original.trace, self.original.machine).step_ns)
+
+    @cached_property
+    def _returns(self) -> dict[int, _Return]:
+        """Per parameter that an update writes when it has to be back."""
+        trace, n = self.original.trace, self.original.op_count
+        index = {tensor: position for position, tensor in enumerate(self.origin)}
+        runs = _runs(trace)
+        returns: dict[int, _Return] = {}
+        for number, bucket in enumerate(self.buckets):
+            for tensor in set(bucket.parameters).intersection(trace.ops[bucket.op].writes):
+                gaps = self.problem.trace.lifetimes[index[tensor]].gaps
+                ticks = [run for run in runs[tensor] if run != bucket.op] + [gap.stop % n for gap in gaps]
+                returns[tensor] = _Return(number, min(t if t > bucket.op else t + n for t in ticks))
+        return returns
+
+    def _awaits(self, *, is_late: bool) -> list[int]:
+        """Returns the tick at which each update is awaited: in order, within the step, before its parameters are due."""
+        n, starts = self.original.op_count, self.problem.starts_ns
+        last = [n] * len(self.buckets)
+        for back in self._returns.values():
+            last[back.bucket] = min(last[back.bucket], back.due)
+        for number in range(len(last) - 1, 0, -1):
+            last[number - 1] = min(last[number - 1], last[number])
+        ticks: list[int] = []
+        free_ns = 0
+        for bucket, limit in zip(self.buckets, last, strict=True):
+            free_ns = max(free_ns, int(starts[bucket.op])) + bucket.cpu_ns
+            done = int(np.searchsorted(starts, min(free_ns, int(starts[-1])))) if is_late else 0
+            ticks.append(min(limit, max(done, bucket.op + 1, *ticks[-1:])))
+        return ticks
+
+    def _plan(self, plan: Plan, awaits: list[int]) -> Plan:
+        count = self.original.op_count
+        parameters = {tensor for bucket in self.buckets for tensor in bucket.parameters}
+        residencies = [
+            replace(r, tensor=self.origin[r.tensor])
+            for r in plan.residencies
+            if r.tier is Tier.DEVICE or self.origin[r.tensor] not in parameters
+        ]
+        transfers: list[Transfer] = []
+        loaded: dict[int, list[tuple[int, int]]] = {}
+        later: dict[tuple[int, int, int, int], int] = {}
+        for transfer in plan.transfers:
+            tensor = self.origin[transfer.tensor]
+            if tensor not in parameters:
+                transfers.append(replace(transfer, tensor=tensor))
+            elif transfer.target is Tier.DEVICE:  # there is always a copy in the host: none has to be made
+                load = replace(transfer, tensor=tensor, source=Tier.HOST)
+                back = self._returns.get(tensor)
+                if back is not None and load.ready_by % count == back.due % count:
+                    stop = load.stop_byte or self.original.size_bytes(tensor)
+                    loaded.setdefault(tensor, []).append((load.first_byte, stop))
+                    delay = max(0, awaits[back.bucket] - (back.due - (load.ready_by - load.issue_at)))
+                    later[tensor, load.issue_at % count, load.first_byte, load.stop_byte] = delay
+                    load = _load(load, back.due - (load.ready_by - load.issue_at) + delay, back.due, count)
+                transfers.append(load)
+        residencies = [_begun_later(r, later, count) for r in residencies]
+        transfers += self._returned(awaits, loaded)
+        residencies += self._held(awaits)
+        transfers += self.copies.values()
+        peaks = peak_bytes(replace(self.original, trace=_with_repeats(self.original.trace, plan)), residencies)
+        updates = (HostUpdate(b.op, b.op, ready, b.cpu_ns) for b, ready in zip(self.buckets, awaits, strict=True))
+        return replace(
+            plan,
+            trace_digest=self.original.trace.digest,
+            budget_bytes=dict(self.original.budget),
+            peak_bytes=peaks,
+            residencies=tuple(residencies),
+            transfers=rerank(transfers),
+            host_updates=tuple(updates),
+            skipped=dict(self.original.skipped),
+        )
+
+    def _returned(self, awaits: list[int], loaded: dict[int, list[tuple[int, int]]]) -> Iterator[Transfer]:
+        """Yields the loads of updated bytes that the plan has on the device all along, those that are due first before."""
+        first_rank = sum(map(len, loaded.values())) + len(self.problem.trace.tensors)
+        order = sorted(self._returns.items(), key=lambda item: (item[1].due, item[0]))
+        for rank, (tensor, back) in enumerate(order, first_rank):
+            size = self.original.size_bytes(tensor)
+            edges = [0, *(edge for part in sorted(loaded.get(tensor, ())) for edge in part), size]
+            for start, stop in zip(edges[::2], edges[1::2], strict=True):
+                if start < stop:
+                    load = Transfer(tensor, Tier.HOST, Tier.DEVICE, 0, 0, rank, start, stop if stop < size else 0)
+                    yield _load(load, awaits[back.bucket], back.due, self.original.op_count)
+
+    def _held(self, awaits: list[int]) -> Iterator[Residency]:
+        """Yields the stays in host memory of all that updates touch."""
+        for bucket, ready in zip(self.buckets, awaits, strict=True):
+            for tensor in bucket.state + bucket.parameters:
+                yield Residency(tensor, Tier.HOST, 0, self.original.op_count)
+            for tensor in bucket.gradients:
+                death = self.original.trace.lifetimes[tensor].death
+                yield Residency(tensor, Tier.HOST, self.copies[tensor].issue_at, max(death, ready))
+
+
+def _load(load: Transfer, issue_at: int, due: int, op_count: int) -> Transfer:
+    """Returns a load from one tick to another of the line [0, 2 n]."""
+    start = issue_at % op_count
+    return replace(load, issue_at=start, ready_by=start + due - issue_at)
+
+
+def _begun_later(r: Residency, later: dict[tuple[int, int, int, int], int], op_count: int) -> Residency:
+    """Returns a stay on the device that begins with a load which was put off."""
+    delay = later.get((r.tensor, r.start, r.first_byte, r.stop_byte), 0) if r.tier is Tier.DEVICE else 0
+    if not delay:
+        return r
+    start = (r.start + delay) % op_count
+    return replace(r, start=start, stop=start + r.stop - r.start - delay)
+
+
+def _with_repeats(trace: Trace, plan: Plan) -> Trace:
+    """Returns a trace whose ops have the transient bytes of those that run again before them, too."""
+    transient = {repeat.at: trace.ops[repeat.at].transient_bytes for repeat in plan.repeats}
+    for repeat in plan.repeats:
+        transient[repeat.at] = max(transient[repeat.at], trace.ops[repeat.op].transient_bytes)
+    if not transient:
+        return trace
+    ops = list(trace.ops)
+    for tick, size in transient.items():
+        ops[tick] = replace(ops[tick], transient_bytes=size)
+    return replace(trace, ops=tuple(ops))
+
+
+def _runs(trace: Trace) -> list[list[int]]:
+    """Returns the ops that touch each tensor, in order."""
+    runs: list[list[int]] = [[] for _ in trace.tensors]
+    for index, op in enumerate(trace.ops):
+        for tensor in {*op.reads, *op.writes}:
+            runs[tensor].append(index)
+    return runs
+
+
+def can_update(problem: Problem) -> bool:
+    """True when the executor updates on the host, the machine says how fast, and there is host memory."""
+    can = problem.capabilities
+    is_free = can.wraps and not can.gradient_follows_parameter  # parameters come back across the step's end
+    return can.updates_on_host and is_free and problem.machine.cpu_update_bytes_per_s > 0 and Tier.HOST in problem.tiers
+
+
+def find_buckets(problem: Problem) -> list[Bucket]:
+    """Returns the buckets that the CPU can update in less time than it takes to move their state, in order of op.
+
+    What moves instead of the state counts on the CPU's side: gradients go out, parameters come back.
+    """
+    if not can_update(problem):
+        return []
+    runs = _runs(problem.trace)
+    found: list[Bucket] = []
+    for index, op in enumerate(problem.trace.ops):
+        if op.phase != "optimizer":
+            continue
+        own = tuple(dict.fromkeys((*op.reads, *op.writes)))
+        kinds = {tensor: _kind(problem, tensor, runs[tensor], index) for tensor in own}
+        if "" in kinds.values():
+            continue
+        state, parameters, gradients = (
+            tuple(t for t in own if kinds[t] == kind) for kind in ("state", "parameter", "gradient")
+        )
+        out, back = problem.links(Tier.HOST)
+        held, sent, returned = (sum(map(problem.size_bytes, some)) for some in (state, gradients, parameters))
+        counted = sum(problem.size_bytes(t) for t in own if problem.trace.tensors[t].kind is TensorClass.OPTIMIZER)
+        cpu_ns = -(-counted * NS_PER_S // problem.machine.cpu_update_bytes_per_s)
+        device_ns = out.transfer_ns(held) + back.transfer_ns(held) + op.duration_ns
+        if counted and cpu_ns + out.transfer_ns(sent) + back.transfer_ns(returned) < device_ns:
+            moved_ns = max(out.transfer_ns(held), back.transfer_ns(held))
+            found.append(Bucket(index, state, parameters, gradients, cpu_ns, moved_ns))
+    return found
+
+
+def _kind(problem: Problem, tensor: int, runs: list[int], op: int) -> str:
+    """Returns what a tensor is to an update, or "" where the CPU cannot have it; see [Note: updated problems]."""
+    trace, own = problem.trace, problem.trace.tensors[tensor]
+    if own.kind is TensorClass.INPUT or not own.is_movable or own.size_bytes < problem.capabilities.min_bytes:
+        return ""
+    others = [run for run in runs if run != op]
+    if any(trace.ops[run].phase == "optimizer" for run in others):
+        return ""
+    if any(start == op and stop > op + 1 for start, stop in own.holds):
+        return ""  # the program wants it from the update on, which it would have to wait for at once
+    if not own.is_persistent:
+        return "gradient" if others and others[-1] < op else ""
+    if any(tensor in trace.ops[run].writes for run in others):
+        return ""
+    return "parameter" if others else "state"
+
+
+def update(problem: Problem, buckets: list[Bucket]) -> Updated:
+    """Returns the problem in which the CPU updates these buckets, in order of op; the host must have room for them."""
+    trace = problem.trace
+    copies = _copies(problem, buckets)
+    by_op = {tensor: bucket.op for bucket in buckets for tensor in bucket.tensors}
+    states = {tensor for bucket in buckets for tensor in bucket.state}
+    tensors = dict(enumerate(trace.tensors))
+    for tensor, op in by_op.items():
+        holds = tuple(hold for hold in trace.tensors[tensor].holds if hold != (op, op + 1))
+        changed = replace(trace.tensors[tensor], holds=holds)
+        if tensor in copies:
+            changed = replace(changed, is_movable=False, lives_until=copies[tensor].ready_by)
+        elif tensor in states:
+            changed = replace(changed, is_movable=False)
+        tensors[tensor] = changed
+        if tensor in states and not holds:
+            del tensors[tensor]
+    origin = tuple(tensors)
+    derived = _renumbered(trace, tensors, {bucket.op for bucket in buckets})
+    budget = {**problem.budget, Tier.HOST: problem.budget[Tier.HOST] - _taken_bytes(problem, buckets)}
+    once = replace(problem.capabilities, updates_on_host=False)  # what the CPU updates is decided
+    rest = make_problem(derived, problem.machine, budget, once, problem.effort)
+    return Updated(problem, rest, origin, tuple(buckets), copies)
+
+
+def _renumbered(trace: Trace, tensors: dict[int, Tensor], on_host: set[int]) -> Trace:
+    """Returns the trace of these tensors by their old index, in which the host's ops take no time and touch nothing."""
+    index = {tensor: position for position, tensor in enumerate(tensors)}
+    ops = tuple(
+        replace(op, duration_ns=0, reads=(), writes=())
+        if tick in on_host
+        else replace(op, reads=tuple(index[t] for t in op.reads), writes=tuple(index[t] for t in op.writes))
+        for tick, op in enumerate(trace.ops)
+    )
+    return replace(trace, ops=ops, tensors=tuple(replace(t, owner=index.get(t.owner, -1)) for t in tensors.values()))
+
+
+def _taken_bytes(problem: Problem, buckets: list[Bucket]) -> int:
+    """Returns the most host memory that buckets take, at the end of backward."""
+    return sum(problem.room_bytes(tensor) for bucket in buckets for tensor in bucket.tensors)
+
+
+def _copies(problem: Problem, buckets: list[Bucket]) -> dict[int, Transfer]:
+    """Returns the copy of each gradient to the host, from its last write on, one after the other."""
+    link = problem.links(Tier.HOST)[0]
+    made: list[tuple[int, int, int]] = []
+    for bucket in buckets:
+        for tensor in bucket.gradients:
+            made.append((_last_write(problem.trace.lifetimes[tensor], bucket.op) + 1, bucket.op, tensor))
+    copies: dict[int, Transfer] = {}
+    now_ns = 0
+    for tick, op, tensor in sorted(made):
+        now_ns = max(now_ns, int(problem.starts_ns[tick])) + link.transfer_ns(problem.size_bytes(tensor))
+        ready = min(op, int(np.searchsorted(problem.starts_ns, now_ns)))
+        copies[tensor] = Transfer(tensor, Tier.DEVICE, Tier.HOST, tick, ready, 0)
+    return copies
+
+
+def _last_write(life: Lifetime, op: int) -> int:
+    return max(write for write in life.writes if write < op)
+
+
+def updated_problems(problem: Problem, count: int) -> Iterator[Updated]:
+    """Yields at most `count` problems in which the CPU updates buckets, each with others.
+
+    All that are worth it come first, then those that keep the CPU as long as the links are kept by the state of the rest;
+    those that the step comes to first, since the CPU works on them beside the device. Others are left out where the host
+    has no room.
+    """
+    buckets: list[Bucket] = []
+    for bucket in find_buckets(problem):
+        if _taken_bytes(problem, [*buckets, bucket]) <= problem.budget[Tier.HOST]:
+            buckets.append(bucket)
+    cpu_ns, moved_ns = sum(b.cpu_ns for b in buckets), sum(b.moved_ns for b in buckets)
+    if not buckets:
+        return
+    shares = (_SHARES[0], moved_ns / max(1, cpu_ns + moved_ns), *_SHARES[1:])
+    seen: set[int] = set()
+    for share in shares:
+        taken, busy_ns = 0, 0
+        while taken < len(buckets) and busy_ns + buckets[taken].cpu_ns <= share * cpu_ns:
+            busy_ns += buckets[taken].cpu_ns
+            taken += 1
+        if taken and taken not in seen and len(seen) < count:
+            seen.add(taken)
+            yield update(problem, buckets[:taken])

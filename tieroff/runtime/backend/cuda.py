@@ -1,0 +1,335 @@
+"""The CUDA backend: copies on streams of their own, ordered by events, memory from torch's caching allocator.
+
+[Note: who waits for whom]
+Each direction has a stream, so copies of one direction run in order and both overlap with compute. A copy waits for the
+compute stream's work so far (its source is being written, or its target's memory was just used), by an event. `wait`
+makes the compute stream wait for the copy: whoever frees the source afterwards gives its memory to work that comes later
+on that stream, so no `record_stream` is needed. Only what a person may touch next on the host is waited for by the host
+(`join`).
+
+Where an I/O engine takes device memory itself, no stream knows of its transfers. So the host waits at both ends: a thread
+waits for the event behind compute's work so far before it hands the memory to the engine, and `wait` returns when the
+engine has ended, before anything that comes later is issued to the compute stream.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Protocol
+
+import torch
+
+from tieroff.errors import StoreError
+from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S, Arrival
+from tieroff.runtime.items.place import Place
+from tieroff.storage.host import buffers
+from tieroff.storage.store import Completion
+
+log = logging.getLogger("tieroff")
+
+
+class _StreamCopy:
+    """A copy between device and pinned memory, complete when its event is."""
+
+    def __init__(self, done: torch.cuda.Event, keep: tuple[object, ...]) -> None:
+        self.start_ns = time.monotonic_ns()
+        self.stop_ns = 0
+        self._done = done
+        self._keep: tuple[object, ...] = keep
+
+    def done(self) -> bool:
+        return bool(self._done.query())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Orders the current stream behind the copy; the host goes on."""
+        torch.cuda.current_stream().wait_event(self._done)
+        if self.stop_ns == 0:
+            self.stop_ns = time.monotonic_ns()
+        self._keep = ()
+
+    def join(self) -> None:
+        """Blocks the host until the bytes are there."""
+        self._done.synchronize()
+
+
+class _StagedCopy:
+    """A copy between device and file by way of pinned staging memory, done by a thread."""
+
+    def __init__(self, job: Future[tuple[int, int]], what: str, size_bytes: int) -> None:
+        self.start_ns = self.stop_ns = 0
+        self._job, self._what, self._size_bytes = job, what, size_bytes
+
+    def done(self) -> bool:
+        return self._job.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        try:
+            self.start_ns, self.stop_ns = self._job.result(timeout_s)
+        except FutureTimeout:
+            raise StoreError(
+                f"expected {self._what} of {self._size_bytes} bytes to end within {timeout_s} s, it is still under way",
+                size_bytes=self._size_bytes,
+            ) from None
+
+    def join(self) -> None:
+        """The job ends on the host: `wait` did it."""
+        self.wait(TRANSFER_TIMEOUT_S)
+
+
+class Ready(Protocol):
+    """What has to be over before a transfer may start: an event on a stream."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until it is over."""
+
+
+class _EngineCopy:
+    """A copy between device memory and a file that the I/O engine makes by itself, once the memory is ready for it."""
+
+    def __init__(self, start: Future[Completion], what: str, size_bytes: int) -> None:
+        self._start, self._what, self._size_bytes = start, what, size_bytes
+
+    @property
+    def start_ns(self) -> int:
+        completion = self._started()
+        return completion.start_ns if completion is not None else 0
+
+    @property
+    def stop_ns(self) -> int:
+        completion = self._started()
+        return completion.stop_ns if completion is not None else 0
+
+    def done(self) -> bool:
+        completion = self._started()
+        return completion.done() if completion is not None else self._start.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        stop_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            completion = self._start.result(timeout_s)
+        except FutureTimeout:
+            raise StoreError(
+                f"expected {self._what} of {self._size_bytes} bytes to start within {timeout_s} s, the device still works "
+                "on its memory",
+                size_bytes=self._size_bytes, errno=errno.ETIMEDOUT,
+            ) from None  # fmt: skip
+        completion.wait(None if stop_s is None else max(stop_s - time.monotonic(), 0.0))
+
+    def join(self) -> None:
+        """The copy ends on the host: `wait` did it."""
+        self.wait(TRANSFER_TIMEOUT_S)
+
+    def _started(self) -> Completion | None:
+        is_started = self._start.done() and self._start.exception() is None
+        return self._start.result() if is_started else None
+
+
+def copy_by_engine(
+    thread: ThreadPoolExecutor, ready: Ready, start: Callable[[], Completion], what: str, size_bytes: int
+) -> _EngineCopy:
+    """Has a transfer of device memory start as soon as it may.
+
+    Args:
+        thread: waits for `ready`; with one thread transfers start in the order of these calls, and many are under way.
+        ready: what the memory's last user ends with; see [Note: who waits for whom].
+        start: hands the memory to the engine, and keeps it alive until the transfer has ended.
+        what: for messages.
+        size_bytes: of the transfer.
+    """
+
+    def begin() -> Completion:
+        ready.synchronize()
+        return start()
+
+    return _EngineCopy(thread.submit(begin), what, size_bytes)
+
+
+class CudaBackend:
+    """One CUDA device."""
+
+    name = "cuda"
+    lifts_homes = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._out = torch.cuda.Stream(self.device)
+        self._in = torch.cuda.Stream(self.device)
+        self._staging: Staging | None = None
+        self._writers = ThreadPoolExecutor(1, "tieroff-out")
+        self._readers = ThreadPoolExecutor(1, "tieroff-in")
+
+    def use_staging(self, size_bytes: int) -> None:
+        """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
+        if size_bytes:
+            self._staging = Staging(size_bytes, self.register, self.unregister)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pins host memory.
+
+        Raises:
+            StoreError: the driver refused.
+        """
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+        if code:
+            raise StoreError(
+                f"expected to pin {size_bytes} bytes of host memory, cudaHostRegister returned {code}; lower [budget] host "
+                "or raise the limit on locked memory",
+                size_bytes=size_bytes, errno=code,
+            )  # fmt: skip
+
+    def unregister(self, address: int) -> None:
+        """Unpins what `register` pinned."""
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+        ready = self._ready()
+        if place.address is not None:
+            return self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
+        if place.takes_device_memory:
+            return copy_by_engine(
+                self._writers, ready, lambda: place.write(source.data_ptr(), source), "a copy to a file", source.numel()
+            )
+        staging = self._staging_for()
+
+        def job() -> tuple[int, int]:
+            start_ns = time.monotonic_ns()
+            with staging.lease(source.numel()) as host:
+                self._on_stream(self._out, ready, host, source).join()
+                place.write(host.data_ptr(), host).wait(TRANSFER_TIMEOUT_S)
+            return start_ns, time.monotonic_ns()
+
+        return _StagedCopy(self._writers.submit(job), "a copy to a file", source.numel())
+
+    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+        ready = self._ready()
+        if place.address is not None:
+            return self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
+        if place.takes_device_memory:
+            return copy_by_engine(
+                self._readers, ready, lambda: place.read(target.data_ptr(), target), "a copy from a file", target.numel()
+            )
+        staging = self._staging_for()
+
+        def job() -> tuple[int, int]:
+            start_ns = time.monotonic_ns()
+            with staging.lease(target.numel()) as host:
+                place.read(host.data_ptr(), host).wait(TRANSFER_TIMEOUT_S)
+                self._on_stream(self._in, ready, target, host).join()
+            return start_ns, time.monotonic_ns()
+
+        return _StagedCopy(self._readers.submit(job), "a copy from a file", target.numel())
+
+    def join(self, arrival: Arrival) -> None:
+        """Blocks the host until a copy that a person may read next is complete."""
+        if isinstance(arrival, (_StreamCopy, _StagedCopy, _EngineCopy)):
+            arrival.join()
+
+    def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
+        """Nothing to tune: device memory does not come from the C library."""
+
+    def keep_freed(self, limit_bytes: int) -> None:
+        """Nothing to say: torch's caching allocator keeps freed memory, inside what it has reserved."""
+
+    def gave(self, device: torch.Tensor) -> bool:
+        return True
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._writers.shutdown()
+        self._readers.shutdown()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _ready(self) -> torch.cuda.Event:
+        """Returns an event behind everything that compute has been given so far."""
+        event = torch.cuda.Event(blocking=True)  # a thread of the host that waits for it sleeps
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _on_stream(
+        self, stream: torch.cuda.Stream, ready: torch.cuda.Event, target: torch.Tensor, source: torch.Tensor
+    ) -> _StreamCopy:
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _StreamCopy(done, (target, source))
+
+    def _staging_for(self) -> Staging:
+        if self._staging is None:
+            raise StoreError("expected staging memory for copies to files; set [nvme] staging above 0")
+        return self._staging
+
+
+def pinned(address: int, size_bytes: int) -> torch.Tensor:
+    """Returns memory at an address as a 1-d uint8 tensor, without owning it."""
+    import ctypes
+
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+class Staging:
+    """Pinned memory lent in contiguous pieces, first come first served; a piece larger than all of it is made anew."""
+
+    def __init__(
+        self, size_bytes: int, register: Callable[[int, int], None], unregister: Callable[[int], None]
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._register, self._unregister = register, unregister
+        self._memory = buffers.allocate(size_bytes)
+        register(self._memory.address, self._memory.size_bytes)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes)
+        # Writers take from the front half, readers from the back half: one of each at a time.
+        self._front, self._back = threading.Lock(), threading.Lock()
+        self._warned = False
+
+    def lease(self, size_bytes: int) -> _Lease:
+        """Returns a context manager that yields a 1-d uint8 tensor of pinned memory."""
+        return _Lease(self, size_bytes)
+
+    def close(self) -> None:
+        """Unpins the memory; nothing may be lent."""
+        self._unregister(self._memory.address)
+
+
+class _Lease:
+    def __init__(self, staging: Staging, size_bytes: int) -> None:
+        self._staging, self._size = staging, size_bytes
+        self._lock: threading.Lock | None = None
+        self._own: buffers.Buffer | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        staging = self._staging
+        half = staging.size_bytes // 2
+        if self._size > half:
+            if not staging._warned:
+                staging._warned = True
+                log.warning(
+                    "a tensor of %d bytes is larger than half the staging memory (%d): it gets pinned memory of its own "
+                    "for each copy; raise [nvme] staging", self._size, half,
+                )  # fmt: skip
+            self._own = buffers.allocate(self._size)
+            staging._register(self._own.address, self._own.size_bytes)
+            return torch.frombuffer(self._own, dtype=torch.uint8, count=self._size)
+        is_front = staging._front.acquire(blocking=False)
+        if not is_front:
+            staging._back.acquire()
+        self._lock = staging._front if is_front else staging._back
+        start = 0 if is_front else half
+        return staging._bytes[start : start + self._size]
+
+    def __exit__(self, *failure: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        if self._own is not None:
+            self._staging._unregister(self._own.address)

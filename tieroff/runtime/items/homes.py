@@ -1,0 +1,250 @@
+"""Home items: parameters, gradients and optimizer state, tensors that people hold and may touch at any time.
+
+While such a tensor is off the device it *is* ordinary CPU memory over its place (a pinned slab, or a mapping of its
+extent in a file): touching it works. The tensor object never changes; only what its `.data` lies on does.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.runtime.backend.base import bytes_of, view_of
+from tieroff.runtime.items.item import Item, Traffic
+from tieroff.runtime.items.place import HomePlace, Place
+from tieroff.runtime.items.residency import ON_DEVICE, Event, State
+from tieroff.storage.nvme.pages import MappedFiles
+
+
+def why_unmovable(tensor: torch.Tensor) -> str:
+    """Returns why this tensor cannot have a home below, or "" when it can."""
+    if tensor.is_nested or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return "no plain strided tensor"
+    if tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return "a quantized, inference or lazily transformed tensor"
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return "it has no bytes"
+    if tensor.is_cpu and tensor.is_shared():
+        return "it lies in memory shared between processes"
+    storage = tensor.untyped_storage()
+    if tensor.storage_offset() != 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
+        return "a view of a larger storage"
+    # Two references are this function's own: the tensor's and the Python storage object's.
+    if torch._C._storage_Use_Count(storage._cdata) > 2:
+        return "its memory is shared with another tensor"
+    if not _is_dense(tensor):
+        return "its elements overlap or leave gaps"
+    return ""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the plain tensor that holds a tensor's bytes in this process.
+
+    Of a `DTensor` that is this rank's shard: the very object that the `DTensor` computes on, so that its `.data` may lie
+    here or there as that of any other tensor. Everything else holds its bytes itself.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor; importing it takes long
+    if distributed is None or not isinstance(tensor, distributed.DTensor):
+        return tensor
+    with torch.no_grad():  # under autograd it would be a view
+        local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True when the elements fill their storage exactly once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class HomeItem(Item):
+    """A tensor that people hold: its device copy replaces `.data` for as long as it is lifted.
+
+    Attributes:
+        lower: the tensor's memory below, as a CPU tensor of its geometry; None before the first copy out.
+        value: the device copy in the tensor's geometry; None when there is none.
+        is_lifted: `.data` is the device copy.
+        version: the tensor's version when its copies were last known to be equal.
+        may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
+    """
+
+    __slots__ = (
+        "_ref", "dtype", "is_lifted", "lower", "may_be_written", "size", "stride", "value", "value_version", "version",
+    )  # fmt: skip
+
+    def __init__(self, key: Hashable, name: str, kind: TensorClass, tensor: torch.Tensor, tier: Tier) -> None:
+        super().__init__(key, name, kind, tensor.numel() * tensor.element_size(), tier)
+        self._ref: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.dtype, self.size, self.stride = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())
+        self.lower: torch.Tensor | None = None
+        self.value: torch.Tensor | None = None
+        self.value_version = 0
+        self.is_lifted = True
+        self.may_be_written = False
+        self.version = tensor._version
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor itself, or None when it died."""
+        return self._ref()
+
+    def adopt(self, traffic: Traffic) -> None:
+        """Takes the tensor as it is, on the device, under the engine's care."""
+        tensor = self.tensor
+        assert tensor is not None
+        traffic.hold(self, bytes_of(tensor))
+        self.value = tensor.detach()
+
+    def is_current(self) -> bool:
+        """True when `.data` still lies where the engine put it (nobody assigned another memory)."""
+        tensor = self.tensor
+        if tensor is None or tensor.dtype is not self.dtype or tuple(tensor.size()) != self.size:
+            return False
+        expected = self.value if self.is_lifted else self.lower
+        return expected is not None and tensor.data_ptr() == expected.data_ptr()
+
+    def was_written(self) -> bool:
+        """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
+        tensor = self.tensor
+        if tensor is None:
+            return False
+        if self.may_be_written and self.device is not None:
+            return True
+        return tensor._version != self.version or (self.value is not None and self.value._version != self.value_version)
+
+    def note(self) -> None:
+        """Remembers the versions at which the copies are equal."""
+        tensor = self.tensor
+        self.may_be_written = False
+        self.version = tensor._version if tensor is not None else 0
+        self.value_version = self.value._version if self.value is not None else 0
+
+    def make_place(self, traffic: Traffic) -> Place:
+        place = HomePlace(traffic.stores[self.tier], self.size_bytes)
+        memory = torch.frombuffer(place.home, dtype=torch.uint8, count=self.size_bytes)
+        self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
+        return place
+
+    def source(self) -> torch.Tensor:
+        self.note()
+        return super().source()
+
+    def lift(self, traffic: Traffic) -> None:
+        """Makes the tensor lie on its device copy, which is fetched when it is not there."""
+        device = traffic.want(self)
+        tensor = self.tensor
+        if self.is_lifted or tensor is None:
+            return
+        if self.value is None:
+            self.value = view_of(device, self.dtype, self.size, self.stride, 0)
+        tensor.data = self.value
+        self.is_lifted = True
+        self.note()
+
+    def arrived(self) -> None:
+        assert self.device is not None
+        self.value = view_of(self.device, self.dtype, self.size, self.stride, 0)
+        self.note()
+
+    def freed(self) -> None:
+        tensor = self.tensor
+        if self.is_lifted and tensor is not None and self.lower is not None:
+            tensor.data = self.lower
+        self.is_lifted = False
+        self.value = None
+        self.note()
+
+    def touch(self, traffic: Traffic) -> None:
+        """The device copy may have been written, whether or not a version says so (fused kernels move none)."""
+        if self.is_lifted and self.device is not None:
+            traffic.send(self, Event.TOUCH)
+            self.note()
+
+    def refresh(self, traffic: Traffic) -> None:
+        """Makes what was written since the last copy count: on the device, or behind the engine's back."""
+        if not self.was_written():
+            return
+        if self.is_lifted:
+            traffic.send(self, Event.TOUCH)
+            self.note()
+        elif self.value is not None and self._is_value_newer():
+            # A fetched value was written in place inside forward: the home gets it at once.
+            tensor = self.tensor
+            if tensor is not None:
+                with torch.no_grad(), _disable_current_modes():
+                    tensor.data.copy_(self.value)
+            self.note()
+        elif self.state in ON_DEVICE or self.state is State.ARRIVING:
+            # The home below was written: the device copy is old, the home is what counts.
+            traffic.send(self, Event.DROP)
+            self.note()
+
+    def _is_value_newer(self) -> bool:
+        tensor, value = self.tensor, self.value
+        if value is None or value._version != self.value_version:
+            return value is not None
+        return self.may_be_written and (tensor is None or tensor._version == self.version)
+
+    def leave(self, traffic: Traffic) -> None:
+        """Has the tensor lie below, with its latest value."""
+        self.refresh(traffic)
+        traffic.leave(self)
+
+    def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
+        """Has a tensor that was just adopted lie below; a mapped checkpoint that it lay in leaves memory."""
+        memory = self.device
+        self.leave(traffic)
+        if memory is not None and memory.is_cpu and self.device is None:
+            mapped.page_out(memory.data_ptr(), self.size_bytes)
+
+    def leave_place(self, traffic: Traffic) -> None:
+        """Gives the room below back; the tensor stays where it is lifted to."""
+        traffic.settle(self)
+        if self.place is not None:
+            self.place.free()
+            self.place = None
+        self.lower = None
+        self.state = State.DEVICE
+
+    def bring_home(self, traffic: Traffic) -> None:
+        """Gives the tensor ordinary device memory with its latest value; the engine's care ends."""
+        tensor = self.tensor
+        if tensor is None:
+            traffic.end(self)
+            return
+        if self.is_current():
+            self.refresh(traffic)
+            self.lift(traffic)
+        self.detach(traffic)
+
+    def detach(self, traffic: Traffic) -> None:
+        """Ends the engine's care and leaves the tensor valid where it lies."""
+        traffic.settle(self)
+        traffic.let_go(self)
+        self.value = self.lower = None
+
+
+class ParameterItem(HomeItem):
+    """A parameter; in forward and backward its device copy is handed out without lifting it.
+
+    Attributes:
+        position: its index among the model's parameters.
+        compute_device: where its values are used.
+    """
+
+    __slots__ = ("compute_device", "position")
+
+    def __init__(self, position: int, name: str, tensor: torch.Tensor, tier: Tier, device: torch.device) -> None:
+        super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier)
+        self.position = position
+        self.compute_device = device
+        self._ref = lambda: tensor  # the model holds it anyway; a weak reference would forbid torch.utils.swap_tensors

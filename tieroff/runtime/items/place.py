@@ -1,0 +1,102 @@
+"""Places below the device: where one tensor's bytes lie in a lower tier, behind one small protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tieroff.core.tensor import Tier
+from tieroff.storage.engines.gds import GdsEngine
+from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.store import Block, Completion, Home, Store
+
+
+class Place(Protocol):
+    """Room for one tensor's bytes in a lower tier."""
+
+    tier: Tier
+    size_bytes: int
+
+    @property
+    def address(self) -> int | None:
+        """Where the bytes lie in host memory, or None when they lie in a file."""
+
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether `write` and `read` take an address in device memory too, once no stream uses it any more."""
+
+    def write(self, source_address: int, keep: object) -> Completion:
+        """Starts a copy of `size_bytes` from memory; the old value stays until `publish`."""
+
+    def publish(self) -> None:
+        """After a completed `write`: the place now holds the new value."""
+
+    def read(self, target_address: int, keep: object) -> Completion:
+        """Starts a copy of `size_bytes` to memory."""
+
+    def free(self) -> None:
+        """Gives the room back; nothing may be in flight."""
+
+
+def _takes_device_memory(store: Store) -> bool:
+    return isinstance(store, FileStore) and isinstance(store.engine, GdsEngine)
+
+
+class BlockPlace:
+    """Room that only the engine reads and writes: an activation's."""
+
+    def __init__(self, store: Store, size_bytes: int) -> None:
+        self.tier = store.tier
+        self.size_bytes = size_bytes
+        self.takes_device_memory = _takes_device_memory(store)
+        self._store = store
+        self._block: Block | None = store.allocate(size_bytes)
+
+    @property
+    def address(self) -> int | None:
+        if self._block is None or not isinstance(self._store, HostStore):
+            return None
+        return self._store.address(self._block)
+
+    def write(self, source_address: int, keep: object) -> Completion:
+        assert self._block is not None
+        return self._store.write(self._block, source_address, keep)
+
+    def publish(self) -> None:
+        """Nothing to switch: nobody else sees a block."""
+
+    def read(self, target_address: int, keep: object) -> Completion:
+        assert self._block is not None
+        return self._store.read(self._block, target_address, keep)
+
+    def free(self) -> None:
+        if self._block is not None:
+            self._store.free(self._block)
+            self._block = None
+
+
+class HomePlace:
+    """Room that people can touch: a parameter's, a gradient's or an optimizer state's. Freed with its last tensor."""
+
+    def __init__(self, store: Store, size_bytes: int) -> None:
+        self.tier = store.tier
+        self.size_bytes = size_bytes
+        self.takes_device_memory = _takes_device_memory(store)
+        self.home: Home = store.home(size_bytes)
+
+    @property
+    def address(self) -> int | None:
+        return self.home.address if self.tier is Tier.HOST else None
+
+    def write(self, source_address: int, keep: object) -> Completion:
+        return self.home.write(source_address, keep)
+
+    def publish(self) -> None:
+        if self.tier is not Tier.HOST:  # bytes in host memory show as they arrive, whoever copied them there
+            self.home.publish()
+
+    def read(self, target_address: int, keep: object) -> Completion:
+        return self.home.read(target_address, keep)
+
+    def free(self) -> None:
+        """Nothing to do: the memory goes back when its last tensor dies."""

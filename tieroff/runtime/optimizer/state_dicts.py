@@ -1,0 +1,57 @@
+"""State dicts of a model and an optimizer whose tensors lie in several tiers: whole, and all on the CPU.
+
+Where the device is the CPU they are so anyway. On a GPU, what lies below is a CPU tensor already and is handed out as it is;
+what the plan keeps on the device is copied, so that a checkpoint never depends on the plan of the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from tieroff.runtime.hooks.forward import ForwardSlot
+
+
+class Handle(Protocol):
+    """What registering a hook gives."""
+
+    def remove(self) -> None:
+        """Takes the hook away."""
+
+
+def install(model: torch.nn.Module) -> Handle:
+    """Has `model.state_dict()` give CPU tensors; with `keep_vars=True` it gives the parameters themselves, as ever."""
+    register: Callable[[Any], Handle] = model.register_state_dict_post_hook
+    return register(model_state_to_cpu)
+
+
+def install_on_optimizer(optimizer: torch.optim.Optimizer) -> Handle:
+    """Has `optimizer.state_dict()` give CPU tensors."""
+    return optimizer.register_state_dict_post_hook(optimizer_state_to_cpu)
+
+
+def model_state_to_cpu(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Replaces what lies on a device by copies, in place; a copy of a wrapped model, which is plain, is left alone."""
+    if not isinstance(model.__dict__.get("forward"), ForwardSlot):
+        return
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # given out as they are: keep_vars
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, torch.Tensor) and id(value) not in own:
+            state_dict[name] = _on_cpu(value)
+
+
+def optimizer_state_to_cpu(_optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state dict with copies of what lies on a device; the optimizer's own dicts stay as they are."""
+    state = {
+        key: {name: _on_cpu(value) for name, value in entries.items()} if isinstance(entries, dict) else entries
+        for key, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+        return value
+    return value.detach().cpu()

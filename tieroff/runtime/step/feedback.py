@@ -1,0 +1,149 @@
+"""Feedback: planned steps against what their plan was made for, so that it is made again when that does not hold."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from tieroff.core.machine import Machine
+from tieroff.core.trace import Trace
+from tieroff.runtime.backend.base import Arrival
+from tieroff.units import NS_PER_S, format_bytes, format_seconds
+
+# By how much durations and bandwidth may differ from those that a plan was made for, and how much of a step that has to be:
+# planning takes time too.
+_DRIFT = 0.1
+_NOISE_NS, _NOISE_SHARE = 5_000_000, 0.01
+# By how much further than when it was made a plan may be from the least time that any plan takes.
+_WORSE = 0.02
+# Planned steps of each look at a plan while it settles: with one traced and one measured step, the last ends with step 9.
+_FIRST_LOOKS = (3, 2, 2)
+# Steps of which each op's duration is the median; an even number of them would be a mean of two, which one slow step moves.
+_STEPS_OF_MEDIAN = 15
+# Of each look after that; twice as many after each plan that is made later, since a speed that keeps changing cannot be met.
+_LATER_STEPS, _LATER_STEPS_AT_MOST = 8, 512
+
+# (tensor, link, copy, bytes), as `Traffic.spans` has them.
+Span = tuple[int, str, Arrival, int]
+MachineAsSeen = Callable[[dict[str, float]], Machine | None]
+
+
+class Feedback:
+    """What the planned steps of one kind showed since their plan was made or last looked at.
+
+    Attributes:
+        plan_count: plans made of this kind of step since it was recorded.
+        settled_after: planned steps after which the plan that runs was found to hold; 0 while none was.
+        rates: bytes per second of links, beside compute, that the plan that runs was made for; {} before any was seen.
+        slack: what its step was foretold to take when it was made, over the least that any plan takes; 0 if nobody knows.
+    """
+
+    def __init__(self, rates: dict[str, float] | None = None) -> None:
+        self.plan_count = self.settled_after = 0
+        self.slack = 0.0
+        self.rates = dict(rates or {})
+        self._planned_steps = self._looks = 0
+        self._later_steps = _LATER_STEPS
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = 0
+        self._durations_ns: deque[list[int]] = deque(maxlen=_STEPS_OF_MEDIAN)
+        self._busy_ns: Counter[str] = Counter()
+        self._moved_bytes: Counter[str] = Counter()
+
+    @property
+    def is_settling(self) -> bool:
+        """True while the plan is new enough to be looked at often."""
+        return self._looks < len(_FIRST_LOOKS)
+
+    def take(self, durations_ns: list[int], spans: Iterable[Span]) -> bool:
+        """Takes what a step that followed its plan showed; True when that is enough to look at the plan."""
+        self._durations_ns.append(durations_ns)
+        per_link: dict[str, list[tuple[int, int]]] = {}
+        for _, link, arrival, size_bytes in spans:
+            per_link.setdefault(link, []).append((arrival.start_ns, arrival.stop_ns))
+            self._moved_bytes[link] += size_bytes
+        for link, times in per_link.items():
+            self._busy_ns[link] += _covered_ns(times)
+        self._planned_steps += 1
+        self._steps += 1
+        return self._steps >= (_FIRST_LOOKS[self._looks] if self.is_settling else self._later_steps)
+
+    @property
+    def typical_ns(self) -> list[int]:
+        """Per op, its median duration since the last look: the shortest ones add up to a step that never was."""
+        return [int(ns) for ns in np.median(np.array(self._durations_ns), axis=0)]
+
+    def look(self, trace: Trace, machine_as_seen: MachineAsSeen) -> str:
+        """Says in which way the plan no longer fits, "" when it does.
+
+        Args:
+            trace: the plan's, with the durations it was made for, whatever was foretold of it since.
+            machine_as_seen: the machine to plan for when links were seen at given rates; None: links are not compared.
+        """
+        reasons = [_compute_drift(sum(self.typical_ns), trace.ideal_ns)]
+        before, now = machine_as_seen(self.rates), machine_as_seen(self._seen())
+        noise_ns = max(_NOISE_NS, int(_NOISE_SHARE * trace.ideal_ns))
+        for link, moved_bytes in self._moved_bytes.items():
+            if before is not None and now is not None:
+                key = f"{link}_bytes_per_s"
+                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes / self._steps, noise_ns))
+        return "; ".join(filter(None, reasons))
+
+    def holds(self, step_ns: int, bound_ns: int) -> bool:
+        """True for a plan that is as near to the least time as when it was made: another one would gain next to nothing."""
+        return bool(self.slack) and step_ns <= bound_ns * self.slack * (1 + _WORSE)
+
+    def settle(self) -> bool:
+        """The plan was found to hold; True the first time."""
+        is_first = not self.settled_after
+        self.settled_after = self.settled_after or self._planned_steps
+        self._looks = len(_FIRST_LOOKS)
+        self._forget()
+        return is_first
+
+    def plan_again(self) -> dict[str, float]:
+        """The plan is made again from what was seen; returns the rates of links to make it for."""
+        self.rates = self.rates_now()
+        if self.is_settling:
+            self._looks += 1
+        else:
+            self._later_steps = min(2 * self._later_steps, _LATER_STEPS_AT_MOST)
+        self.settled_after = 0
+        self._forget()
+        return self.rates
+
+    def rates_now(self) -> dict[str, float]:
+        """Returns `rates` with those of the links that were used since the last look."""
+        return {**self.rates, **self._seen()}
+
+    def _seen(self) -> dict[str, float]:
+        """Returns bytes per second that each link moved while it was busy, beside compute."""
+        return {link: self._moved_bytes[link] * NS_PER_S / busy_ns for link, busy_ns in self._busy_ns.items() if busy_ns}
+
+
+def _covered_ns(times: list[tuple[int, int]]) -> int:
+    """Returns how long at least one of these (start, stop) was under way."""
+    covered_ns = end_ns = 0
+    for start_ns, stop_ns in sorted(times):
+        covered_ns += max(stop_ns - max(start_ns, end_ns), 0)
+        end_ns = max(end_ns, stop_ns)
+    return covered_ns
+
+
+def _compute_drift(seen_ns: int, planned_ns: int) -> str:
+    off_ns = abs(seen_ns - planned_ns)
+    if off_ns <= max(_DRIFT * planned_ns, _NOISE_NS):
+        return ""
+    return f"compute takes {format_seconds(seen_ns / NS_PER_S)}, planned were {format_seconds(planned_ns / NS_PER_S)}"
+
+
+def _link_drift(link: str, planned: int, seen: int, moved_bytes: float, noise_ns: int) -> str:
+    if not planned or not seen or abs(seen - planned) <= _DRIFT * planned:
+        return ""
+    if moved_bytes * abs(1 / seen - 1 / planned) * NS_PER_S <= noise_ns:
+        return ""
+    return f"{link} moves {format_bytes(seen)}/s, planned were {format_bytes(planned)}/s"

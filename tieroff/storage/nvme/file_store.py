@@ -1,0 +1,385 @@
+"""Drives: one nameless file per directory, extents in it, and homes mapped on extents."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+from tieroff.core.tensor import Tier
+from tieroff.errors import ConfigError, StateError, StoreError
+from tieroff.storage.engines import Engine, OpenFile, Transfer
+from tieroff.storage.extents import FreeList
+from tieroff.storage.homes import place_home
+from tieroff.storage.memory import Mapping, align_up, write_back
+from tieroff.storage.nvme import files
+from tieroff.storage.nvme.file_home import FileHome, HomePlace
+from tieroff.storage.nvme.pages import PageReturner, return_pages
+from tieroff.storage.nvme.shares import share_out
+from tieroff.storage.space import SpaceStore
+from tieroff.storage.store import Block
+from tieroff.storage.transfers import StoreTransfer
+from tieroff.units import format_bytes
+
+Checksum = Literal["off", "warmup", "always"]
+
+GROW_BYTES = 256 * 2**20
+"""The least by which a file grows when nothing was reserved."""
+
+MIN_FREE_BYTES = 64 * 2**20
+"""What a directory must have free beyond the capacity."""
+
+_ADDRESS_SPACE_SHARE = 4
+"""Address space for homes, in capacities: it costs nothing, and keeps holes between homes from mattering."""
+
+
+class FileStore(SpaceStore):
+    """Tier NVME. Whole extents are spread over the directories; the one that is emptiest for its share is taken first.
+
+    Attributes:
+        dirs: as given.
+        is_direct: whether every file is open with O_DIRECT; if not, bytes also lie in the page cache.
+    """
+
+    tier = Tier.NVME
+
+    def __init__(
+        self,
+        dirs: Sequence[str | os.PathLike[str]],
+        capacity_bytes: int,
+        engine: Engine,
+        checksum: Checksum = "warmup",
+        *,
+        write_bytes_per_s: Sequence[float] | None = None,
+        min_free_bytes: int = MIN_FREE_BYTES,
+        grow_bytes: int = GROW_BYTES,
+        opener: files.Opener = os.open,
+    ) -> None:
+        """Opens one file per directory; takes no room on the drives yet (see reserve).
+
+        Args:
+            dirs: existing directories, at least one.
+            capacity_bytes: hard limit on extents, padding included, shared out over the directories.
+            engine: moves the bytes; stays the caller's, who closes it after the store.
+            checksum: "always", "warmup" (until end_warmup()) or "off". Blocks are compared when read; homes, which
+                anybody may change, when published, which then reads the new value back. A home that is read is compared
+                too, but what twice comes back the same is taken for a change by somebody. With "off", and after the
+                warm-up, bytes that a drive changes without an error are not noticed.
+            write_bytes_per_s: of each directory, in which proportion they are filled; None: alike. A directory with too
+                little room for its share takes less, and the others more.
+            min_free_bytes: what must stay free on each drive beyond the capacity.
+            grow_bytes: the least by which a file grows at once.
+
+        Raises:
+            ConfigError: a directory cannot be used, or the drives are too small.
+            StoreError: a file could not be made.
+        """
+        if checksum not in ("off", "warmup", "always"):
+            raise ConfigError(f"expected [nvme] checksum to be off, warmup or always, got {checksum!r}")
+        self.dirs = [os.fspath(path) for path in dirs]
+        if not self.dirs:
+            raise ConfigError("expected at least one directory under [nvme] dirs, got none")
+        speeds = write_bytes_per_s or [1.0] * len(self.dirs)
+        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, min_free_bytes, engine.is_direct, opener)
+        try:
+            super().__init__(capacity_bytes, engine, max(file.block_bytes for file in self._files))
+        except BaseException:
+            _close_files(self._files)
+            raise
+        self.is_direct = all(file.is_direct for file in self._files)
+        self._checksum = checksum
+        self._is_checking = checksum != "off"
+        self._grow_bytes = align_up(grow_bytes, self.alignment_bytes)
+        self._shares = [align_up(max(share, 1), self.alignment_bytes) for share in shares]
+        self._areas = [FreeList() for _file in self._files]
+        self._home_types: dict[int, Any] = {}
+        self._addresses = FreeList()
+        self._range: Mapping | None = None
+        self._page_returner: PageReturner | None = None
+        _open_stores.add(self)
+
+    def end_warmup(self) -> None:
+        """Ends checking under checksum "warmup"."""
+        self._is_checking = self._checksum == "always"
+
+    def reserve(self, size_bytes: int) -> None:
+        """Grows the files to this many bytes in all, by their shares, so that a full drive is known now.
+
+        Raises:
+            StateError: more than the capacity.
+            StoreError: a drive is full.
+        """
+        with self._open():
+            if size_bytes > align_up(self.capacity_bytes, self.alignment_bytes):
+                raise StateError(f"expected to reserve at most {self.capacity_bytes} bytes, got {size_bytes}")
+            for index, (area, share) in enumerate(zip(self._areas, self._shares, strict=True)):
+                wanted = min(align_up(-(-size_bytes * share // self.capacity_bytes), self.alignment_bytes), share)
+                if wanted > area.length_bytes:
+                    self._extend(index, wanted - area.length_bytes)
+
+    def return_pages(self, interval_s: float | None) -> None:
+        """Keeps the homes' pages from staying resident: a thread gives them back every so often.
+
+        Args:
+            interval_s: time between two rounds, such as 0.005; None stops it.
+        """
+        with self._open():
+            if self._page_returner is not None:
+                self._page_returner.close()
+                self._page_returner = None
+            if interval_s is not None:
+                space = self._address_range()
+                self._page_returner = return_pages(space.address, space.size_bytes, interval_s)
+
+    def home(self, size_bytes: int) -> FileHome:
+        """Returns a new home: a mapped extent."""
+        block = self.allocate(size_bytes)
+        with self._open():
+            block.is_home = True
+            try:
+                place = self._map_new(block)
+            except BaseException:
+                block.is_freed = True
+                self._freed.append(block)
+                raise
+            home = cast(FileHome, place_home(FileHome, size_bytes, place.address, self._home_types))
+            home.store = self
+            home.place = place
+        weakref.finalize(home, self._freed.append, place).atexit = False  # [Note: finalizers]
+        return home
+
+    # For homes.
+
+    def verify(self, place: HomePlace) -> None:
+        """While checksums are on: reads a home's new value back, since nothing compares it once anybody may change it.
+
+        Raises:
+            StoreError: the drive does not hold what was written.
+        """
+        with self._open():
+            shadow = place.shadow
+            written = shadow.written if shadow is not None else None
+            if shadow is None or not isinstance(written, StoreTransfer) or written.checksum is None:
+                return
+            transfer = self.engine.verify(self._files[shadow.area], shadow.offset, shadow.size_bytes)
+            check = self._started(shadow, transfer, "read back", place.space, written.checksum)
+        check.wait()
+
+    def switch(self, place: HomePlace) -> None:
+        """Makes the home's memory show its shadow, and frees what it showed before."""
+        with self._open():
+            shadow = place.shadow
+            if shadow is None:
+                raise StateError("expected a written value to publish, got none")
+            file = self._files[shadow.area]
+            with self._telling("map", shadow):
+                place.space.map_file(place.position, shadow.extent_bytes, file.fd, shadow.offset)
+            old, place.shown, place.shadow = place.shown, shadow, None
+            self._forget_pages(old)
+            old.is_freed = True
+            self._freed.append(old)
+            self._drain()
+
+    def _home_check(self, block: Block, target_address: int) -> tuple[int | None, Callable[[], Transfer] | None]:
+        written = block.written
+        if not self._is_checking or not isinstance(written, StoreTransfer) or not written.has_succeeded():
+            return None, None
+        return written.checksum, functools.partial(self._submit_read, block, target_address)
+
+    def trim(self, place: HomePlace) -> None:
+        """Drops the pages of a home from memory and page cache.
+
+        Raises:
+            StoreError: the drive did not take changed pages.
+        """
+        with self._open():
+            block = place.shown
+            fd = self._files[block.area].fd
+        with self._telling("write back", block):
+            place.space.give_back(place.position, block.extent_bytes)
+            write_back(fd, block.offset, block.extent_bytes)
+        self._forget_pages(block)
+
+    @contextmanager
+    def _telling(self, action: str, block: Block) -> Iterator[None]:
+        """Turns an error of the system into one that names the place."""
+        try:
+            yield
+        except OSError as error:
+            path, offset = self._place(block)
+            raise StoreError(
+                f"expected to {action} {block.size_bytes} bytes, {path} at offset {offset}, got {error}",
+                path=path,
+                offset=offset,
+                size_bytes=block.size_bytes,
+                errno=error.errno,
+            ) from error
+
+    def _forget_pages(self, block: Block) -> None:
+        os.posix_fadvise(self._files[block.area].fd, block.offset, block.extent_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _address_range(self) -> Mapping:
+        if self._range is None:
+            size_bytes = align_up(self.capacity_bytes * _ADDRESS_SPACE_SHARE, self.alignment_bytes)
+            self._range = Mapping(size_bytes, is_reserved=True)
+            self._addresses.extend(size_bytes)
+        return self._range
+
+    def _map_new(self, block: Block) -> HomePlace:
+        with self._telling("map", block):
+            space = self._address_range()
+        position = self._addresses.take(block.extent_bytes)
+        if position is None:
+            raise StoreError(
+                f"expected address space for a home of {block.size_bytes} bytes, got none: too many homes are alive",
+                size_bytes=block.size_bytes,
+            )
+        try:
+            with self._telling("map", block):
+                space.map_file(position, block.extent_bytes, self._files[block.area].fd, block.offset)
+        except BaseException:
+            self._addresses.give(position, block.extent_bytes)
+            raise
+        return HomePlace(space, position, block)
+
+    def _dissolve(self, item: Any) -> list[Block]:
+        if not isinstance(item, HomePlace):
+            return [item]
+        item.space.unmap_file(item.position, item.shown.extent_bytes)
+        self._addresses.give(item.position, item.shown.extent_bytes)
+        return [item.shown] if item.shadow is None else [item.shown, item.shadow]
+
+    # Room.
+
+    def _area_order(self) -> list[int]:
+        # The one that is emptiest for its share first, growing it if need be: so slow drives get less to do.
+        return sorted(range(len(self._areas)), key=lambda index: self._areas[index].used_bytes / self._shares[index])
+
+    def _grow(self, extent_bytes: int) -> str:
+        reason = "the free room is in pieces"
+        for index in self._area_order():
+            area = self._areas[index]
+            needed = extent_bytes - area.tail_bytes
+            left = self._shares[index] - area.length_bytes
+            if needed > left:
+                continue
+            try:
+                self._extend(index, min(max(needed, self._grow_bytes), left))
+            except StoreError as error:
+                reason = str(error)
+                continue
+            return ""
+        return reason
+
+    def _extend(self, index: int, size_bytes: int) -> None:
+        file, area = self._files[index], self._areas[index]
+        try:
+            files.preallocate(file, area.length_bytes, size_bytes)
+        except OSError as error:
+            raise StoreError(
+                f"expected {format_bytes(size_bytes)} more room in {file.path}, got {os.strerror(error.errno or 0)}: "
+                "free some space there, or lower [budget] nvme",
+                path=file.path,
+                offset=area.length_bytes,
+                size_bytes=size_bytes,
+                errno=error.errno,
+            ) from error
+        area.extend(size_bytes)
+
+    # Transfers.
+
+    def _submit_write(self, block: Block, source_address: int) -> Transfer:
+        return self.engine.write(
+            self._files[block.area], block.offset, source_address, block.size_bytes, with_checksum=self._is_checking
+        )
+
+    def _submit_read(self, block: Block, target_address: int) -> Transfer:
+        return self.engine.read(
+            self._files[block.area],
+            block.offset,
+            target_address,
+            block.size_bytes,
+            with_checksum=self._is_checking,
+            is_mapped=block.is_home,
+        )
+
+    def _place(self, block: Block) -> tuple[str, int]:
+        return self.dirs[block.area], block.offset
+
+    def _where(self) -> tuple[str, int]:
+        return ", ".join(self.dirs), 0
+
+    def _release(self) -> None:
+        if self._page_returner is not None:
+            self._page_returner.close()
+            self._page_returner = None
+        self._range = None  # homes that are still referred to hold it, and their mappings hold the file's bytes
+        _close_files(self._files)
+        self._files = []
+        self._areas = []
+
+    def _close_in_child(self) -> None:
+        """After a fork: the child has nothing but copies of the descriptors."""
+        _close_files(self._files)
+        self._files = []
+
+
+def _open_files(
+    dirs: Sequence[str],
+    capacity_bytes: int,
+    speeds: Sequence[float],
+    min_free_bytes: int,
+    is_direct: bool,
+    opener: files.Opener,
+) -> tuple[list[OpenFile], list[int]]:
+    """Checks all directories before it makes a file in any; returns the files, and the bytes that each may take."""
+    directory_fds: list[int] = []
+    opened: list[OpenFile] = []
+    try:
+        for path in dirs:
+            directory_fds.append(files.open_directory(path))
+        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, min_free_bytes))
+        if sum(shares) < capacity_bytes:
+            raise ConfigError(
+                f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
+                f"{format_bytes(sum(shares))}; {format_bytes(capacity_bytes + min_free_bytes)} are needed, "
+                f"{format_bytes(min_free_bytes)} of them to stay free on each drive: free some, or lower [budget] nvme"
+            )
+        for path, directory_fd in zip(dirs, directory_fds, strict=True):
+            opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=opener))
+    except BaseException:
+        _close_files(opened)
+        raise
+    finally:
+        for directory_fd in directory_fds:
+            os.close(directory_fd)
+    return opened, shares
+
+
+def _rooms(directory_fds: Sequence[int], min_free_bytes: int) -> list[int]:
+    """Returns the bytes that each directory may take; directories on one drive share its room alike."""
+    drives = [os.fstat(fd).st_dev for fd in directory_fds]
+    return [
+        max(0, files.free_bytes(fd) - min_free_bytes) // drives.count(drive)
+        for fd, drive in zip(directory_fds, drives, strict=True)
+    ]
+
+
+def _close_files(opened: Sequence[OpenFile]) -> None:
+    for file in opened:
+        os.close(file.fd)
+
+
+_open_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for store in list(_open_stores):
+        store._close_in_child()
+
+
+# The interpreter keeps such calls for good, so there is one for all stores.
+os.register_at_fork(after_in_child=_close_all_in_child)
