@@ -51,7 +51,7 @@ def _files(pattern: str) -> list[str]:
 
 
 # What the planner uses builds anywhere; the rest calls the Linux kernel.
-PLANNER = ("dispatch", "improve", "layout", "simulate", "windows")
+PLANNER = ("layout", "search", "simulate")  # folders of native/src
 BINDINGS = ("module", "layout", "simulate", "search", "improve")
 
 
@@ -59,14 +59,10 @@ IS_LINUX = sys.platform == "linux"
 
 
 def _sources() -> list[str]:
-    sources = [*_files("src/*.cpp"), *_files("bindings/*.cpp")]
     if IS_LINUX:
-        return sources
-    return [
-        name
-        for name in sources
-        if Path(name).stem.startswith(PLANNER if Path(name).parent.name == "src" else BINDINGS)
-    ]
+        return [*_files("src/*/*.cpp"), *_files("bindings/*.cpp")]
+    sources = [name for folder in PLANNER for name in _files(f"src/{folder}/*.cpp")]
+    return [*sources, *(name for name in _files("bindings/*.cpp") if Path(name).stem.startswith(BINDINGS))]
 
 
 setup(
@@ -75,7 +71,7 @@ setup(
         Extension(
             "tieroff._native",
             sources=_sources(),
-            depends=[*_files("include/tieroff/*.hpp"), *_files("bindings/*.hpp")],
+            depends=[*_files("include/tieroff/**/*.hpp"), *_files("bindings/*.hpp")],
             define_macros=[("TIEROFF_WITH_STORAGE", None)] if IS_LINUX else [],
             include_dirs=[str(NATIVE / "include"), pybind11.get_include()],
             extra_compile_args=[

@@ -1,4 +1,4 @@
-// The reference of scripts/bench_io.py: one thread and one io_uring, by system calls alone, on an open file.
+// The reference of benchmarks/bench_io.py: one thread and one io_uring, by system calls alone, on an open file.
 //
 //   raw_io FD START_BYTES RANGE_BYTES
 //

@@ -59,7 +59,7 @@ def run_bench(out: Path) -> dict[str, Any]:
     """Returns the rows of a short benchmark."""
     rows = out / "bench.json"
     rows.unlink(missing_ok=True)
-    failed = run_limited(["scripts/bench_step.py", *BENCH, "--json", str(rows)], BENCH_LIMIT_S)
+    failed = run_limited(["benchmarks/bench_step.py", *BENCH, "--json", str(rows)], BENCH_LIMIT_S)
     return {**(json.loads(rows.read_text()) if rows.is_file() else {"rows": []}), "error": failed}
 
 

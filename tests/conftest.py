@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests of other folders import these too, so before any of them.
-pytest.register_assert_rewrite("tests.parity.support", "tests.parity.databases")
+pytest.register_assert_rewrite("tests.support.parity", "tests.support.databases")
 
 # How long an example takes says more of the machine than of the code.
 _SHARED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

@@ -122,7 +122,7 @@ def direct_alignment(fd: int) -> tuple[int, int]: ...
 
 class SimulationResult:
     # Rows: stalls (op, duration_ns, cause: a transfer, or the number of transfers and an update), the others (index,
-    # start_ns, stop_ns). native/include/tieroff/simulate.hpp says more.
+    # start_ns, stop_ns). native/include/tieroff/simulate/simulate.hpp says more.
     @property
     def step_ns(self) -> int: ...
     @property

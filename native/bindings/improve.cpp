@@ -1,5 +1,5 @@
 // The local search on windows. Arrays are 64-bit integers, one dimension.
-#include "tieroff/improve.hpp"
+#include "tieroff/search/improve.hpp"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

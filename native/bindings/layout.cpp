@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "parts.hpp"
-#include "tieroff/layout.hpp"
+#include "tieroff/layout/layout.hpp"
 
 namespace py = pybind11;
 

@@ -7,7 +7,7 @@
 #include <new>
 
 #include "parts.hpp"
-#include "tieroff/process_pool.hpp"
+#include "tieroff/memory/process_pool.hpp"
 
 namespace py = pybind11;
 

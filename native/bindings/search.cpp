@@ -8,10 +8,10 @@
 
 #include "arrays.hpp"
 #include "parts.hpp"
-#include "tieroff/dispatch.hpp"
-#include "tieroff/windows.hpp"
-#include "tieroff/windows_held.hpp"
-#include "tieroff/windows_sweep.hpp"
+#include "tieroff/search/dispatch.hpp"
+#include "tieroff/search/windows.hpp"
+#include "tieroff/search/windows_held.hpp"
+#include "tieroff/search/windows_sweep.hpp"
 
 namespace py = pybind11;
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "parts.hpp"
-#include "tieroff/simulate.hpp"
+#include "tieroff/simulate/simulate.hpp"
 
 namespace py = pybind11;
 

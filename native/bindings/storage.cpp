@@ -11,10 +11,10 @@
 #include <system_error>
 
 #include "parts.hpp"
-#include "tieroff/crc32c.hpp"
-#include "tieroff/engine.hpp"
+#include "tieroff/io/crc32c.hpp"
+#include "tieroff/io/engine.hpp"
 #include "tieroff/errors.hpp"
-#include "tieroff/page_returner.hpp"
+#include "tieroff/memory/page_returner.hpp"
 
 namespace py = pybind11;
 

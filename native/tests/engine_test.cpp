@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "expect.hpp"
-#include "tieroff/crc32c.hpp"
-#include "tieroff/engine.hpp"
+#include "tieroff/io/crc32c.hpp"
+#include "tieroff/io/engine.hpp"
 #include "tieroff/errors.hpp"
-#include "tieroff/page_returner.hpp"
+#include "tieroff/memory/page_returner.hpp"
 
 namespace {
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "tieroff/improve.hpp"
-#include "tieroff/windows.hpp"
+#include "tieroff/search/improve.hpp"
+#include "tieroff/search/windows.hpp"
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "expect.hpp"
-#include "tieroff/page_pool.hpp"
+#include "tieroff/memory/page_pool.hpp"
 
 namespace {
 

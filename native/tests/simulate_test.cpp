@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "tieroff/simulate.hpp"
+#include "tieroff/simulate/simulate.hpp"
 
 namespace {
 

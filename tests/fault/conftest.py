@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.twins import Setting
+from tests.support.twins import Setting
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.fault.twins import Mlp, Setting, adam, assert_same, follow, look, mlp_and_adam
-from tests.fault.twins import usual_step as usual
+from tests.support.twins import Mlp, Setting, adam, assert_same, follow, look, mlp_and_adam
+from tests.support.twins import usual_step as usual
 from tieroff.core.io.json_files import load_plan, save_plan, save_trace
 from tieroff.errors import (
     CaptureError,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.parity.support import machine_file
+from tests.support.parity import machine_file
 from tieroff.checkpoint import shard as shard_module
 from tieroff.errors import CheckpointError, StateError, StoreError
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.parity.support import machine_file
+from tests.support.parity import machine_file
 from tieroff.checkpoint.folder import INDEX_FILE, WEIGHTS_FILE, read_index
 from tieroff.errors import CheckpointError, ConfigError, StoreError
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fault.twins import MACHINE
+from tests.support.twins import MACHINE
 from tieroff.runtime.backend.base import settle_vector_math
 
 pytestmark = pytest.mark.timeout(240)

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import tieroff
-from tests.fault.twins import Setting, assert_same, follow, look, loss_of, mlp_and_adam
-from tests.fault.twins import usual_step as usual
+from tests.support.twins import Setting, assert_same, follow, look, loss_of, mlp_and_adam
+from tests.support.twins import usual_step as usual
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -163,7 +163,7 @@ import os, sys, time
 import torch
 from pathlib import Path
 import tieroff
-from tests.fault.twins import Setting, mlp_and_adam, usual_step
+from tests.support.twins import Setting, mlp_and_adam, usual_step
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):

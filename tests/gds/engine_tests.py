@@ -1,4 +1,4 @@
-"""The `gds` engine on the real kvikio, with a stand-in for the CUDA driver: run by tests/unit/test_storage_gds.py.
+"""The `gds` engine on the real kvikio, with a stand-in for the CUDA driver: run by tests/unit/storage/test_storage_gds.py.
 
 With STAND_IN_MEMORY=device every address counts as device memory, so everything goes through kvikio's device path. With
 STAND_IN_MEMORY=host nothing does, and the same tests are run with an engine that takes host memory to kvikio all the same.
@@ -23,8 +23,8 @@ import kvikio.defaults
 import pytest
 import torch
 
-from tests.parity.models import MLP_WORKLOAD
-from tests.parity.support import (
+from tests.support.models import MLP_WORKLOAD
+from tests.support.parity import (
     BACKENDS,
     NVME,
     assert_all_moved,
@@ -34,8 +34,8 @@ from tests.parity.support import (
     run_plain,
     run_wrapped,
 )
-from tests.unit.test_storage_conformance import *  # noqa: F403  (every test there, on the engine below)
-from tests.unit.test_storage_conformance import CAPACITY_BYTES, MIB, Memory, noise
+from tests.unit.storage.test_storage_conformance import *  # noqa: F403  (every test there, on the engine below)
+from tests.unit.storage.test_storage_conformance import CAPACITY_BYTES, MIB, Memory, noise
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.probe import doctor

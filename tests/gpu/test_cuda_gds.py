@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_parity import clip_on_device
-from tests.parity.models import GPT_WORKLOAD, MLP_WORKLOAD
-from tests.parity.support import (
+from tests.support.models import GPT_WORKLOAD, MLP_WORKLOAD
+from tests.support.parity import (
     NVME,
     Workload,
     assert_all_moved,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tieroff
-from tests.parity.support import HOST, NVME, Tiers, Trainer, Workload, config_for
+from tests.support.parity import HOST, NVME, Tiers, Trainer, Workload, config_for
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.cuda import CudaBackend
 

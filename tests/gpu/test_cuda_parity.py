@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from tests.parity.models import CNN, GPT_WORKLOAD, LOOPS, MLP_WORKLOAD, MODELS
-from tests.parity.support import HOST, MIXED, NVME, TIERS, Tiers, Workload, assert_equal, check_parity, run_plain
+from tests.support.models import CNN, GPT_WORKLOAD, LOOPS, MLP_WORKLOAD, MODELS
+from tests.support.parity import HOST, MIXED, NVME, TIERS, Tiers, Workload, assert_equal, check_parity, run_plain
 from tieroff.runtime.backend.cuda import CudaBackend
 
 pytestmark = [

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.models import CNN, GPT_WORKLOAD, MODELS
-from tests.parity.support import BACKENDS, HOST, MIXED, NVME, Tiers, Workload, check_parity
+from tests.support.models import CNN, GPT_WORKLOAD, MODELS
+from tests.support.parity import BACKENDS, HOST, MIXED, NVME, Tiers, Workload, check_parity
 
 LSTM = next(workload for workload in MODELS if workload.name == "lstm")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import tieroff
-from tests.parity.support import BACKENDS
+from tests.support.parity import BACKENDS
 
 MIB = 1 << 20
 WIDTH = 32

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tieroff
-from tests.parity.models import (
+from tests.support.models import (
     DROPOUT,
     GPT,
     GPT_WORKLOAD,
@@ -35,7 +35,7 @@ from tests.parity.models import (
     under_autocast,
     vectors,
 )
-from tests.parity.support import (
+from tests.support.parity import (
     BACKENDS,
     HOST,
     NVME,

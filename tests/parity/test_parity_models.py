@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.models import LOOPS, MODELS
-from tests.parity.support import BACKENDS, HOST, MIXED, NVME, TIERS, Tiers, Workload, check_parity
+from tests.support.models import LOOPS, MODELS
+from tests.support.parity import BACKENDS, HOST, MIXED, NVME, TIERS, Tiers, Workload, check_parity
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.parity.models import GPT_WORKLOAD, MLP_WORKLOAD, VOCABULARY, WIDTH, tokens
-from tests.parity.support import BACKENDS, HOST, NVME, OptimizerFactory, Tiers, Trainer, Workload, check_parity
+from tests.support.models import GPT_WORKLOAD, MLP_WORKLOAD, VOCABULARY, WIDTH, tokens
+from tests.support.parity import BACKENDS, HOST, NVME, OptimizerFactory, Tiers, Trainer, Workload, check_parity
 
 
 def make(kind: Callable[..., optim.Optimizer], **options: Any) -> OptimizerFactory:

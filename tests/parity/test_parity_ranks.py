@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.twins import MACHINE
+from tests.support.twins import MACHINE
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tieroff
-from tests.parity.support import are_same_bits, copy_of, differing, machine_file, state_of
+from tests.support.parity import are_same_bits, copy_of, differing, machine_file, state_of
 from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
 
 STEPS, SAVED_AFTER = 9, 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tieroff
 from bench_foresight import MODELS, Plain, SlowBackend, train
-from tests.parity.support import BACKENDS
+from tests.support.parity import BACKENDS
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Arrival, CpuBackend
 from tieroff.runtime.items.item import Item, Traffic

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_planner_properties import machines, traces
 
+from tests.property.test_planner_properties import machines, traces
 from tieroff.core.check.plan import check
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier

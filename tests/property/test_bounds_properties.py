@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
-from oracle import optimum
-from test_planner_properties import cases, machines
 
+from tests.property.oracle import optimum
+from tests.property.test_planner_properties import cases, machines
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities, Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_planner_properties import machines
 
+from tests.property.test_planner_properties import machines
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier

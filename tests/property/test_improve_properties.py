@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from test_planner_properties import machines, traces
 
+from tests.property.test_planner_properties import machines, traces
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR

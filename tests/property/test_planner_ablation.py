@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from hypothesis import HealthCheck, given, settings
-from test_planner_properties import cases, machines
-from test_updates_properties import cases as cases_with_updates
 
+from tests.property.test_planner_properties import cases, machines
+from tests.property.test_updates_properties import cases as cases_with_updates
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_planner_properties import capabilities, cases, machines
 
+from tests.property.test_planner_properties import capabilities, cases, machines
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities, Plan
 from tieroff.core.tensor import Tier

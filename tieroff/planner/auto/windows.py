@@ -9,7 +9,7 @@ and the windows fixed so far. Nothing is committed that takes an op over the bud
   earlier when the copy is done, later when it is late and there is still room.
 * Loads are taken in order of deadline. A load is issued as soon as it is in reach (the latest start that lets all
   loads of its link be in time, less a lead) and its bytes fit at every op up to its use; at its use at the latest.
-The walk itself is native/src/windows_sweep.cpp.
+The walk itself is native/src/search/windows_sweep.cpp.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ before a copy is done, the release is put there and the step waits. Copies in ar
 to end at its d or where the next one begins, none before the op after the peak; where the load would pass the limit, the
 copy in begins after it, and the step waits. Every copy out is made, also of what was not written since (`OPTIONS`).
 
-On the ten ops of tests/unit/test_policies_search.py, which works the scores out, each score takes another tensor. Ties
+On the ten ops of tests/unit/policies/test_policies_search.py, which works the scores out, each score takes another tensor. Ties
 go to the first candidate.
 
 SmartPool, the paper's allocator with planned addresses, is `tieroff.planner.layout.pack` here, with a better search

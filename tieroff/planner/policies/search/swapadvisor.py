@@ -21,7 +21,7 @@ end, a persistent tensor that moves at all is away there. The search ends after 
 half an hour and more). Where the host is full the drive follows, or the tensor stays.
 
 On the ten ops of tests/golden/ten_ops.py. The fastest individual found lets m and n, which are needed furthest in the
-future, give their objects up in A, a and n in B. (tests/unit/test_policies_search.py works the swaps of one individual
+future, give their objects up in A, a and n in B. (tests/unit/policies/test_policies_search.py works the swaps of one individual
 out.)
 * swapadvisor: A `m<h 6-8, m>h 9-10, n<h 7-9, n>h 10-10`; B `a>h 2-2, a<h 6-7, n<h 7-9, n>h 10-10`
 """

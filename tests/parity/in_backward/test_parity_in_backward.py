@@ -1,0 +1,206 @@
+"""Buckets that are updated in backward: the plain run's numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tests.support.in_backward import OPTIMIZERS, Tied, config, make, train
+from tieroff.core.tensor import TensorClass
+from tieroff.errors import StateError
+from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data.mul_(0.5)
+
+
+def is_same(model: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("backend", [CpuBackend, lambda: DelayedBackend(3)], ids=["cpu", "delayed"])
+@pytest.mark.parametrize("budget", ["45%", "70%", "100%"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_numbers_are_those_of_the_plain_run(name: str, budget: str, backend: Callable[[], CpuBackend], tmp_path: Path) -> None:
+    plain, plain_optimizer = make(name)
+    losses = train(plain, plain_optimizer, 7)
+    model, optimizer = make(name)
+    tieroff.wrap(model, optimizer, config(tmp_path, budget), backend=backend())
+    assert train(model, optimizer, 7) == losses
+    engine = tieroff.engine(model)
+    assert engine.stats().phase == ("planned" if budget != "100%" else "nothing moved")
+    names = [op.name for op in engine.trace.ops]
+    last = max(i for i, op in enumerate(engine.trace.ops) if op.phase == "backward")
+    assert any(op.phase == "optimizer" for op in engine.trace.ops[:last]), names
+    tieroff.unwrap(model)
+    assert is_same(model, plain)
+    assert all(
+        torch.equal(optimizer.state[p][key], value)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        for key, value in plain_optimizer.state[q].items() if isinstance(value, torch.Tensor)
+    )  # fmt: skip
+
+
+def test_gradients_need_not_be_kept(tmp_path: Path) -> None:
+    held = []
+    for in_backward in (False, True):
+        model, optimizer = make()
+        settings = config(tmp_path, "100%")
+        settings["plan"]["update_in_backward"] = in_backward
+        tieroff.wrap(model, optimizer, settings)
+        train(model, optimizer, 4)
+        trace = tieroff.engine(model).trace
+        lives = [life for life in trace.lifetimes if trace.tensors[life.tensor].kind is TensorClass.GRADIENT]
+        held.append(max(sum(life.birth <= op < life.death for life in lives) for op in range(len(trace.ops))))
+        tieroff.unwrap(model)
+    assert 0 < held[1] <= held[0] / 2, "expected at most half of all gradients to be there at once"
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_hooks_of_users_come_before_the_update(budget: str, tmp_path: Path) -> None:
+    results = []
+    for is_wrapped in (False, True):
+        model, optimizer = make()
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path, budget))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        results.append(train(model, optimizer, 6))
+        if is_wrapped:
+            tieroff.unwrap(model)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_updates_compute_outside_of_autocast(budget: str, tmp_path: Path) -> None:
+    """As `optimizer.step()` does, even where backward itself runs inside."""
+    results = []
+    for is_wrapped in (False, True):
+        model, optimizer = make("Adafactor")
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path, budget))
+        losses = []
+        for step in range(5):
+            x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+        results.append(losses)
+        if is_wrapped:
+            with pytest.raises(StateError, match="outside of autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
+                train(model, optimizer, 1)
+            tieroff.unwrap(model)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_unwrap_leaves_a_model_like_any_other(budget: str, tmp_path: Path) -> None:
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    train(plain, plain_optimizer, 4)
+    tieroff.wrap(model, optimizer, config(tmp_path, budget))
+    train(model, optimizer, 4)
+    for one, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        one(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+        if one is model:
+            tieroff.unwrap(model)  # what is left is updated by the plain step
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    assert train(model, optimizer, 2) == train(plain, plain_optimizer, 2)
+    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+    model.half()
+
+
+def test_a_model_is_converted_before_its_gradients_are_cleared(tmp_path: Path) -> None:
+    model, optimizer = make("SGD")
+    tieroff.wrap(model, optimizer, config(tmp_path))
+    model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    model.double()
+    assert all(p.dtype is torch.float64 for p in model.parameters())
+    optimizer.zero_grad()
+    tieroff.unwrap(model)
+
+
+def test_hooks_before_the_step_have_it_wait(tmp_path: Path) -> None:
+    """They may change gradients, so they come first, as in the plain run."""
+    def shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    results = []
+    for is_wrapped in (False, True):
+        model, optimizer = make()
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path))
+        optimizer.register_step_pre_hook(shrink)
+        results.append(train(model, optimizer, 5))
+        if is_wrapped:
+            assert not any(op.name.startswith("bucket") and op.phase == "backward" for op in tieroff.engine(model).trace.ops)
+            tieroff.unwrap(model)
+    assert results[0] == results[1]
+
+
+def closure(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    optimizer.zero_grad()
+    x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step))
+    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+    loss.backward()
+    return loss.item()
+
+
+def test_a_closure_has_its_own_backward(tmp_path: Path) -> None:
+    results = []
+    for is_wrapped in (False, True):
+        model, optimizer = make()
+        if is_wrapped:
+            tieroff.wrap(model, optimizer, config(tmp_path))
+        results.append([optimizer.step(partial(closure, model, optimizer, step)) for step in range(6)])
+        if is_wrapped:
+            tieroff.unwrap(model)
+    assert results[0] == results[1]
+
+
+class Coupled(torch.optim.SGD):
+    """An optimizer of one's own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad / norm)
+
+
+def test_an_optimizer_that_is_stepped_whole_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    results = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = Coupled(model.parameters())
+        if is_wrapped:
+            with caplog.at_level(logging.WARNING, "tieroff"):
+                tieroff.wrap(model, optimizer, config(tmp_path, "100%"))
+            assert "update_in_backward has no effect: this optimizer is stepped whole" in caplog.text
+        results.append(train(model, optimizer, 5))
+        if is_wrapped:
+            tieroff.unwrap(model)
+    assert results[0] == results[1]

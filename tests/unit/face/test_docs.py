@@ -1,0 +1,142 @@
+"""The documentation: it builds, its blocks run, and what is generated is current."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.main import get_command
+
+import tieroff
+from config_reference import PAGE, config_reference
+from tests.support.outside import published_trace
+from tieroff.cli import app
+from tieroff.config import Config
+from tieroff.core.check.plan import check
+from tieroff.core.io.json_files import load_plan
+from tieroff.core.machine import Machine
+from tieroff.core.plan import RUNTIME_EXECUTOR
+from tieroff.core.tensor import Tier
+from tieroff.planner.problem.problem import live_bytes, make_problem
+
+_BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file that it stands for if any, and its text."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    return [Block(*match.groups(default="")) for match in _BLOCK.finditer(path.read_text(encoding="utf-8"))]
+
+
+def environment(project: Path) -> dict[str, str]:
+    """Returns one in which `python` and `tieroff` are those of this project."""
+    binaries = Path(sys.executable).parent
+    return {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(project), "COLUMNS": "120"}
+
+
+@pytest.mark.long
+def test_every_block_of_the_tutorial_runs(project: Path, tmp_path: Path) -> None:
+    install, *others = blocks(project / "docs/tutorial.md")
+    assert "pip install" in install.text  # tests/unit/face/test_packaging.py installs
+    said = ""
+    for block in others:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+            continue
+        assert block.language == "bash"
+        run = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text],
+            cwd=tmp_path, env=environment(project), capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert run.returncode == 0, f"{block.text}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+        said += run.stdout + run.stderr
+    assert "equal, bit for bit" in said
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"train.py", "tieroff.toml", "machine.toml", "plain.txt", "wrapped.txt", "runs", "report.html"}
+    assert load_plan(tmp_path / "runs/first/plan.json").transfers
+
+
+def test_the_python_block_of_the_readme_runs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [block for block in blocks(project / "README.md") if block.language == "python"]
+    monkeypatch.chdir(project)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = [p.clone() for p in model.parameters()]
+    names = {
+        "torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": nn.functional.mse_loss,
+        "loader": [(torch.randn(64, 512), torch.randn(64, 512)) for _ in range(4)],
+    }  # fmt: skip
+    try:
+        exec(block.text, names)
+        assert sum(tieroff.engine(model).stats().moved_bytes.values()) > 0
+    finally:
+        tieroff.unwrap(model)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_toml_blocks_are_configs(project: Path, tmp_path: Path, page: str) -> None:
+    found = [block for block in blocks(project / page) if block.language == "toml"]
+    assert found
+    for index, block in enumerate(found):
+        path = tmp_path / f"{index}.toml"
+        path.write_text(block.text)
+        Config.load(path)
+
+
+def test_commands_in_the_documentation_exist_with_their_options(project: Path) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    seen = set()
+    for page in (project / "README.md", *sorted((project / "docs").glob("*.md"))):
+        for block in blocks(page):
+            for line in re.findall(r"^tieroff (\w+)(.*?)(?:   .*)?$", block.text, re.MULTILINE):
+                name, rest = line
+                assert name in commands, f"{page.name}: tieroff {name}"
+                options = {option for parameter in commands[name].params for option in parameter.opts}
+                unknown = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", rest)) - options
+                assert not unknown, f"{page.name}: tieroff {name} has no {unknown}"
+                seen.add(name)
+    assert seen == set(commands)
+
+
+def test_the_config_reference_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8").endswith(config_reference()), "python scripts/config_reference.py"
+
+
+def test_the_pages_build_strictly(project: Path, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", project / "mkdocs.yml", "-d", tmp_path / "site"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (tmp_path / "site/tutorial/index.html").is_file()
+
+
+def test_the_policy_of_the_documentation_plans(project: Path) -> None:
+    (block,) = [block for block in blocks(project / "docs/writing-a-policy.md") if block.title]
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    trace = published_trace("BERT_Base-b256")
+    machine = Machine(name="fast", d2h_bytes_per_s=10**11, h2d_bytes_per_s=10**11)
+    budget = {Tier.DEVICE: int(live_bytes(trace).max()) * 3 // 4, Tier.HOST: 10**12, Tier.NVME: 0}
+    problem = make_problem(trace, machine, budget, RUNTIME_EXECUTOR)
+    plan = names["plan_longest"](problem)
+    check(plan, trace, RUNTIME_EXECUTOR)
+    assert plan.transfers
+    assert plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE]
