@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ _SHARED = settings(deadline=None, print_blob=True, suppress_health_check=[Health
 settings.register_profile("explore", _SHARED)
 settings.register_profile("tieroff", _SHARED, derandomize=True)
 settings.load_profile("tieroff")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets Ctrl-C through to the programs that the tests start.
+
+    A shell starts what runs in the background with SIGINT ignored, and whoever ignores a signal hands that on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
