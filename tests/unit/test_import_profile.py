@@ -160,13 +160,13 @@ def test_execution_trace_of_fewer_steps_is_refused(tmp_path: Path) -> None:
 def test_cut_off_profile_is_refused(files: tuple[Path, Path], share: float) -> None:
     content = files[0].read_bytes()
     files[0].write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(CaptureError, match="kineto.json.gz: expected the output of torch.profiler"):
+    with pytest.raises(CaptureError, match=r"kineto.json.gz: expected the output of torch.profiler"):
         load_profile(*files)
 
 
 def test_cut_off_execution_trace_is_refused(files: tuple[Path, Path]) -> None:
     files[1].write_bytes(files[1].read_bytes()[:-10])
-    with pytest.raises(CaptureError, match="et.json: expected a PyTorch execution trace .* cut off"):
+    with pytest.raises(CaptureError, match=r"et.json: expected a PyTorch execution trace .* cut off"):
         load_profile(*files)
 
 
@@ -184,7 +184,7 @@ def test_profile_alone_is_refused_and_says_what_to_record(files: tuple[Path, Pat
 
 def test_profile_without_gpu_work_is_refused(tmp_path: Path) -> None:
     found = [event for event in events(program()) if event["cat"] != "kernel"]
-    with pytest.raises(CaptureError, match="expected work of a GPU .* ProfilerActivity.CUDA"):
+    with pytest.raises(CaptureError, match=r"expected work of a GPU .* ProfilerActivity.CUDA"):
         load_profile(*write(tmp_path, {"traceEvents": found}, {"nodes": program()}))
 
 
@@ -247,7 +247,7 @@ def test_document_of_another_kind_is_refused(files: tuple[Path, Path]) -> None:
 
 
 def test_model_on_the_host_is_not_profiled(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="expected a model on a GPU.* got one on the cpu"):
+    with pytest.raises(CaptureError, match=r"expected a model on a GPU.* got one on the cpu"):
         profile(torch.nn.Linear(2, 2), lambda: None, tmp_path)
     assert not list(tmp_path.iterdir())
 

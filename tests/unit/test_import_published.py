@@ -114,7 +114,7 @@ def test_plan_takes_both_files(project: Path, files: tuple[Path, Path]) -> None:
 
 def test_another_programs_execution_trace_is_refused(files: tuple[Path, Path]) -> None:
     other = published("gpu", "kineto", "hf_GPT2_et.json.tar.gz")
-    with pytest.raises(CaptureError, match="expected an execution trace of the program in .*nccl_data.json.gz, but record"):
+    with pytest.raises(CaptureError, match=r"expected an execution trace of the program in .*nccl_data.json.gz, but record"):
         load_profile(files[0], other)
 
 
