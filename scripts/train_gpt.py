@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -30,14 +31,15 @@ OnStep = Callable[[int, float, float], None]
 VOCABULARY = 256
 WARMUP_STEPS = 5
 UNTIMED_STEPS = 10  # recorded, timed and planned, and until the plan settles
-DEFAULT_TEXT = Path(__file__).resolve().parent / "data" / "tinyshakespeare.txt"
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+TEXT_BYTES_MAX = 2**20  # of a folder of sources; the same bytes in every run with the same Python
 
 
 @dataclass(frozen=True)
 class Options:
     """What one training run is made of; every field is an option of the command line."""
 
-    data: Path = DEFAULT_TEXT
+    data: Path = STANDARD_LIBRARY
     steps: int = 20
     layers: int = 6
     width: int = 512
@@ -137,14 +139,33 @@ class GPT(nn.Module):
 
 
 def load_text(path: Path) -> Tensor:
-    """Returns the bytes of a file as a tensor."""
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    """Returns the bytes (count,) to train on.
+
+    Args:
+        path: a file, taken whole; or a folder, of which the `*.py` files that lie directly in it are joined in the order
+            of their names, up to 1 MiB. The default folder is Python's standard library, so that no text is shipped.
+
+    Raises:
+        SystemExit: there is no such file, or no Python source in the folder.
+    """
+    if not path.is_dir():
+        if not path.is_file():
+            raise SystemExit(f"--data {path}: no such file or folder")
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    text = bytearray()
+    for source in sorted(path.glob("*.py")):
+        text += source.read_bytes()
+        if len(text) >= TEXT_BYTES_MAX:
+            break
+    if not text:
+        raise SystemExit(f"--data {path}: no *.py file in this folder; give a text file")
+    return torch.frombuffer(text[:TEXT_BYTES_MAX], dtype=torch.uint8)
 
 
 def draw_batch(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Returns random windows (batch, length) and the same windows one byte later."""
     if len(text) <= length:
-        raise SystemExit(f"expected a text of more than {length} bytes (--length), got {len(text)}")
+        raise SystemExit(f"--data: the text has {len(text)} bytes, but --length {length} needs more than {length}")
     starts = torch.randint(len(text) - length, (batch,), generator=generator).tolist()
     windows = torch.stack([text[start : start + length + 1] for start in starts]).long()
     return windows[:, :-1], windows[:, 1:]
@@ -254,7 +275,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 def add_options(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = ()) -> None:
     """Adds an option for each field of `Options` but those left out."""
     described = {
-        "data": "text file to train on",
+        "data": "text file to train on, or a folder of Python sources; the default is the standard library",
         "steps": "optimizer steps",
         "lr": "peak learning rate",
         "clip": "norm that all gradients together are clipped to; 0: they are not",

@@ -20,6 +20,7 @@ from tieroff.errors import (
 )
 
 if TYPE_CHECKING:
+    from tieroff import integrations
     from tieroff.api import engine, scope, unwrap, wrap
     from tieroff.checkpoint import load_weights, save_weights
     from tieroff.config import Config
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureError", "CheckpointError", "Config", "ConfigError", "DryModel", "InfeasiblePlanError", "InvalidPlanError",
-    "StateError", "StoreError", "TieroffError", "TraceMismatchError", "clip_grad_norm_", "engine", "load_weights",
-    "save_weights", "scope", "unwrap", "wrap",
+    "StateError", "StoreError", "TieroffError", "TraceMismatchError", "clip_grad_norm_", "engine", "integrations",
+    "load_weights", "save_weights", "scope", "unwrap", "wrap",
 ]  # fmt: skip
 
 if sys.platform.startswith("linux"):
@@ -45,15 +46,17 @@ except PackageNotFoundError:  # run from a source tree that was not installed
 
 _LAZY = {
     "wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "load_weights": "checkpoint", "save_weights": "checkpoint",
-    "clip_grad_norm_": "runtime.clipping", "Config": "config", "DryModel": "tracing.dry",
+    "clip_grad_norm_": "runtime.optimizer.clipping", "Config": "config", "DryModel": "tracing.dry",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch only when something that needs it is asked for: the command line starts fast."""
+    from importlib import import_module
+
+    if name == "integrations":  # a package whose modules need a library each
+        return import_module("tieroff.integrations")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'tieroff' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"tieroff.{module}"), name)

@@ -47,6 +47,10 @@ TraceOption = Annotated[
 AnyTraceOption = Annotated[
     Path | None, typer.Option("--trace", help="A saved trace, or a folder of kernels.csv and tensors.csv.")
 ]
+ExecutionTraceOption = Annotated[
+    Path | None,
+    typer.Option("--execution-trace", help="With what torch's profiler wrote as --trace: the execution trace beside it."),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="MODULE:FACTORY, a function that returns (model, inputs) or a tieroff.DryModel."),
@@ -195,6 +199,7 @@ def plan(
     machine: MachineOption,
     device_budget: DeviceBudgetOption,
     trace: AnyTraceOption = None,
+    execution_trace: ExecutionTraceOption = None,
     model: ModelOption = None,
     host_budget: HostBudgetOption = None,
     nvme_budget: NvmeBudgetOption = None,
@@ -220,7 +225,7 @@ def plan(
     loaded = load_machine(machine)
     with progress() as report:
         report(f"tracing {model or trace}", None)
-        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path())
+        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace)
         problem = step, loaded, _budget(step, device_budget, host_budget, nvme_budget)
         report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
         found = plan_row(*problem, policy, effort.value)
@@ -280,6 +285,7 @@ def compare(
     trace: TraceOption,
     machine: MachineOption,
     device_budget: DeviceBudgetOption,
+    execution_trace: ExecutionTraceOption = None,
     host_budget: HostBudgetOption = None,
     nvme_budget: NvmeBudgetOption = None,
     policies: Annotated[str | None, typer.Option("--policies", help="Names, with commas; all when left out.")] = None,
@@ -297,7 +303,7 @@ def compare(
     if plot is not None:
         check_page(plot)
     names = [name.strip() for name in policies.split(",")] if policies else sorted(POLICIES, key=lambda n: n == "auto")
-    step = load_trace(trace)
+    step = load_trace(trace, execution_trace)
     loaded = load_machine(machine)
     budget = _budget(step, device_budget, host_budget, nvme_budget)
     with progress() as report:

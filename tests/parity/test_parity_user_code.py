@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import tieroff
-from tieroff import api
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 
@@ -96,13 +95,13 @@ def test_they_are_on_the_device_meanwhile_as_many_as_find_room(tmp_path: Path, m
     assert len(wanted) >= 4 and wanted <= planned
     assert there[-1] >= len(wanted)
 
-    monkeypatch.setattr(api, "bring_back", lambda trace, op, used, budget_bytes, min_bytes: trace)
+    monkeypatch.setattr("tieroff.session.planning.bring_back", lambda trace, op, used, budget_bytes, min_bytes: trace)
     train(clip_and_count, tmp_path)
     assert there[-1] < len(wanted)
 
 
 def test_other_policies_plan_for_the_step_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(api, "bring_back", lambda *arguments: asked.append("asked"))
+    monkeypatch.setattr("tieroff.session.planning.bring_back", lambda *arguments: asked.append("asked"))
     _, (stats, _, _) = train(clip, tmp_path, policy="floor")
     assert stats.phase == "planned" and not asked

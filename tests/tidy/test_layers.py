@@ -24,7 +24,7 @@ BELOW = {
 }
 BELOW["api"] = {"session", *BELOW["session"]}
 BELOW["checkpoint"] = {"api", *BELOW["api"]}
-BELOW["__init__"] = {"api", "checkpoint", *BELOW["api"]}
+BELOW["__init__"] = {"api", "checkpoint", "integrations", *BELOW["api"]}  # what it loads when it is named
 BELOW["launch"] = {"api", *BELOW["api"]}
 BELOW["cli"] = {"__init__", "api", "launch", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}

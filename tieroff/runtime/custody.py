@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tieroff.core.foresight import Foresight
+from tieroff.core.seams import Foresight
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.runtime.backend.base import Backend

@@ -11,32 +11,26 @@ from typing import Any
 import torch
 
 from tieroff.core.describe import Told, explain
-from tieroff.core.foresight import Foresight
 from tieroff.core.history import History
 from tieroff.core.io.run_folder import Run, save_run
-from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
-from tieroff.core.recording import Recorder
-from tieroff.core.tensor import Tier
+from tieroff.core.seams import Foresight, PlanSource
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.custody import Custody, Settings
 from tieroff.runtime.hooks.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward import ForwardSlot, RecurrentWeights
 from tieroff.runtime.hooks.parameters import functorch_is_active, install, uninstall
 from tieroff.runtime.hooks.recompute import layers_of
-from tieroff.runtime.lifecycle import BringBack, Forecast, MakePlan, Steps
+from tieroff.runtime.lifecycle import Steps
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
-from tieroff.runtime.step.feedback import MachineAsSeen
+from tieroff.runtime.resources import Resources
 from tieroff.runtime.step.program import Mode, Program
 from tieroff.runtime.step.stats import Stats
-from tieroff.storage.store import Store
 
 WriteReport = Callable[[Run, Path], None]
-MachineOf = Callable[[Trace], Machine | None]
 
 
 class Engine:
@@ -50,28 +44,33 @@ class Engine:
     def __init__(
         self,
         model: torch.nn.Module,
-        backend: Backend,
-        stores: dict[Tier, Store],
         settings: Settings,
-        make_plan: MakePlan,
-        make_recorder: Callable[[], Recorder],
-        on_close: Callable[[], None],
-        machine_of: MachineOf = lambda trace: None,
-        machine_as_seen: MachineAsSeen = lambda rates: None,
-        write_report: WriteReport | None = None,
-        spare_bytes: Callable[[Trace], int] = lambda trace: 0,
-        foresight: Foresight | None = None,
-        bring_back: BringBack = lambda trace, op, used: trace,
-        forecast: Forecast = lambda plan, trace, rates: None,
+        resources: Resources,
+        plans: PlanSource,
+        foresight: Foresight | None,
+        write_report: WriteReport,
     ) -> None:
+        """Takes the model over; from here on its parameters may lie below.
+
+        Args:
+            model: the root module whose forward begins a step.
+            settings: what may move, and how the step runs.
+            resources: the device and the stores, which are closed with the engine.
+            plans: makes the plans.
+            foresight: predicts what steps without a plan use next; None: they fetch each tensor on first use.
+            write_report: draws a run on a page.
+
+        Raises:
+            StateError: the model cannot be wrapped; it is as it was.
+            StoreError: a tier cannot take the parameters; the model is as it was.
+        """
         self.model = model
         self.settings = settings
-        self.stores = stores
-        self._backend = backend
-        self._on_close = on_close
-        self._machine_of, self._write_report = machine_of, write_report
-        self._custody = Custody(model, backend, stores, settings, foresight)
-        self._steps = Steps(self._custody, make_plan, make_recorder, machine_as_seen, spare_bytes, bring_back, forecast)
+        self.stores = resources.stores
+        self._resources, self._backend = resources, resources.backend
+        self._plans, self._write_report = plans, write_report
+        self._custody = Custody(model, resources.backend, resources.stores, settings, foresight)
+        self._steps = Steps(self._custody, plans)
         self.executor = self._custody.executor
         self._compiled: dict[torch.nn.Module, CompiledCall] = {}
         self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
@@ -188,7 +187,7 @@ class Engine:
         finally:  # also when a drive does not give a value back
             self._backend.tune_allocator(None)
             self._backend.close()
-            self._on_close()
+            self._resources.close_stores()
 
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's forward, also where that is called inside another method that begins a step."""
@@ -387,7 +386,7 @@ class Engine:
             else:
                 continue
             explanation = self._explain(program, trace, plan, detail=True)
-            machine = self._machine_of(trace)
+            machine = self._plans.machine_of(trace)
             return Run(trace, plan, timeline, self.settings.config_toml, self.history.steps, machine, explanation)
         raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")
 
@@ -410,6 +409,4 @@ class Engine:
             ConfigError: plotly is not installed, or the path names no .html file in a folder that exists.
             OSError: the file cannot be written; what was there before is as it was.
         """
-        if self._write_report is None:
-            raise StateError("this engine was made without a way to draw; tieroff.wrap makes one that can")
         self._write_report(self._run(), Path(path))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
-from tieroff.core.recording import Recorder, Subject
+from tieroff.core.seams import PlanSource, Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, InfeasiblePlanError, StoreError
@@ -21,20 +21,13 @@ from tieroff.runtime.hooks.compiled import compiled_count, find_compiled
 from tieroff.runtime.hooks.forward import shapes_of, signature_of, storages_of
 from tieroff.runtime.hooks.parameters import install
 from tieroff.runtime.hooks.recompute import ModuleSpans, Recomputation, layers_of, mark_recomputed
-from tieroff.runtime.step.feedback import Feedback, MachineAsSeen
+from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.measured import measured_timeline
 from tieroff.runtime.step.program import Mode, Phase, Program, sums_no_gradients, update_of
 from tieroff.runtime.step.stats import Stats
 from tieroff.units import NS_PER_S, format_seconds
 
 log = logging.getLogger("tieroff")
-
-# From a trace, and the bytes per second that links were seen to move beside compute ({} while nothing is known).
-MakePlan = Callable[[Trace, dict[str, float]], Plan]
-# From a plan, its trace and rates of links: what a step takes under it, and a bound of what one takes under any, in ns.
-Forecast = Callable[[Plan, Trace, dict[str, float]], tuple[int, int] | None]
-# From a trace, an op of it, and what user code used in that op of what lies below: the trace in which a part of that is there.
-BringBack = Callable[[Trace, int, Mapping[int, bool]], Trace]
 
 # Kinds of steps (signatures) whose traces and plans are kept.
 _PROGRAMS_KEPT = 16
@@ -62,19 +55,8 @@ class Steps:
         history: figures of the last steps, oldest first.
     """
 
-    def __init__(
-        self,
-        custody: Custody,
-        make_plan: MakePlan,
-        make_recorder: Callable[[], Recorder],
-        machine_as_seen: MachineAsSeen,
-        spare_bytes: Callable[[Trace], int],
-        bring_back: BringBack,
-        forecast: Forecast,
-    ) -> None:
-        self._custody, self._forecast = custody, forecast
-        self._make_plan, self._make_recorder, self._machine_as_seen = make_plan, make_recorder, machine_as_seen
-        self._spare_bytes, self._bring_back = spare_bytes, bring_back
+    def __init__(self, custody: Custody, plans: PlanSource) -> None:
+        self._custody, self._plans = custody, plans
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.last: Program | None = None
         self._recomputation = Recomputation(custody.model, custody.executor)
@@ -150,7 +132,7 @@ class Steps:
         self._custody.place_for(program)
         recorder = None
         if program.phase is Phase.RECORD:
-            recorder, self._shapes = self._make_recorder(), []
+            recorder, self._shapes = self._plans.recorder(), []
         self._program = self.last = program
         on_demand = self._custody.executor.on_demand
         on_demand.room_bytes = on_demand.experience.room_bytes
@@ -265,9 +247,9 @@ class Steps:
             return
         assert program.trace is not None and program.made_for is not None
         assert program.plan is not None and self.stats is not None
-        reason = feedback.look(program.made_for, self._machine_as_seen)
+        reason = feedback.look(program.made_for, self._plans.machine_at)
         trace = program.trace.with_durations(feedback.typical_ns)
-        foretold = self._forecast(program.plan, trace, feedback.rates_now())
+        foretold = self._plans.forecast(program.plan, trace, feedback.rates_now())
         if reason and not (foretold and feedback.holds(*foretold)):
             self._plan_again(program, trace, reason)
             return
@@ -280,14 +262,14 @@ class Steps:
     def _adopt(self, program: Program, plan: Plan) -> None:
         """Has the next step of this kind run a plan that was made for the program's trace and rates."""
         assert program.trace is not None
-        foretold = self._forecast(plan, program.trace, program.feedback.rates)
+        foretold = self._plans.forecast(plan, program.trace, program.feedback.rates)
         program.feedback.slack = foretold[0] / foretold[1] if foretold and foretold[1] else 0.0
         program.adopt(plan)
 
     def _plan_again(self, program: Program, trace: Trace, reason: str) -> None:
         self._custody.backend.keep_freed(0)  # planning takes memory too
         try:
-            plan = self._make_plan(trace, program.feedback.plan_again())
+            plan = self._plans.plan(trace, program.feedback.plan_again())
             self._reserve(plan)
         except (InfeasiblePlanError, StoreError) as error:
             # The process, or the drive, has less room than when the plan was made, which still runs.
@@ -350,7 +332,7 @@ class Steps:
         keys = list(program.index)
         in_passes = (t for op in program.trace.ops if op.phase in _PASSES for t in op.reads)
         experience = self._custody.executor.on_demand.experience
-        experience.add({keys[t] for t in in_passes}, written, self._shapes, self._spare_bytes(program.trace))
+        experience.add({keys[t] for t in in_passes}, written, self._shapes, self._plans.spare_bytes(program.trace))
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""
@@ -372,13 +354,13 @@ class Steps:
         trace = program.trace = program.trace.with_durations(durations)
         self._custody.backend.keep_freed(0)  # planning takes memory too
         try:
-            program.trace = self._bring_back(trace, update_of(program.keys) - 1, program.used_below)
-            plan = self._make_plan(program.trace, program.feedback.rates)
+            program.trace = self._plans.bring_back(trace, update_of(program.keys) - 1, program.used_below)
+            plan = self._plans.plan(program.trace, program.feedback.rates)
         except InfeasiblePlanError:
             if program.trace is trace:
                 raise
             program.trace = trace  # less than the whole budget was left, or the policy has other uses for it
-            plan = self._make_plan(trace, program.feedback.rates)
+            plan = self._plans.plan(trace, program.feedback.rates)
         if self._recomputation.begin(plan.recompute):
             program.phase = Phase.RECORD
             return

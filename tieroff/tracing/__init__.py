@@ -1,0 +1,22 @@
+"""Traces of training steps: recorded, foretold from fake tensors, read from files.
+
+`profile` records a step on a machine with a GPU, in files from which a plan can be made on any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def profile(
+    model: torch.nn.Module, step: Callable[[], object], folder: str | Path = "profile", steps: int = 3
+) -> tuple[Path, Path]:
+    """Runs some training steps under torch's profiler; see `tieroff.tracing.profiler.record.profile`."""
+    from tieroff.tracing.profiler import record  # torch's profiler is loaded only where it is used
+
+    return record.profile(model, step, folder, steps)

@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter, tree_map
 
+from tieroff.core.buckets import buckets_of
 from tieroff.core.machine import Machine
-from tieroff.core.recording import Subject, buckets_of
+from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, ConfigError, TieroffError

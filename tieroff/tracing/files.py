@@ -1,4 +1,4 @@
-"""Traces from files: a saved JSON trace, or a folder with kernels.csv and tensors.csv."""
+"""Traces from files: a saved JSON trace, a folder with kernels.csv and tensors.csv, or what PyTorch's profiler wrote."""
 
 from __future__ import annotations
 
@@ -9,20 +9,46 @@ from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace, validate
 from tieroff.errors import CaptureError
+from tieroff.tracing.profiler.join import load_profile
 
 _NS_PER_MS = 1_000_000
+_BEGINNING_BYTES = 64 << 10
 
 
-def load_trace(path: str | Path) -> Trace:
-    """Returns the trace in a JSON file, or in a folder with `kernels.csv` and `tensors.csv`.
+def load_trace(path: str | Path, execution_trace: str | Path | None = None) -> Trace:
+    """Returns the trace in a JSON file, in a folder with `kernels.csv` and `tensors.csv`, or of a profiled program.
+
+    Args:
+        path: of the file or folder; with an execution trace, of what `torch.profiler` wrote beside it.
+        execution_trace: the other file of a profiled program, see `tieroff.tracing.profile`.
 
     Raises:
         CaptureError: nothing is there, or its content cannot be read; the message says where.
     """
     path = Path(path)
+    if execution_trace is not None:
+        return load_profile(path, execution_trace)
     if path.is_dir():
         return _load_folder(path)
+    if _is_profile(path):
+        raise CaptureError(
+            f"{path}: expected an execution trace beside the profiler's output, which says what ran and how long but not "
+            "which memory it used: record both with tieroff.tracing.profile(model, step), and give the second file as "
+            "--execution-trace"
+        )
     return load_trace_json(path)
+
+
+def _is_profile(path: Path) -> bool:
+    """True for a file that `torch.profiler` wrote, as far as its beginning tells."""
+    if path.suffix in (".gz", ".tgz", ".tar"):
+        return True
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_BEGINNING_BYTES)
+    except OSError:
+        return False  # the reader says what is wrong with it
+    return b'"traceEvents"' in beginning or b'"schemaVersion"' in beginning
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from tieroff.core.lifetime import merge_intervals
-from tieroff.core.recording import Subject
+from tieroff.core.seams import Subject
 from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError

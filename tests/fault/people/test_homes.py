@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import tieroff
-import tieroff.api
 from tests.support.twins import Setting, adam, assert_same, check_twins, equal, follow, look, mlp_and_adam
 from tests.support.twins import usual_step as usual
 from tieroff.core.machine import Machine
@@ -245,7 +244,7 @@ def test_raw_writes_between_backward_and_update_into_what_the_plan_keeps_for_the
         return make_plan(trace.with_durations([1_000_000] * len(trace.ops)), machines[0], *others)
 
     machines: list[Machine] = []
-    monkeypatch.setattr(tieroff.api, "make_plan", plan_for_steady_speed)
+    monkeypatch.setattr("tieroff.session.planning.make_plan", plan_for_steady_speed)
     # The fastest of the first plans, whatever it moves: it keeps both classes for the update.
     monkeypatch.setattr("tieroff.planner.auto.greedy.TOLERANCE", 0.0)
     monkeypatch.setattr("tieroff.planner.auto.greedy.candidate_count", lambda problem: 13)

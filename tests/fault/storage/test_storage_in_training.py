@@ -38,7 +38,7 @@ class Trainer:
         self.setting = Setting(folder, nvme=True, delayed=delayed)
         self.engine: Any = None
         self._name = engine_name
-        monkeypatch.setattr("tieroff.api.choose", self._choose)
+        monkeypatch.setattr("tieroff.session.build.choose", self._choose)
 
     def _choose(self, _name: str, **_measured: str | None) -> FaultyEngine:
         self.engine = FaultyEngine(choose(self._name))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tests.support.models import WIDTH, Block, sequences, under_autocast
 from tests.support.parity import BACKENDS, HOST, NVME, Tiers, Workload, check_parity
-from tieroff.api import _Builder
 from tieroff.core.plan import Plan
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
+from tieroff.session.planning import Planning
 
 RECOMPUTED = ("blocks.0", "blocks.2")
 
@@ -41,12 +41,12 @@ BLOCKS = Workload("blocks", Blocks, sequences, steps=8)
 @pytest.fixture
 def _recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan name modules to recompute."""
-    plan = _Builder._plan
+    plan = Planning.plan
 
-    def with_recompute(self: _Builder, trace: Trace, rates: dict[str, float]) -> Plan:
+    def with_recompute(self: Planning, trace: Trace, rates: dict[str, float]) -> Plan:
         return replace(plan(self, trace, rates), recompute=RECOMPUTED)
 
-    monkeypatch.setattr(_Builder, "_plan", with_recompute)
+    monkeypatch.setattr(Planning, "plan", with_recompute)
 
 
 @pytest.mark.usefixtures("_recomputing")

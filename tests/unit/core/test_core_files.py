@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
@@ -290,3 +291,17 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         save_trace(replace(_TRACE, name="other"), tmp_path / "trace.json")
     assert load_trace_json(tmp_path / "trace.json") == _TRACE
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_link_planted_beside_the_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of unfinished files cannot be guessed; even one that was is opened exclusively."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / f".trace.json.{os.getpid()}.part").symlink_to(tmp_path / "victim")
+    save_trace(_TRACE, tmp_path / "trace.json")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    (tmp_path / f".trace.json.{os.getpid()}.guessed.part").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        save_trace(_TRACE, tmp_path / "trace.json")
+    assert (tmp_path / f".trace.json.{os.getpid()}.guessed.part").is_symlink()
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert load_trace_json(tmp_path / "trace.json") == _TRACE

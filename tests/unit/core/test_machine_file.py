@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import tieroff
-import tieroff.api
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
@@ -78,7 +77,7 @@ def test_the_planner_knows_what_checksums_cost(
         seen.append(machine)
         return make_plan(trace, machine, *others)
 
-    monkeypatch.setattr(tieroff.api, "make_plan", noting)
+    monkeypatch.setattr("tieroff.session.planning.make_plan", noting)
     model = wrapped(tmp_path, machine(), [tmp_path / "a"], checksum=checksum)
     optimizer = tieroff.engine(model)._custody.stepper.optimizer
     for _ in range(3):

@@ -6,8 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+import tieroff
+
 OWN_WITH_WRAP = {
-    "_native", "api", "config", "core", "errors", "planner", "probe", "ranks", "runtime", "storage", "tracing", "units",
+    "_native", "api", "config", "core", "errors", "planner", "probe", "runtime", "session", "storage", "tracing", "units",
 }  # fmt: skip
 """Packages that running a step needs."""
 
@@ -48,3 +52,19 @@ def test_wrap_loads_what_a_step_needs_and_nothing_of_the_command_line() -> None:
     assert {name.split(".")[1] for name in own} <= OWN_WITH_WRAP
     assert not own & NOT_WITH_WRAP
     assert foreign(loaded) <= FOREIGN_WITH_WRAP
+
+
+def test_every_public_name_is_there_after_import_alone() -> None:
+    loaded = modules_after("", "import tieroff\nfor name in tieroff.__all__: getattr(tieroff, name)")
+    assert {"tieroff.api", "tieroff.integrations", "tieroff.runtime.optimizer.clipping"} <= loaded
+
+
+def test_integrations_load_their_trainer_when_they_are_named() -> None:
+    loaded = modules_after("", "import tieroff\ntieroff.integrations.accelerate.prepare")
+    assert {"tieroff.integrations.accelerate", "accelerate"} <= loaded
+    assert "tieroff.integrations.lightning" not in loaded
+
+
+def test_a_trainer_that_is_not_integrated_is_named_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"'tieroff.integrations' has no attribute 'keras'; it has accelerate, lightning"):
+        tieroff.integrations.keras  # noqa: B018

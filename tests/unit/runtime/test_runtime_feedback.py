@@ -19,6 +19,7 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.planner.compare.predict import predict
 from tieroff.runtime.step.feedback import Feedback
+from tieroff.session.planning import Planning
 from tieroff.units import parse_bytes
 
 MS = 1_000_000
@@ -280,7 +281,7 @@ def test_plan_that_was_given_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [InfeasiblePlanError, StoreError])
 def test_plan_that_cannot_be_made_again_runs_on(
-    kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Sleepy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -291,11 +292,11 @@ def test_plan_that_cannot_be_made_again_runs_on(
     train(model, optimizer, 1)
     planned = engine.plan
 
-    def refuse(trace: Trace, rates: dict[str, float]) -> Plan:
+    def refuse(plans: Planning, trace: Trace, rates: dict[str, float]) -> Plan:
         raise kind("there is less room than there was")
 
-    engine._steps._make_plan = refuse
-    engine._steps._forecast = lambda plan, trace, rates: None  # nobody knows whether another plan would gain anything
+    monkeypatch.setattr(Planning, "plan", refuse)
+    monkeypatch.setattr(Planning, "forecast", lambda *_: None)  # nobody knows whether another plan would gain anything
     train(model, optimizer, 4)
     assert "keeps its plan: there is less room than there was" in caplog.text
     assert engine.plan is planned

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -138,9 +139,11 @@ def write_whole(path: str | Path, text: str) -> None:
         OSError: it cannot be written; what was there before is as it was.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # A name that nobody can guess, opened exclusively: in a shared folder a link planted under it is not followed.
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.part")
+    file = part.open("x", encoding="utf-8")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

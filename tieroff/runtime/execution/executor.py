@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from tieroff.core.foresight import Foresight
-from tieroff.core.recording import Recorder, Subject
+from tieroff.core.seams import Foresight, Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.base import bytes_of
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP, OnDemand

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
 from typing import TYPE_CHECKING
 
-from tieroff.core.foresight import Foresight
+from tieroff.core.seams import Foresight
 from tieroff.runtime.hooks.activations import ActivationItem
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
 from tieroff.runtime.items.item import Item

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tieroff.core.recording import Recorder
+from tieroff.core.seams import Recorder
 from tieroff.runtime.execution.executor import Executor
 from tieroff.runtime.hooks.forward import ForwardSlot, leaves_of
 from tieroff.runtime.hooks.parameters import FetchingDict, current_graph_task, functorch_is_active

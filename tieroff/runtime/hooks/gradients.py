@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tieroff.core.recording import Subject
+from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
 from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable

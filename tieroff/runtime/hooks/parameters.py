@@ -29,7 +29,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tieroff.core.recording import Recorder
+from tieroff.core.seams import Recorder
 from tieroff.errors import StateError
 from tieroff.runtime.backend.base import probe_of
 from tieroff.runtime.items.homes import ParameterItem

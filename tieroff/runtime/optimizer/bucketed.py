@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from tieroff.core.recording import buckets_of
+from tieroff.core.buckets import buckets_of
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
 from tieroff.runtime.execution.executor import Executor

@@ -1,16 +1,18 @@
-"""The seam between the runtime, which knows the events of a step, and tracing, which turns one step into a Trace."""
+"""What the runtime asks of the layers beside it, which it may not import: recording, prediction and planning.
+
+`tracing` implements Recorder, `planner` implements Foresight and `session` implements PlanSource.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tieroff.core.machine import Machine
+from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
-
-_LARGEST_BUCKET_BYTES = 32 << 20
-_BUCKETS_AT_LEAST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +90,58 @@ class Recorder(Protocol):
         """Returns the trace of what was watched."""
 
 
-def buckets_of(sizes_bytes: Sequence[int]) -> list[range]:
-    """Returns which parameters of an optimizer are updated together, given their bytes in its order: one range per bucket.
+class Foresight(Protocol):
+    """Predicts which tensors a step without a plan uses next. A wrong prediction costs time, never a wrong number."""
 
-    A bucket holds neighbours, at most 32 MiB and an eighth of all bytes, but at least one parameter.
+    def begin(self) -> None:
+        """A step begins."""
+
+    def used(self, key: Hashable) -> None:
+        """Forward uses a parameter."""
+
+    def saved(self, key: Hashable) -> None:
+        """Autograd saved a tensor for backward, which may be saved several times."""
+
+    def wanted(self, key: Hashable) -> None:
+        """Backward uses what was saved."""
+
+    def ahead(self) -> Iterator[Hashable]:
+        """Yields what is probably used next, nearest first, each key once."""
+
+
+class PlanSource(Protocol):
+    """Makes the plans of one wrapped model, for the machine and the budgets of this process.
+
+    Rates are the bytes per second that each link was seen to move beside compute; {} while nothing is known.
     """
-    limit_bytes = max(min(_LARGEST_BUCKET_BYTES, sum(sizes_bytes) // _BUCKETS_AT_LEAST), 1)
-    starts, filled_bytes = [0], 0
-    for position, size_bytes in enumerate(sizes_bytes):
-        if position > starts[-1] and filled_bytes + size_bytes > limit_bytes:
-            starts.append(position)
-            filled_bytes = 0
-        filled_bytes += size_bytes
-    return [range(*pair) for pair in zip(starts, [*starts[1:], len(sizes_bytes)], strict=True)]
+
+    def recorder(self) -> Recorder:
+        """Returns what watches the next step, from which a plan is to be made."""
+
+    def plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
+        """Returns a plan of the step for links of these rates; a second call for a kind of step plans it again.
+
+        Raises:
+            InfeasiblePlanError: some op does not fit in the device budget with everything else moved out.
+            TraceMismatchError: the user gave a plan, and it is of another step.
+        """
+
+    def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
+        """Returns the trace with tensors on the device that user code used in an op while they were below.
+
+        Args:
+            op: index of the op.
+            used: index of a tensor -> whether user code wrote it there.
+        """
+
+    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> tuple[int, int] | None:
+        """Returns the step time under the plan, and a lower bound under any plan, in ns; None for a plan of the user's."""
+
+    def spare_bytes(self, trace: Trace) -> int:
+        """Returns the bytes of the device budget that no op of this step, or of those asked about before, needs; >= 0."""
+
+    def machine_at(self, rates: dict[str, float]) -> Machine | None:
+        """Returns the machine that a plan for these rates is made for; None where the user gave the plan."""
+
+    def machine_of(self, trace: Trace) -> Machine | None:
+        """Returns the machine that this trace was last planned for; None if there is none."""

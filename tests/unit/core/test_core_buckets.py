@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieroff.core.recording import buckets_of
+from tieroff.core.buckets import buckets_of
 
 MIB = 1 << 20
 

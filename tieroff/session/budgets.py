@@ -1,0 +1,96 @@
+"""Budgets: the bytes of each tier that this process may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tieroff.config import Config
+from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
+from tieroff.errors import ConfigError
+from tieroff.planner.problem.problem import live_bytes
+from tieroff.probe import limits
+from tieroff.runtime.engine import Engine
+from tieroff.runtime.resident import Resident
+from tieroff.session.ranks import Ranks
+from tieroff.storage.limits import host_limit_bytes
+
+# A plan leaves this part of a lower tier free, for fragmentation and for extents that are written beside the old ones.
+_SLACK_PART = 8
+# On the CPU, memory of the process that is no tensor takes at most this share of a device budget given in bytes.
+_OVERHEAD_SHARE_AT_MOST = 0.25
+
+
+class Budgets:
+    """The budgets of one wrapped model in this process.
+
+    Attributes:
+        host_bytes, nvme_bytes: sizes of the lower tiers; 0 for a tier that is not used.
+        dirs: folders of the NVMe tier; () where it is not used.
+
+    Raises:
+        ConfigError: there is an NVMe budget and no folder.
+    """
+
+    def __init__(self, config: Config, device: torch.device, ranks: Ranks) -> None:
+        self._wanted, self._device, self._ranks = config.budget.device, device, ranks
+        self._is_cpu = device.type == "cpu"
+        self._resident: Resident | None = None
+        self._engine: Engine | None = None
+        self._chosen_bytes = 0  # the device budget under which layers were chosen to run again
+        self._kept_ratio = 0.0  # a step's peak when it keeps everything, over its peak with layers run again; 0: not known yet
+        host, nvme, folders = config.budget.host, config.budget.nvme, config.nvme.dirs
+        if host is None:
+            host = 0 if self._is_cpu else limits.default_host_bytes()
+        if nvme is None:
+            nvme = limits.default_nvme_bytes(folders) if folders else 0
+        if nvme and not folders:
+            raise ConfigError("[budget].nvme is set but [nvme].dirs is empty: name a folder on the drive")
+        self.host_bytes, self.nvme_bytes = ranks.share_bytes(host), ranks.share_bytes(nvme)
+        self.dirs: tuple[Path, ...] = tuple(folders) if self.nvme_bytes else ()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The lower tiers that are used."""
+        return tuple(tier for tier, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size)
+
+    def watch(self, resident: Resident, engine: Engine) -> None:
+        """From now on, memory of the process that is no tensor counts against a device budget given in bytes."""
+        self._resident, self._engine = resident, engine
+
+    def layers_chosen(self, device_bytes: int) -> None:
+        """Layers were chosen to run again in backward, under this device budget."""
+        self._chosen_bytes = device_bytes
+
+    def of(self, trace: Trace) -> dict[Tier, int]:
+        """Returns the bytes of each tier that a plan of this step may use."""
+        lower = {Tier.HOST: _plannable(self.host_bytes), Tier.NVME: _plannable(self.nvme_bytes)}
+        return {Tier.DEVICE: self._device_bytes(trace), **lower}
+
+    def _device_bytes(self, trace: Trace) -> int:
+        wanted = self._wanted
+        if wanted is None:
+            free_bytes = _free_bytes(self._device)
+            return self._ranks.share_bytes(free_bytes) if self._is_cpu else free_bytes
+        limit = wanted.resolve(int(live_bytes(trace).max()))
+        if wanted.share is not None and trace.recompute_ops:
+            # The share is of a step that keeps everything; this one keeps less. Other kinds of steps use the same ratio.
+            self._kept_ratio = self._kept_ratio or max(self._chosen_bytes / limit, 1.0)
+            limit = int(limit * self._kept_ratio)
+        if wanted.size_bytes is None or self._resident is None or self._engine is None:
+            return limit
+        # On the CPU a budget in bytes is about resident memory, so what the process itself takes comes off, up to a share.
+        return limit - min(self._resident.overhead_bytes(self._engine), int(limit * _OVERHEAD_SHARE_AT_MOST))
+
+
+def _plannable(size_bytes: int) -> int:
+    return size_bytes - size_bytes // _SLACK_PART
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Returns the device memory that this process may still take, plus what it has taken for the step already."""
+    if device.type == "cpu":
+        return host_limit_bytes()
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)

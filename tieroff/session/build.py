@@ -1,0 +1,159 @@
+"""Building: from a config to the engine of one model."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tieroff.config import Config
+from tieroff.core.io.run_folder import Run
+from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
+from tieroff.core.seams import PlanSource
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.errors import ConfigError
+from tieroff.planner.compare.predict import predict
+from tieroff.planner.foresight import Correlation
+from tieroff.runtime.backend.base import Backend, CpuBackend
+from tieroff.runtime.custody import Settings
+from tieroff.runtime.engine import Engine
+from tieroff.runtime.resident import Resident
+from tieroff.runtime.resources import Resources
+from tieroff.session.budgets import Budgets
+from tieroff.session.given_plan import GivenPlan
+from tieroff.session.links import Links
+from tieroff.session.planning import Planning, layers_to_recompute
+from tieroff.session.ranks import Ranks
+from tieroff.storage.engines import choose
+from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.store import Store
+
+log = logging.getLogger("tieroff")
+
+_CLASSES = {
+    "activations": TensorClass.ACTIVATION,
+    "parameters": TensorClass.PARAMETER,
+    "gradients": TensorClass.GRADIENT,
+    "optimizer": TensorClass.OPTIMIZER,
+}
+_COMPUTE_TYPES = {"bf16": torch.bfloat16}
+# Freed blocks above this leave the process at once on the CPU backend; see docs/results for what it costs.
+_ALLOCATOR_THRESHOLD_BYTES = 1 << 20
+_PAGE_RETURN_S = 0.005
+
+
+def build(model: torch.nn.Module, config: Config, backend: Backend | None = None, plan: Plan | None = None) -> Engine:
+    """Returns the engine of a model, which it has taken over.
+
+    Args:
+        model: the root module.
+        config: checked, with defaults filled in.
+        backend: where computing happens; None follows the config's `device`.
+        plan: run this one instead of making one.
+
+    Raises:
+        ConfigError: the config cannot be used on this machine.
+        StateError: the model cannot be wrapped.
+        StoreError: a folder is missing, read-only or too small.
+    """
+    backend = backend if backend is not None else _backend_for(config)
+    device, ranks = backend.device, Ranks.here()
+    budgets = Budgets(config, device, ranks)
+    links = Links(config, device.type, budgets.dirs, ranks)
+    resources = _open(config, backend, budgets, links)
+    try:
+        if hasattr(backend, "use_staging"):
+            is_staged = budgets.dirs and resources.io is not None and resources.io.name != "gds"
+            backend.use_staging(config.nvme.staging if is_staged else 0)
+        layers = layers_to_recompute(config, ranks) if plan is None else ()
+        settings = _settings(config, resources, layers)
+        plans = _plan_source(plan, config, resources, budgets, links, ranks)
+        foresight = Correlation() if config.plan.policy != "demand" else None
+        resident = Resident(model) if device.type == "cpu" else None
+        engine = Engine(model, settings, resources, plans, foresight, _write_report)
+    except BaseException:
+        resources.close_stores()
+        raise
+    if resident is not None:
+        budgets.watch(resident, engine)
+    if config.plan.recompute_layers and not layers:
+        log.warning('[plan] recompute_layers has no effect: it needs policy = "auto", one rank and no given plan')
+    return engine
+
+
+def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> Resources:
+    """Opens the stores of the tiers that have a budget, and the I/O engine under them."""
+    stores: dict[Tier, Store] = {}
+    if not budgets.tiers:
+        return Resources(backend, stores, None)
+    with ExitStack() as opened:
+        io = choose(config.nvme.engine, measured=links.best_engine())
+        opened.callback(io.close)
+        if budgets.host_bytes:
+            register, unregister = getattr(backend, "register", None), getattr(backend, "unregister", None)
+            stores[Tier.HOST] = HostStore(budgets.host_bytes, io, register, unregister)
+            opened.callback(stores[Tier.HOST].close)
+        if budgets.dirs:
+            rates = links.write_rates()
+            files = FileStore(budgets.dirs, budgets.nvme_bytes, io, config.nvme.checksum, write_bytes_per_s=rates)
+            opened.callback(files.close)
+            files.return_pages(_PAGE_RETURN_S)
+            stores[Tier.NVME] = files
+        opened.pop_all()
+    return Resources(backend, stores, io)
+
+
+def _settings(config: Config, resources: Resources, layers: tuple[str, ...]) -> Settings:
+    planning, stores = config.plan, resources.stores
+    moves = bool(stores)
+    return Settings(
+        covers=frozenset(_CLASSES[name] for name in planning.cover) if moves else frozenset(),
+        min_bytes=planning.min_bytes,
+        spill=tuple(tier for tier in (Tier.HOST, Tier.NVME) if tier in stores),
+        allocator_threshold_bytes=_ALLOCATOR_THRESHOLD_BYTES if moves and resources.backend.device.type == "cpu" else None,
+        chosen={"io_engine": resources.io.name if resources.io is not None else "none"},
+        config_toml=config.to_toml(),
+        recompute_layers=layers,
+        update_in_backward=planning.update_in_backward,
+        compute_dtype=_COMPUTE_TYPES[config.compute_dtype] if config.compute_dtype is not None else None,
+    )
+
+
+def _plan_source(
+    plan: Plan | None, config: Config, resources: Resources, budgets: Budgets, links: Links, ranks: Ranks
+) -> PlanSource:
+    device = resources.backend.device
+    capabilities = replace(
+        RUNTIME_EXECUTOR,
+        tiers=budgets.tiers,
+        recompute=config.plan.recompute,
+        min_bytes=config.plan.min_bytes,
+        granule_bytes=max((store.alignment_bytes for store in resources.stores.values()), default=1),
+    )
+    if plan is not None:
+        return GivenPlan(plan, config, device, links, ranks, capabilities)
+    return Planning(config, device, budgets, links, ranks, capabilities)
+
+
+def _backend_for(config: Config) -> Backend:
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return CpuBackend(keeps_freed=config.budget.keep_freed)
+    if not torch.cuda.is_available():
+        raise ConfigError('device = "cuda", but torch sees no CUDA device; use "cpu" or "auto"')
+    from tieroff.runtime.backend.cuda import CudaBackend
+
+    return CudaBackend()
+
+
+def _write_report(run: Run, path: Path) -> None:
+    from tieroff.report.page import check_page, write_page  # no training step needs it
+
+    check_page(path)
+    write_page(path, run, *predict(run))

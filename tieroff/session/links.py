@@ -1,0 +1,70 @@
+"""The machine that plans are made for: read from a file, or measured when the first plan needs it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tieroff.config import Config
+from tieroff.core.machine import Machine, load_machine
+from tieroff.probe.machine import measure_machine
+from tieroff.session.ranks import Ranks
+
+log = logging.getLogger("tieroff")
+
+_MEASURE_S = 1.5
+
+
+class Links:
+    """The machine of this process, as one of the ranks that share it.
+
+    Args:
+        config: names the machine file, if any, and the folders' I/O engine.
+        device: "cuda" or "cpu".
+        dirs: folders of the NVMe tier.
+        ranks: how many processes share the machine.
+    """
+
+    def __init__(self, config: Config, device: str, dirs: tuple[Path, ...], ranks: Ranks) -> None:
+        self._config, self._device, self._dirs, self._ranks = config, device, dirs, ranks
+
+    @property
+    def is_named(self) -> bool:
+        """True when the config names a machine file."""
+        return self._config.plan.machine is not None
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """The machine; measured on first use where no file is named.
+
+        Raises:
+            ConfigError: the file cannot be read.
+            StoreError: a transfer failed while a folder was measured.
+        """
+        path, nvme = self._config.plan.machine, self._config.nvme
+        if path is not None:
+            machine = self._ranks.share_machine(load_machine(path), self._device)
+        else:
+            log.info("measuring links and folders for %.1f s; [plan] machine names a file that saves this", _MEASURE_S)
+            machine = measure_machine(self._device, self._dirs, engine=nvme.engine, seconds=_MEASURE_S)
+        return machine.with_checksums() if nvme.checksum == "always" else machine
+
+    def best_engine(self) -> str | None:
+        """Returns the I/O engine that the machine file found fastest in the folders; None without a file."""
+        return self.machine.best_engine(self._dirs) if self.is_named else None
+
+    def write_rates(self) -> list[float] | None:
+        """Returns the bytes per second written to each folder; None without a file that says so."""
+        return self.machine.write_rates(self._dirs) if self.is_named else None
+
+    def at(self, rates: dict[str, float]) -> Machine:
+        """Returns the machine with links no faster than these bytes per second, which were seen beside compute.
+
+        A probe has all cores to itself, and is faster than the same copies during a step.
+        """
+        seen: dict[str, Any] = {f"{link}_bytes_per_s": int(rate) for link, rate in rates.items()}
+        slower: dict[str, Any] = {key: rate for key, rate in seen.items() if 0 < rate < getattr(self.machine, key)}
+        return replace(self.machine, **slower) if slower else self.machine

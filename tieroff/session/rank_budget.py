@@ -1,0 +1,75 @@
+"""The device budget that all ranks of a launch plan with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tieroff.core.trace import Trace
+from tieroff.errors import InfeasiblePlanError
+from tieroff.session.ranks import Agreement, Need, agreement_here
+from tieroff.units import format_bytes
+
+
+@dataclass
+class RankBudget:
+    """What one model's ranks agree on; see [Note: agreement without a collective] in ranks.py.
+
+    Attributes:
+        rank: this process.
+        first_trace: of the first step that this rank traced; None before that.
+    """
+
+    rank: int
+    first_trace: Trace | None = None
+    _agreement: Agreement | None = None
+    _floor_bytes: int = 0
+
+    def enter(self) -> None:
+        """A step of this rank is about to be traced."""
+        if self._agreement is None:
+            self._agreement = agreement_here()
+
+    @property
+    def is_due(self) -> bool:
+        """True while the other ranks still have to hear what this rank's first traced step needs."""
+        return self._agreement is not None and self.first_trace is None
+
+    def tell(self, trace: Trace, budget_bytes: int, floor_bytes: int) -> None:
+        """Tells the other ranks what the first traced step may use of the device, and what it needs at least."""
+        assert self._agreement is not None
+        self.first_trace, self._floor_bytes = trace, floor_bytes
+        self._agreement.tell(budget_bytes, floor_bytes)
+
+    def leave(self) -> None:
+        """Tells the other ranks that this rank's first step cannot be traced."""
+        assert self._agreement is not None
+        self._agreement.leave()
+
+    def settle(self, trace: Trace, own_bytes: int, *, is_share: bool) -> Need:
+        """Returns the device budget that all ranks plan with, and whose it is.
+
+        Args:
+            trace: the step to plan.
+            own_bytes: this rank's budget.
+            is_share: the budget is a share of each kind of step, so the agreement holds for the first kind only.
+
+        Raises:
+            InfeasiblePlanError: the budget is enough for this rank and not for another one. That one raises too, so no rank
+                is left waiting for it in a collective.
+            StateError: a rank began to train and does not answer.
+        """
+        own = Need(own_bytes, self._floor_bytes, self.rank)
+        agreed = self._agreement.settle() if self._agreement is not None else None
+        is_first = self.first_trace is not None and trace.tensors is self.first_trace.tensors
+        if agreed is None or (is_share and not is_first):
+            return own
+        least = min(own, agreed.budget, key=lambda need: need.budget_bytes)
+        if is_first and agreed.floor.floor_bytes > least.budget_bytes >= own.floor_bytes:
+            raise InfeasiblePlanError(
+                f"expected every op of every rank to fit in {format_bytes(least.budget_bytes)} of device memory, the least of "
+                f"all ranks (rank {least.rank}'s), but rank {agreed.floor.rank} needs {format_bytes(agreed.floor.floor_bytes)} "
+                f"with everything away that can be. A device budget of {agreed.floor.floor_bytes} bytes would do",
+                needed_bytes=agreed.floor.floor_bytes,
+                available_bytes=least.budget_bytes,
+            )
+        return least

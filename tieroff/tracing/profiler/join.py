@@ -1,0 +1,193 @@
+"""A profile and an execution trace of one program, joined to the trace of one step.
+
+An op of the trace is an operator that itself gave the GPU work, in order of its work's start. Its duration is that of the
+work alone, without the host's time between.
+
+[Note: other streams]
+A trace has one queue of compute. Work on another stream than that of most kernels (a collective, a copy from a loader)
+runs beside it: its op stays in the row, so that its tensors are there, takes no time of the row, and its tensors are held
+on the device until the first op of the row that begins after it ended. `meta["beside_ns"]` has the sum of such work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tieroff.core.lifetime import merge_intervals
+from tieroff.core.tensor import Tensor, TensorClass
+from tieroff.core.trace import Op, Trace, validate
+from tieroff.errors import CaptureError
+from tieroff.tracing.profiler.execution_trace import Node, read_execution_trace
+from tieroff.tracing.profiler.kineto import Call, Profile, read_profile
+from tieroff.tracing.profiler.matching import match
+from tieroff.tracing.profiler.storages import Version, follow_storages
+
+_BACKWARD = "autograd::engine::evaluate_function"
+_UPDATE = "Optimizer.step"
+
+
+def load_profile(profile_path: str | Path, execution_trace_path: str | Path, step: int | None = None) -> Trace:
+    """Returns the trace of one step from the two files that PyTorch's profiler writes.
+
+    Args:
+        profile_path: what `torch.profiler.profile.export_chrome_trace` wrote.
+        execution_trace_path: what an `ExecutionTraceObserver` wrote in the same run, or in one of the same program.
+        step: which step of the profile, from 0; None: the one in the middle.
+
+    Raises:
+        CaptureError: a file is broken, the two are not of one program, or there is no such step.
+    """
+    profile = read_profile(profile_path)
+    nodes = read_execution_trace(execution_trace_path)
+    found = match(profile, nodes, str(execution_trace_path))
+    rows = _rows(profile, found, step)
+    trace = _Join(nodes, rows, str(profile_path)).trace(Path(profile_path).name.split(".")[0], profile)
+    validate(trace, str(profile_path))
+    return trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One op of the trace to be."""
+
+    node: Node
+    start_ns: int
+    stop_ns: int
+    duration_ns: int
+    is_beside: bool
+
+
+def _rows(profile: Profile, found: dict[Call, Node], step: int | None) -> list[_Row]:
+    """Returns the ops of one step in order of their work's start."""
+    calls = [call for call in profile.calls if call.work]
+    steps = profile.steps or ((calls[0].start_ns, calls[-1].stop_ns),)
+    number = len(steps) // 2 if step is None else step
+    if not 0 <= number < len(steps):
+        raise CaptureError(f"{profile.path}: expected a step from 0 to {len(steps) - 1}, got {step}")
+    start_ns, stop_ns = steps[number]
+    chosen = [call for call in calls if start_ns <= call.start_ns < stop_ns or call.start_ns == start_ns]
+    if not chosen:
+        raise CaptureError(f"{profile.path}: expected work of the GPU in step {number}, got none: record a step more")
+    streams = Counter(work.stream for call in chosen for work in call.work)
+    row_stream = streams.most_common(1)[0][0]
+    rows = []
+    for call in chosen:
+        own = [work for work in call.work if work.stream == row_stream]
+        works = own or call.work
+        rows.append(
+            _Row(
+                node=found[call],
+                start_ns=min(work.start_ns for work in works),
+                stop_ns=max(work.start_ns + work.duration_ns for work in works),
+                duration_ns=sum(work.duration_ns for work in works),
+                is_beside=not own,
+            )
+        )
+    return sorted(rows, key=lambda row: (row.start_ns, row.node.id))
+
+
+class _Join:
+    """Ops and tensors of one step; every version of a storage that an op uses is a tensor."""
+
+    def __init__(self, nodes: Sequence[Node], rows: list[_Row], where: str) -> None:
+        self._rows, self._nodes = rows, {node.id: node for node in nodes}
+        self._uses = follow_storages(nodes, _device(rows, where))
+        self._first_id = min(row.node.id for row in rows)
+        self._last_id = max(row.node.id for row in rows)
+        self._phases = [self._phase(row.node) for row in rows]
+        self._index: dict[Version, int] = {}
+        for row in rows:
+            own = self._uses[row.node.id]
+            for version in (*own.reads, *own.writes):
+                self._index.setdefault(version, len(self._index))
+        self._verbs = self._count_uses()
+        self._later = {version for id_, own in self._uses.items() if id_ > self._last_id for version in own.reads}
+
+    def trace(self, name: str, profile: Profile) -> Trace:
+        """Returns the trace; the profile says what it was taken on."""
+        ops = tuple(self._op(number, row) for number, row in enumerate(self._rows))
+        holds = self._holds()
+        tensors = tuple(self._tensor(version, holds) for version in self._index)
+        beside_ns = sum(row.duration_ns for row in self._rows if row.is_beside)
+        meta = {"durations": f"measured by torch's profiler on {profile.device or 'a GPU'}", "beside_ns": str(beside_ns)}
+        return Trace(ops, tensors, name=name, origin="file", meta=meta)
+
+    def _op(self, number: int, row: _Row) -> Op:
+        own = self._uses[row.node.id]
+        return Op(
+            name=row.node.name,
+            duration_ns=0 if row.is_beside else row.duration_ns,
+            reads=tuple(self._index[version] for version in own.reads),
+            writes=tuple(self._index[version] for version in own.writes),
+            transient_bytes=sum(version.size_bytes for version in own.made if version not in self._index),
+            phase=self._phases[number],
+        )
+
+    def _holds(self) -> dict[Version, list[tuple[int, int]]]:
+        """Returns the intervals in which work beside the row needs its tensors; see [Note: other streams]."""
+        holds: dict[Version, list[tuple[int, int]]] = defaultdict(list)
+        starts = [row.start_ns for row in self._rows]
+        for number, row in enumerate(self._rows):
+            stop = max(bisect_left(starts, row.stop_ns), number + 1) if row.is_beside else 0
+            if stop > number + 1:
+                own = self._uses[row.node.id]
+                for version in {**own.reads, **own.writes}:
+                    holds[version].append((number, stop))
+        return holds
+
+    def _tensor(self, version: Version, holds: dict[Version, list[tuple[int, int]]]) -> Tensor:
+        is_persistent = version.maker < self._first_id or version in self._later
+        return Tensor(
+            name=version.name,
+            size_bytes=version.size_bytes,
+            kind=self._kind(version, is_persistent),
+            is_persistent=is_persistent,
+            holds=merge_intervals(holds[version]) if version in holds else (),
+        )
+
+    def _kind(self, version: Version, is_persistent: bool) -> TensorClass:
+        """Returns a tensor's class, by the phases that read and write it."""
+        uses = self._verbs[version]
+        if not is_persistent:
+            is_gradient = uses["write backward"] and uses["read optimizer"]
+            return TensorClass.GRADIENT if is_gradient else TensorClass.ACTIVATION
+        if uses["write backward"]:
+            return TensorClass.GRADIENT
+        is_state = uses["write optimizer"] and not uses["read forward"] and not uses["read backward"]
+        return TensorClass.OPTIMIZER if is_state else TensorClass.PARAMETER
+
+    def _count_uses(self) -> dict[Version, Counter[str]]:
+        """Returns per version how many ops of each phase read and write it."""
+        found: dict[Version, Counter[str]] = defaultdict(Counter)
+        for row, phase in zip(self._rows, self._phases, strict=True):
+            own = self._uses[row.node.id]
+            for verb, versions in (("read", own.reads), ("write", own.writes)):
+                for version in versions:
+                    found[version][f"{verb} {phase}"] += 1
+        return found
+
+    def _phase(self, node: Node) -> str:
+        for name in self._outwards(node):
+            if name.startswith(_UPDATE):
+                return "optimizer"
+            if name.startswith(_BACKWARD):
+                return "backward"
+        return "forward"
+
+    def _outwards(self, node: Node | None) -> Iterable[str]:
+        while node is not None:
+            yield node.name
+            node = self._nodes.get(node.parent) if node.parent != node.id else None
+
+
+def _device(rows: list[_Row], where: str) -> str:
+    """Returns the device that most tensors of the step's work are on."""
+    views = (view for row in rows for views in (*row.node.arguments, row.node.outputs) for view in views)
+    devices = Counter(view.device for view in views if view.device != "cpu")
+    if not devices:
+        raise CaptureError(f"{where}: expected tensors on a GPU in the execution trace, got none")
+    return devices.most_common(1)[0][0]
