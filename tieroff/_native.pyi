@@ -153,7 +153,6 @@ def simulate(
     duplex_share_millionths: int,
     nvme_shares_host_link: bool,
     has_exclusive_link: bool,
-    period: int,
     step_count_max: int,
     with_spans: bool,
 ) -> SimulationResult: ...

@@ -76,7 +76,7 @@ Rows span_rows(const std::vector<SimulatedSpan>& spans) {
 
 SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const Rows& updates, const Rows& repeats,
                                const Rows& links, std::int32_t duplex_share_millionths, bool nvme_shares_host_link,
-                               bool has_exclusive_link, std::int32_t period, std::int32_t step_count_max,
+                               bool has_exclusive_link, std::int32_t step_count_max,
                                bool with_spans) {
   const auto transfer_items = rows<SimulatedTransfer>(transfers, 6, "transfers", [](const std::int64_t* row) {
     return SimulatedTransfer{.source = tier(row[0]),
@@ -102,7 +102,6 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
                               .duplex_share_millionths = duplex_share_millionths,
                               .nvme_shares_host_link = nvme_shares_host_link,
                               .has_exclusive_link = has_exclusive_link,
-                              .period = period,
                               .step_count_max = step_count_max,
                               .with_spans = with_spans};
   const py::gil_scoped_release released;
@@ -152,7 +151,7 @@ void bind_simulate(py::module_& module) {
       .def_property_readonly("updates", [](const SimulationResult& self) { return span_rows(self.updates); });
   module.def("simulate", &simulate_rows, py::arg("op_ns"), py::arg("transfers"), py::arg("updates"), py::arg("repeats"),
              py::arg("links"), py::arg("duplex_share_millionths"), py::arg("nvme_shares_host_link"),
-             py::arg("has_exclusive_link"), py::arg("period"), py::arg("step_count_max"), py::arg("with_spans"));
+             py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"));
   module.def("memory_per_op", &memory_rows, py::arg("transient_bytes"), py::arg("residencies"), py::arg("repeats"),
              py::arg("kind"), py::arg("page_bytes"), py::arg("addresses"));
 }

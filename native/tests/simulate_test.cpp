@@ -75,7 +75,6 @@ class Maker {
     made.input.duplex_share_millionths = draw(0, 1) == 1 ? 1'000'000 : 500'000;
     made.input.nvme_shares_host_link = draw(0, 1) == 1;
     made.input.has_exclusive_link = draw(0, 3) == 0;
-    made.input.period = static_cast<std::int32_t>(draw(1, 3));
   }
 
  private:
@@ -87,13 +86,13 @@ void test_time(const Case& made, unsigned seed) {
   const SimulationResult found = simulate(input);
   std::int64_t own_ns = found.recompute_ns;
   for (const std::int64_t op_ns : made.op_ns) own_ns += op_ns;
-  expect(found.step_ns * input.period >= own_ns, "a step of at least its compute and recompute", seed);
+  expect(found.step_ns >= own_ns, "a step of at least its compute and recompute", seed);
   expect(found.transfers.size() == made.transfers.size() && found.ops.size() == made.op_ns.size(), "all spans", seed);
   for (const auto& span : found.transfers) expect(0 <= span.start_ns && span.start_ns < span.stop_ns, "a span", seed);
   std::int64_t total_ns = own_ns;
   for (const auto& stall : found.stalls) total_ns += stall.duration_ns;
   if (found.cycle <= 1) {
-    expect(found.step_ns == (total_ns + input.period - 1) / input.period, "a step of compute and stalls", seed);
+    expect(found.step_ns == total_ns, "a step of compute and stalls", seed);
   }
   input.with_spans = false;
   const SimulationResult bare = simulate(input);

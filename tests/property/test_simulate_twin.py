@@ -78,23 +78,21 @@ def windows(draw: st.DrawFn, op_count: int) -> tuple[int, int]:
 @st.composite
 def plans(draw: st.DrawFn, trace: Trace) -> Plan:
     """Returns a plan whose ticks and ranges are right."""
-    period = draw(st.sampled_from((1, 1, 1, 2, 3)))
-    ring = trace.repeated(period)
-    n = len(ring.ops)
-    tensor = st.integers(0, len(ring.tensors) - 1)
+    n = len(trace.ops)
+    tensor = st.integers(0, len(trace.tensors) - 1)
     transfers = []
     for _ in range(draw(st.integers(0, 14) | st.integers(8, 14))):
         index = draw(tensor)
         window, ends = draw(windows(n)), draw(st.sampled_from(_LINK_ENDS))
-        first, stop = draw(byte_ranges(ring.tensors[index].size_bytes))
+        first, stop = draw(byte_ranges(trace.tensors[index].size_bytes))
         transfers.append(Transfer(index, *ends, *window, 0, first, stop))
     residencies = []
     for _ in range(draw(st.integers(0, 8))):
         index, start = draw(tensor), draw(st.integers(0, n - 1))
         span = draw(st.integers(1, n))
-        bytes_ = draw(byte_ranges(ring.tensors[index].size_bytes))
+        bytes_ = draw(byte_ranges(trace.tensors[index].size_bytes))
         residencies.append(Residency(index, draw(st.sampled_from(_TIERS)), start, start + span, *bytes_))
-    longest = max(op.duration_ns for op in ring.ops) + 50
+    longest = max(op.duration_ns for op in trace.ops) + 50
     updates = [
         HostUpdate(op, *draw(windows(n)), draw(st.integers(0, longest)))
         for op in draw(st.sets(st.integers(0, n - 1), max_size=3))
@@ -110,7 +108,7 @@ def plans(draw: st.DrawFn, trace: Trace) -> Plan:
     )
     return Plan(
         "random", trace.digest, n, {}, {}, tuple(residencies), ranked(transfers), repeats=tuple(repeats),
-        host_updates=tuple(updates), allocation=allocation, period=period,
+        host_updates=tuple(updates), allocation=allocation,
     )  # fmt: skip
 
 
@@ -190,13 +188,13 @@ def test_a_step_is_its_compute_recompute_and_stalls(
     timeline = simulate(plan, trace, machine, options)
     own_ns = timeline.compute_ns + timeline.recompute_ns
     on_cpu = {update.op for update in plan.host_updates}
-    ops = trace.repeated(plan.period).ops
+    ops = trace.ops
     assert timeline.compute_ns == sum(op.duration_ns for i, op in enumerate(ops) if i not in on_cpu)
     assert timeline.recompute_ns == sum(ops[r.op].duration_ns for r in plan.repeats if r.op not in on_cpu)
-    assert timeline.step_ns * plan.period >= own_ns
-    assert timeline.first_step_ns * plan.period >= own_ns
+    assert timeline.step_ns >= own_ns
+    assert timeline.first_step_ns >= own_ns
     if timeline.cycle in (0, 1):
-        assert timeline.step_ns == -(-(own_ns + timeline.stall_ns) // plan.period)
+        assert timeline.step_ns == own_ns + timeline.stall_ns
 
 
 @_settings
@@ -232,7 +230,7 @@ def test_each_transfer_is_done_before_the_op_that_awaits_it_runs(
     ends = defaultdict(list)
     for span in timeline.transfers:
         ends[span.tensor, span.source, span.target, span.first_byte, span.size_bytes].append(span.stop_ns)
-    sizes = [t.size_bytes for t in trace.repeated(plan.period).tensors]
+    sizes = [t.size_bytes for t in trace.tensors]
     for t in plan.transfers:
         size = (t.stop_byte or sizes[t.tensor]) - t.first_byte
         if t.ready_by < plan.op_count:

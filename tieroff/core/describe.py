@@ -77,7 +77,7 @@ def exactness(told: Told) -> str:
             f"Parameters and inputs are computed with in {told.compute_type} (compute_dtype), as FSDP2's mixed precision does; "
             "what is kept, and sums over micro-batches, have the parameters' own type. Moving rounds and reorders nothing."
         )
-    ring = told.trace.repeated(told.plan.period)
+    ring = told.trace
     kinds = {ring.tensors[index].kind for index in away_bytes(ring, told.plan)}
     if told.is_cpu or TensorClass.GRADIENT not in kinds:
         return text
@@ -86,7 +86,7 @@ def exactness(told: Told) -> str:
 
 
 def _moved(trace: Trace, plan: Plan) -> str:
-    ring = trace.repeated(plan.period)
+    ring = trace
     away = away_bytes(ring, plan)
     words = []
     for kind in _MOVING:
@@ -150,14 +150,12 @@ def _time(ns: int) -> str:
 
 def describe(trace: Trace, plan: Plan) -> list[str]:
     """Returns the details: bytes per class and link, what is computed otherwise, the biggest that move; a line each."""
-    ring = trace.repeated(plan.period)
+    ring = trace
     away = away_bytes(ring, plan)
     lines = [f"Policy {plan.policy}: {len(away)} of {len(ring.tensors)} tensors leave the device for a part of the step."]
     if not plan.moves_nothing:
         lines += _by_class(ring, away)
         lines += _by_link(ring, plan)
-    if plan.period > 1:
-        lines.append(f"The plan covers {plan.period} steps in a row; tensors are counted in each.")
     for tier in (Tier.HOST, Tier.NVME):
         if plan.peak_bytes.get(tier, 0):
             sizes = (format_bytes(of.get(tier, 0)) for of in (plan.peak_bytes, plan.budget_bytes))
@@ -218,7 +216,7 @@ def _by_link(ring: Trace, plan: Plan) -> list[str]:
     for t in plan.transfers:
         size = ring.tensors[t.tensor].part_bytes(t.first_byte, t.stop_byte)
         per_link[f"{t.source.value} to {t.target.value}"] += size
-    moved = ", ".join(f"{link} {format_bytes(size / plan.period)}" for link, size in sorted(per_link.items()))
+    moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in sorted(per_link.items()))
     return [f"Bytes per step: {moved}."] if moved else []
 
 
@@ -228,7 +226,7 @@ def _compute(ring: Trace, plan: Plan) -> list[str]:
     if plan.recompute:
         lines.append(f"Recomputed in backward: {', '.join(plan.recompute)}.")
     if plan.repeats:
-        spent_ns = sum(ring.ops[repeat.op].duration_ns for repeat in plan.repeats) // plan.period
+        spent_ns = sum(ring.ops[repeat.op].duration_ns for repeat in plan.repeats)
         made = {tensor for repeat in plan.repeats for tensor in ring.ops[repeat.op].writes}
         size = sum(ring.tensors[tensor].size_bytes for tensor in made)
         lines.append(
@@ -238,7 +236,7 @@ def _compute(ring: Trace, plan: Plan) -> list[str]:
     if plan.host_updates:
         updated = {tensor for update in plan.host_updates for tensor in ring.ops[update.op].writes}
         size = sum(ring.tensors[tensor].size_bytes for tensor in updated)
-        spent_ns = sum(update.duration_ns for update in plan.host_updates) // plan.period
+        spent_ns = sum(update.duration_ns for update in plan.host_updates)
         lines.append(
             f"Updates of the optimizer that the CPU runs: {len(plan.host_updates)}, on {format_bytes(size)} in host memory, "
             f"{format_seconds(spent_ns / NS_PER_S)} per step."

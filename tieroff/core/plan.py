@@ -159,21 +159,16 @@ class Plan:
     Attributes:
         policy: name of the policy that made it.
         trace_digest: `Trace.digest` of the trace it is for.
-        op_count: number of ops of the ring that it is for: `period` times those of the trace.
+        op_count: number of ops of that trace.
         budget_bytes: limit per tier that the plan was made for.
         peak_bytes: predicted peak per tier.
-        residencies, transfers: see there; every byte of every tensor of the ring has at least one residency.
+        residencies, transfers: see there; every byte of every tensor has at least one residency.
         recompute: dotted paths of modules whose activations are recomputed in backward.
         repeats: single ops that run again.
         host_updates: ops of the optimizer that the CPU runs.
-        bucket_order: order in which the optimizer's buckets are updated.
         allocation: how bytes on the device are counted.
         skipped: rule -> number of tensors that it kept from moving, for people to read.
         step_ns: predicted step time, or 0 when it was not simulated.
-        period: steps that the plan covers; its ops and tensors are those of `Trace.repeated(period)`.
-        segment: ops [start, stop) of one micro-batch, which may run any number of times in a row; None: no such part.
-            Nothing moves or stays across its ends otherwise than across those of its neighbours: what is resident at
-            `start` is resident at `stop`, and no transfer or update is under way at either.
     """
 
     policy: str
@@ -186,12 +181,9 @@ class Plan:
     recompute: tuple[str, ...] = ()
     repeats: tuple[Repeat, ...] = ()
     host_updates: tuple[HostUpdate, ...] = ()
-    bucket_order: tuple[int, ...] = ()
     allocation: Allocation = Allocation()
     skipped: dict[str, int] = field(default_factory=dict)
     step_ns: int = 0
-    period: int = 1
-    segment: tuple[int, int] | None = None
 
     @property
     def moves_nothing(self) -> bool:

@@ -66,7 +66,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, or the `period` steps of a plan that covers several.
+    """One step.
 
     Attributes:
         ops: one span per op, in order.
@@ -80,7 +80,6 @@ class Timeline:
         first_step_ns: predicted time of the first step, which waits for nothing from a step before it; 0 if unknown.
         cycle: steps after which the state at a step's end repeats; 0: it did not within the steps that were simulated,
             and all values are those of the last of them.
-        period: steps that the spans cover.
     """
 
     ops: tuple[OpSpan, ...]
@@ -93,7 +92,6 @@ class Timeline:
     recompute_ns: int = 0
     first_step_ns: int = 0
     cycle: int = 1
-    period: int = 1
 
     @property
     def is_periodic(self) -> bool:

@@ -96,27 +96,6 @@ class Trace:
         """The lifetime and the gaps of every tensor, by index."""
         return derive_lifetimes(self)
 
-    def repeated(self, period: int) -> Trace:
-        """Returns the trace of `period` steps in a row as one step; the result is kept, and 1 gives the trace itself.
-
-        Op i of step k is op `i + k n`. Persistent tensors are shared and keep their indices, and so do the tensors of
-        step 0; those of each further step follow in order, as new tensors with the step's number in their names.
-
-        Raises:
-            CaptureError: `period` is below 1.
-        """
-        if period < 1:
-            raise CaptureError(f"expected a period of 1 step or more, got {period}")
-        if period == 1:
-            return self
-        if period not in self._repeated:
-            self._repeated[period] = _repeat(self, period)
-        return self._repeated[period]
-
-    @cached_property
-    def _repeated(self) -> dict[int, Trace]:
-        return {}
-
     def with_durations(self, durations_ns: list[int]) -> Trace:
         """Returns the same structure with other op durations.
 
@@ -138,41 +117,6 @@ class Trace:
         known = [None if life.tensor in changed else life for life in self.lifetimes]
         vars(trace)["lifetimes"] = derive_lifetimes(trace, known)
         return trace
-
-
-def _repeat(trace: Trace, period: int) -> Trace:
-    op_count, tensor_count = len(trace.ops), len(trace.tensors)
-    local = [index for index, tensor in enumerate(trace.tensors) if not tensor.is_persistent]
-    mark = "@"
-    while any(mark in tensor.name for tensor in trace.tensors):
-        mark += "@"  # names stay unique whatever they were
-    ops: list[Op] = []
-    tensors: list[Tensor] = []
-    for tensor in trace.tensors:
-        steps = period if tensor.is_persistent else 1
-        holds = tuple((start + k * op_count, stop + k * op_count) for k in range(steps) for start, stop in tensor.holds)
-        tensors.append(replace(tensor, holds=holds))
-    for step in range(period):
-        shift = step * op_count
-        index_of = list(range(tensor_count))
-        if step:
-            for position, index in enumerate(local):
-                index_of[index] = tensor_count + (step - 1) * len(local) + position
-        for index in local if step else ():
-            tensor = trace.tensors[index]
-            tensors.append(
-                replace(
-                    tensor,
-                    name=f"{tensor.name}{mark}{step}",
-                    holds=tuple((start + shift, stop + shift) for start, stop in tensor.holds),
-                    owner=index_of[tensor.owner] if tensor.owner >= 0 else -1,
-                    lives_until=tensor.lives_until + shift if tensor.lives_until >= 0 else -1,
-                )
-            )
-        for op in trace.ops:
-            reads, writes = (tuple(index_of[i] for i in indices) for indices in (op.reads, op.writes))
-            ops.append(replace(op, reads=reads, writes=writes))
-    return replace(trace, ops=tuple(ops), tensors=tuple(tensors))
 
 
 def validate(trace: Trace, where: str = "trace") -> None:

@@ -96,7 +96,7 @@ def is_coarse(timeline: Timeline) -> bool:
 
 def lanes_figure(run: Run, predicted: Timeline | None) -> Any:
     """Returns lanes of the measured and the predicted step, one above the other on one axis of time."""
-    ring = run.trace.repeated(run.plan.period)
+    ring = run.trace
     shown = [("measured", run.timeline)] if run.was_timed else []
     shown += [("predicted", predicted)] if predicted is not None else []
     end_ns = max((timeline.ops[-1].stop_ns for _, timeline in shown if timeline.ops), default=0)
@@ -148,7 +148,7 @@ def _hover(span: Span) -> str:
 def memory_figure(run: Run, predicted: Timeline | None) -> Any:
     """Returns bytes per tier over the ops, predicted and measured, with the budget as a line; a row per tier in use."""
     plan = run.plan
-    ring = run.trace.repeated(plan.period)
+    ring = run.trace
     held = {"predicted": predicted.memory if predicted is not None else {}, "measured": run.timeline.memory}
     tiers = [
         tier for tier in Tier
@@ -227,7 +227,7 @@ def steps_figure(run: Run) -> Any:
 
 def biggest_figure(run: Run) -> Any:
     """Returns the biggest tensors as bars, coloured by the lowest tier that holds bytes of them."""
-    ring = run.trace.repeated(run.plan.period)
+    ring = run.trace
     away = away_bytes(ring, run.plan)
     biggest = sorted(range(len(ring.tensors)), key=lambda i: (-ring.tensors[i].size_bytes, i))[:_BIGGEST]
     unit_bytes, unit = _unit(max((ring.tensors[i].size_bytes for i in biggest), default=0))

@@ -123,7 +123,7 @@ def _tiles(run: Run, predicted: Timeline | None) -> Iterator[str]:
         written_bytes = moved.get("nvme_write", 0)
         tiles.append(("moved per step", format_bytes(sum(moved.values()))))
     else:
-        written_bytes = predicted.moved_bytes["nvme_write"] // predicted.period if predicted is not None else 0
+        written_bytes = predicted.moved_bytes["nvme_write"] if predicted is not None else 0
     tiles += _wear_tiles(run, written_bytes, step_ns)
     if "losses_equal" in run.result:
         tiles.append(("losses, beside the plain run", "equal" if run.result["losses_equal"] else "DIFFERENT"))
@@ -143,7 +143,7 @@ def _wear_tiles(run: Run, written_bytes: int, step_ns: int) -> Iterator[tuple[st
 
 
 def _drawn_parts(run: Run, predicted: Timeline | None) -> Iterator[str]:
-    ring = run.trace.repeated(run.plan.period)
+    ring = run.trace
     timelines = {"measured": run.timeline if run.was_timed else None, "predicted": predicted}
     shown = {name: timeline for name, timeline in timelines.items() if timeline is not None}
     yield from _section("Predicted against measured", "compared")

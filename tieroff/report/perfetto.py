@@ -32,7 +32,7 @@ def write_perfetto(path: Path, run: Run, predicted: Timeline | None = None) -> N
     """
     if not path.parent.is_dir():
         raise ConfigError(f"expected a folder that exists for the trace, but {path.parent} is none")
-    ring = run.trace.repeated(run.plan.period)
+    ring = run.trace
     timelines = {"measured": run.timeline if run.was_timed else None, "predicted": predicted}
     events = [
         event

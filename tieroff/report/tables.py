@@ -57,7 +57,7 @@ class Decision:
 def decisions(run: Run, predicted: Timeline | None) -> list[Decision]:
     """Returns what the plan says of every tensor, biggest first, then of every op that runs otherwise."""
     plan = run.plan
-    ring = run.trace.repeated(plan.period)
+    ring = run.trace
     away = away_bytes(ring, plan)
     transfers: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in sorted(plan.transfers, key=attrgetter("issue_at")):
@@ -66,7 +66,7 @@ def decisions(run: Run, predicted: Timeline | None) -> list[Decision]:
     found = []
     for index, tensor in enumerate(ring.tensors):
         own = transfers[index]
-        moved = sum(tensor.part_bytes(t.first_byte, t.stop_byte) for t in own) // plan.period
+        moved = sum(tensor.part_bytes(t.first_byte, t.stop_byte) for t in own)
         wait = [None if of is None else of.get(index, 0) for of in waits]
         where, moves = _where(tensor, away.get(index, {})), _moves(own, ring)
         found.append(Decision(tensor.name, tensor.kind.value, tensor.size_bytes, where, moves, moved, wait[0], wait[1]))
@@ -125,8 +125,8 @@ def _ops(plan: Plan, ring: Trace) -> Iterator[Decision]:
 def comparison(run: Run, predicted: Timeline | None) -> Table:
     """Returns figures of the step, predicted beside measured."""
     step = run.last_planned
-    waits_ns = predicted.stall_ns // predicted.period if predicted is not None else None
-    again_ns = predicted.recompute_ns // predicted.period if predicted is not None else None
+    waits_ns = predicted.stall_ns if predicted is not None else None
+    again_ns = predicted.recompute_ns if predicted is not None else None
     rows = [
         _times("step", run.plan.step_ns, step.step_ns if step else None),
         _times("compute", run.trace.ideal_ns, step.compute_ns if step else None),
@@ -156,10 +156,10 @@ def _measured_peaks(run: Run, step: StepFigures | None) -> dict[Tier, int]:
 
 def _planned_bytes(run: Run) -> dict[str, int]:
     moved = dict.fromkeys(_LINKS, 0)
-    ring = run.trace.repeated(run.plan.period)
+    ring = run.trace
     for t in run.plan.transfers:
         moved[LINK_NAMES[t.source, t.target]] += ring.tensors[t.tensor].part_bytes(t.first_byte, t.stop_byte)
-    return {link: size // run.plan.period for link, size in moved.items()}
+    return moved
 
 
 def _times(name: str, predicted_ns: int | None, measured_ns: int | None) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ class Run {
     }
     const std::int64_t rounds = std::max(result.cycle, 1);
     const std::int64_t span_ns = now_ns_ - ends_ns[count - static_cast<std::size_t>(rounds)];
-    result.step_ns = mean_up(span_ns, rounds * in_.period);
-    result.first_step_ns = mean_up(ends_ns[1], in_.period);
+    result.step_ns = mean_up(span_ns, rounds);
+    result.first_step_ns = ends_ns[1];
     if (in_.with_spans) add_spans(count - 1, ends_ns[count - 1], result);
     return result;
   }

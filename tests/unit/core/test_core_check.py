@@ -219,7 +219,6 @@ _RICH_PLAN = Plan(
     repeats=(Repeat(0, 4),),
     host_updates=(_UPDATE,),
     allocation=Allocation(AllocationKind.ADDRESSES, addresses=(8, 8, 12, 0, 4, 4, -1, 12, -1, -1, -1)),
-    segment=(2, 3),
 )
 
 
@@ -237,8 +236,7 @@ def _rich(change: Callable[[Plan], Plan]) -> Callable[[Plan], Plan]:
 
 
 _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
-    ("period of no step", "range", lambda p: replace(p, period=0)),
-    ("other period", "digest", lambda p: replace(p, period=2)),
+    ("number of ops of another step", "digest", lambda p: replace(p, op_count=2 * p.op_count)),
     ("bytes past the end", "range", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, stop_byte=9))),
     ("no bytes", "range", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, first_byte=8, stop_byte=0))),
     ("pages of no bytes", "range", lambda p: replace(p, allocation=Allocation(AllocationKind.PAGES, 0))),
@@ -262,7 +260,7 @@ _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     (
         "repeat without the room for its result",
         "repeat",
-        _rich(lambda p: replace(p, repeats=(*p.repeats, Repeat(1, 5)), segment=None)),
+        _rich(lambda p: replace(p, repeats=(*p.repeats, Repeat(1, 5)))),
     ),
     ("no repeat", "from_nowhere", lambda p: replace(p, repeats=())),
     ("repeat that is too late", "lost_data", lambda p: _late_repeat(p)),
@@ -299,10 +297,6 @@ _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
         "source",
         _rich(lambda p: _source_ends(p)),
     ),
-    ("segment of no op", "segment", lambda p: replace(p, segment=(3, 3))),
-    ("segment with other tensors at its ends", "segment", lambda p: replace(p, segment=(2, 5), repeats=p.repeats)),
-    ("segment with a load under way", "segment", lambda p: replace(p, segment=(0, 4))),
-    ("segment with a copy under way at its end", "segment", lambda p: replace(p, segment=(6, 8))),
     ("no addresses", "address", lambda p: _addresses(p)),
     ("address below the device", "address", lambda p: _addresses(p, 8, 8, 12, 0, 4, 4, 0, 12, -1, -1, -1)),
     ("no address on the device", "address", lambda p: _addresses(p, 8, -1, 12, 0, 4, 4, -1, 12, -1, -1, -1)),
@@ -322,7 +316,7 @@ def _copy_m(plan: Plan, issue_at: int, ready_by: int) -> Plan:
 
 def _late_repeat(plan: Plan) -> Plan:
     """Op 4 finds x in a tier that holds nothing of it, since its op runs again one tick later."""
-    plan = replace(plan, repeats=(Repeat(0, 5),), allocation=Allocation(), segment=None)
+    plan = replace(plan, repeats=(Repeat(0, 5),), allocation=Allocation())
     plan = _residency(plan, Residency(0, DEVICE, 4, 5), Residency(0, DEVICE, 4, 6))
     plan = _residency(plan, Residency(2, DEVICE, 3, 5, 4, 8), Residency(2, DEVICE, 3, 6, 4, 8))
     return _residency(plan, Residency(2, DEVICE, 0, 5, 0, 4), Residency(2, DEVICE, 0, 6, 0, 4))
@@ -331,7 +325,7 @@ def _late_repeat(plan: Plan) -> Plan:
 def _source_ends(plan: Plan) -> Plan:
     """y goes to the host and back, and its room there is given away at the tick at which the load is awaited."""
     plan = _residency(plan, Residency(1, DEVICE, 1, 4), *(Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 3, 4)))
-    plan = replace(plan, residencies=(*plan.residencies, Residency(1, HOST, 2, 3)), segment=None)
+    plan = replace(plan, residencies=(*plan.residencies, Residency(1, HOST, 2, 3)))
     plan = _transfer(plan, Transfer(3, DEVICE, HOST, 5, 6, 0), Transfer(3, DEVICE, HOST, 5, 6, 1))
     moves = (Transfer(1, DEVICE, HOST, 2, 2, 0), Transfer(1, HOST, DEVICE, 3, 3, 3))
     return replace(plan, transfers=(*plan.transfers, *moves))
@@ -344,7 +338,7 @@ def _paged(plan: Plan, kind: AllocationKind) -> Plan:
 
 def _two_writes(plan: Plan) -> Plan:
     """y is copied to the NVMe from the device, on the link that m's copy takes too, with ranks of its own."""
-    plan = replace(plan, residencies=(*plan.residencies, Residency(1, NVME, 2, 4)), segment=None, allocation=Allocation())
+    plan = replace(plan, residencies=(*plan.residencies, Residency(1, NVME, 2, 4)), allocation=Allocation())
     return replace(plan, transfers=(*plan.transfers, Transfer(1, DEVICE, NVME, 2, 3, 0)))
 
 
@@ -455,16 +449,6 @@ def test_data_that_a_repeat_brings_back_and_that_leaves_again_too_early_is_lost(
     assert _refused(_chain((Residency(0, DEVICE, 0, 5), *y), repeats=(Repeat(0, 4), Repeat(1, 4)))) == "lost_data"
 
 
-def test_segment_does_not_end_with_a_copy_into_what_begins_after_it() -> None:
-    held = (Residency(0, DEVICE, 0, 4), Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 4, 6), Residency(1, HOST, 2, 5))
-    moves = (Transfer(1, DEVICE, HOST, 2, 2, 0), Transfer(1, HOST, DEVICE, 4, 4, 0))
-    assert _refused(_chain(held, transfers=moves)) == ""
-    assert _refused(_chain(held, transfers=moves, segment=(1, 2))) == "segment"
-    assert _refused(_chain(held, transfers=moves, segment=(3, 4))) == "segment"  # x ends with it
-    assert _refused(_chain(held, transfers=moves, segment=(2, 4))) == "segment"
-    assert _refused(_chain((Residency(0, DEVICE, 0, 5), *held[1:]), transfers=moves, segment=(3, 4))) == ""
-
-
 def test_copy_is_stale_when_a_repeat_overwrites_its_source_with_an_old_version() -> None:
     y = (Residency(1, DEVICE, 1, 6),)
     copy = Transfer(0, DEVICE, HOST, 3, 5, 0)
@@ -543,16 +527,6 @@ def test_addresses_are_refused_exactly_when_two_meet_and_their_peak_is_the_highe
 
 def _blob(name: str, size_bytes: int) -> Tensor:
     return Tensor(name, size_bytes, TensorClass.ACTIVATION)
-
-
-def test_plan_of_two_steps_is_checked_on_both() -> None:
-    n = len(_TRACE.ops)
-    held = [Residency(t, DEVICE, 0, 2 * n) for t in (1, 2)] + [Residency(0, DEVICE, 0, n), Residency(3, DEVICE, n, 2 * n)]
-    plan = replace(_PLAN, period=2, op_count=2 * n, residencies=tuple(held), transfers=(), peak_bytes={DEVICE: 114})
-    plan = replace(plan, budget_bytes={DEVICE: 114})
-    check(plan, _TRACE)
-    with pytest.raises(InvalidPlanError, match=r"tensor 3 \(x@1\) is required at op 11"):
-        check(replace(plan, residencies=(*held[:3], Residency(3, DEVICE, n, 2 * n - 1))), _TRACE)
 
 
 def test_update_across_the_end_needs_an_executor_that_wraps() -> None:

@@ -40,12 +40,3 @@ def test_repeats_and_updates_on_the_host_are_told_with_their_time() -> None:
     lines = describe(_TRACE, _plan(repeats=(Repeat(0, 2),), host_updates=(HostUpdate(2, 2, 3, 5_000_000),)))
     assert "Ops that run again: 1, 1.0 ms per step; they make 4.00 KiB anew instead of moving it." in lines
     assert "Updates of the optimizer that the CPU runs: 1, on 2.00 KiB in host memory, 5.0 ms per step." in lines
-
-
-def test_plan_of_several_steps_is_told_per_step() -> None:
-    held = (Residency(1, HOST, 0, 6), Residency(0, DEVICE, 0, 2), Residency(2, DEVICE, 3, 5))
-    moves = (Transfer(1, HOST, DEVICE, 2, 2, 0), Transfer(1, HOST, DEVICE, 5, 5, 1))
-    lines = describe(_TRACE, _plan(period=2, residencies=held, transfers=moves))
-    assert "The plan covers 2 steps in a row; tensors are counted in each." in lines
-    assert "Bytes per step: host to device 2.00 KiB." in lines
-    assert "  activation: 8.00 KiB in all; none moves." in lines

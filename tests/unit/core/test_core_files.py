@@ -145,7 +145,7 @@ def test_values_that_are_their_defaults_are_left_out(tmp_path: Path) -> None:
     save_plan(_PLAN, tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["version"] == 2
-    assert not {"period", "repeats", "allocation", "segment"} & document.keys()
+    assert not {"repeats", "allocation"} & document.keys()
     assert set(document["residencies"][0]) == {"tensor", "tier", "start", "stop"}
 
 
@@ -153,7 +153,7 @@ def test_files_of_version_1_are_read(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(
         '{"format":"tieroff.plan","version":1,"policy":"floor","trace_digest":"d","op_count":3,"budget_bytes":{"device":9},'
         '"peak_bytes":{"device":8},"residencies":[{"tensor":0,"tier":"device","start":0,"stop":3}],"transfers":[{"tensor":0,'
-        '"source":"device","target":"host","issue_at":1,"ready_by":2,"rank":0}],"recompute":["net.0"],"bucket_order":[1,0],'
+        '"source":"device","target":"host","issue_at":1,"ready_by":2,"rank":0}],"recompute":["net.0"],"bucket_order":[],'
         '"skipped":{"small":2},"step_ns":5,"period":1}'
     )
     assert load_plan(tmp_path / "plan.json") == Plan(
@@ -165,7 +165,6 @@ def test_files_of_version_1_are_read(tmp_path: Path) -> None:
         residencies=(Residency(0, Tier.DEVICE, 0, 3),),
         transfers=(Transfer(0, Tier.DEVICE, Tier.HOST, 1, 2, 0),),
         recompute=("net.0",),
-        bucket_order=(1, 0),
         skipped={"small": 2},
         step_ns=5,
     )
@@ -198,13 +197,10 @@ _plans = st.builds(
     recompute=st.lists(_names, max_size=2).map(tuple),
     repeats=st.lists(st.builds(Repeat, _numbers, _numbers), max_size=2).map(tuple),
     host_updates=st.lists(st.builds(HostUpdate, _numbers, _numbers, _numbers, _numbers), max_size=2).map(tuple),
-    bucket_order=st.lists(_numbers, max_size=3).map(tuple),
     allocation=st.just(Allocation())
     | st.builds(Allocation, st.sampled_from(AllocationKind), _numbers, st.lists(_numbers, max_size=3).map(tuple)),
     skipped=st.dictionaries(_names, _numbers, max_size=2),
     step_ns=_numbers,
-    period=st.just(1) | _numbers,
-    segment=st.none() | st.tuples(_numbers, _numbers),
 )
 
 
@@ -258,7 +254,10 @@ def test_any_sound_trace_comes_back_equal_with_its_digest(
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"segment": [1]}, r"segment: expected two integers"),
+        ({"segment": [0, 2]}, r"'segment' is no longer supported: expected None, got \[0, 2\]; plan again"),
+        ({"period": 2}, r"'period' is no longer supported: expected 1, got 2"),
+        ({"bucket_order": [1, 0]}, r"'bucket_order' is no longer supported"),
+        ({"phases": 1}, r"top level: unknown key 'phases'"),
         ({"allocation": {"kind": "heap"}}, r"allocation\.kind: expected one of bytes, pages, classes, addresses"),
         ({"host_updates": [{"op": 1}]}, r"host_updates\[0\]: 'duration_ns' is missing"),
         ({"repeats": [{"op": 1, "at": "2"}]}, r"repeats\[0\]\.at: expected an integer"),

@@ -79,10 +79,3 @@ def test_repeats_of_a_tick_are_in_order_of_op() -> None:
 def test_ranks_are_kept_per_link_though_tiers_differ() -> None:
     from_host, from_device = Transfer(0, HOST, NVME, 1, 2, 1), Transfer(1, DEVICE, NVME, 1, 2, 0)
     assert make_schedule(_plan((), (from_host, from_device))).ticks[1].issues == (from_device, from_host)
-
-
-def test_ring_of_several_steps_has_a_tick_for_each_of_its_ops() -> None:
-    plan = replace(_plan((), (Transfer(0, DEVICE, HOST, 6, 7, 0),)), op_count=8, period=2)
-    ticks = make_schedule(plan).ticks
-    assert len(ticks) == 9
-    assert not ticks[7].is_empty

@@ -70,38 +70,3 @@ def test_owners_that_own_each_other_are_refused_however_long_the_chain() -> None
     tail = (replace(tensors[0], owner=2), *tensors[1:])
     with pytest.raises(CaptureError, match="without a cycle"):
         validate(Trace((Op("a", 1),), tail))
-
-
-def test_repeated_trace_shares_what_lasts_and_copies_the_rest() -> None:
-    ring = _TRACE.repeated(3)
-    validate(ring)
-    assert [op.name for op in ring.ops] == ["a", "b", "c"] * 3
-    assert [(op.reads, op.writes) for op in ring.ops[3:]] == [
-        ((1,), (3,)), ((3,), (4,)), ((4,), (1,)),
-        ((1,), (5,)), ((5,), (6,)), ((6,), (1,)),
-    ]  # fmt: skip
-    assert [t.name for t in ring.tensors] == ["x", "w", "g", "x@1", "g@1", "x@2", "g@2"]
-    assert ring.tensors[1].holds == ((1, 2), (4, 5), (7, 8))
-    assert (ring.tensors[5].holds, ring.tensors[6].lives_until, ring.tensors[6].owner) == (((6, 8),), 9, 1)
-    assert ring.tensors[0] == _TRACE.tensors[0]
-    assert ring.ideal_ns == 3 * _TRACE.ideal_ns
-    assert ring.lifetimes[6].death == 9
-
-
-def test_repeated_trace_is_kept_and_once_is_the_trace_itself() -> None:
-    assert _TRACE.repeated(1) is _TRACE
-    assert _TRACE.repeated(2) is _TRACE.repeated(2)
-    with pytest.raises(CaptureError, match="period of 1 step or more, got 0"):
-        _TRACE.repeated(0)
-
-
-def test_names_in_a_repeated_trace_are_unique_whatever_they_were() -> None:
-    names = ("x", "x@1", "x@@1")
-    trace = Trace((Op("a", 1, (), (0, 1, 2)),), tuple(Tensor(name, 1, TensorClass.ACTIVATION) for name in names))
-    validate(trace.repeated(3))
-
-
-def test_owner_of_a_copy_is_the_copy_of_its_owner_when_that_does_not_last() -> None:
-    tensors = (Tensor("w", 1, TensorClass.PARAMETER), Tensor("g", 1, TensorClass.GRADIENT, owner=0))
-    ring = Trace((Op("a", 1, (), (0, 1)),), tensors).repeated(2)
-    assert [t.owner for t in ring.tensors] == [-1, 0, -1, 2]

@@ -38,7 +38,7 @@ def _trace(op_count: int, *sizes: int) -> Trace:
 
 
 def _plan(trace: Trace, *transfers: Transfer, residencies: tuple[Residency, ...] = (), **more: Any) -> Plan:
-    return Plan("hand", trace.digest, len(trace.ops) * more.get("period", 1), {}, {}, residencies, transfers, **more)
+    return Plan("hand", trace.digest, len(trace.ops), {}, {}, residencies, transfers, **more)
 
 
 def _stops(timeline: Timeline) -> dict[int, int]:
@@ -229,15 +229,6 @@ def test_without_a_repeated_state_the_last_step_stands_and_is_flagged(simulate: 
     assert timeline.stalls == (Stall(1, 40, 1, HOST, DEVICE),)
 
 
-def test_plan_for_two_steps_gives_the_time_of_one_and_the_spans_of_both(simulate: Simulate) -> None:
-    trace = _trace(2, 151)
-    plan = _plan(trace, Transfer(0, HOST, DEVICE, 0, 1, 0), period=2)
-    timeline = simulate(plan, trace, Machine(h2d_bytes_per_s=_GB))
-    assert len(timeline.ops) == 4
-    assert timeline.stalls == (Stall(1, 51, 0, HOST, DEVICE),)
-    assert (timeline.step_ns, timeline.first_step_ns, timeline.period) == (226, 226, 2)  # 451 / 2, rounded up
-
-
 def test_slower_than_a_byte_per_second_is_a_byte_per_second(simulate: Simulate) -> None:
     trace = _trace(2, 1, 3)
     plan = _plan(trace, Transfer(0, DEVICE, HOST, 0, 2, 0), Transfer(1, HOST, DEVICE, 0, 2, 0))
@@ -412,7 +403,7 @@ def test_native_simulator_refuses_arrays_that_say_nothing() -> None:
         ({"transfers": np.array([[0, 1, 0, 1, 0, 5]]), "links": np.zeros((4, 2), np.int64)}, "a bandwidth > 0"),
         ({"updates": np.array([[0, 1, -1]])}, "which update 0 breaks"),
         ({"repeats": np.array([[0, 2]])}, "which repeat 0 breaks"),
-        ({"period": 0}, "period"),
+        ({"step_count_max": 0}, "step_count_max"),
     ):
         with pytest.raises(ValueError, match=told):
             run(**change)
@@ -420,7 +411,7 @@ def test_native_simulator_refuses_arrays_that_say_nothing() -> None:
 
 _WIDTHS = {"transfers": 6, "updates": 3, "repeats": 2}
 _SCALARS = {
-    "duplex_share_millionths": 10**6, "nvme_shares_host_link": False, "has_exclusive_link": False, "period": 1,
+    "duplex_share_millionths": 10**6, "nvme_shares_host_link": False, "has_exclusive_link": False,
     "step_count_max": 16, "with_spans": True,
 }  # fmt: skip
 

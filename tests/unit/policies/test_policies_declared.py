@@ -112,12 +112,6 @@ def test_module_of_a_published_policy_declares_itself(name: str) -> None:
     assert find_declaration(name) is module.DECLARATION
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_plan_covers_the_steps_that_its_policy_declares(name: str) -> None:
-    [result] = compare_rows(_trace(), _MACHINE, {**_BUDGET, Tier.DEVICE: 40_000}, [name])
-    assert result.plan is not None and result.plan.period == find_declaration(name).period
-
-
 def test_declaration_of_an_unknown_policy_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="the nearest is 'capuchin'"):
         find_declaration("capuchim")

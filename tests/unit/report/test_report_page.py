@@ -229,23 +229,6 @@ def test_longest_waits_and_ops_that_differ_are_in_order() -> None:
     assert [row[0] for row in ops_that_differ(sample()).rows] == ["0 make a", "1 make b"]
 
 
-def test_plan_of_several_steps_has_a_page() -> None:
-    ring = TRACE.repeated(2)
-    held = [replace(r, start=r.start + k, stop=r.stop + k) for k in (0, 4) for r in PLAN.residencies[:4]]
-    shifted = [replace(r, tensor=r.tensor + (3 if r.start >= 4 else 0)) for r in held]
-    moves = tuple(
-        replace(t, tensor=t.tensor + 3 * k, issue_at=t.issue_at + 4 * k, ready_by=t.ready_by + 4 * k, rank=t.rank + 2 * k)
-        for k in (0, 1) for t in PLAN.transfers
-    )  # fmt: skip
-    plan = replace(
-        PLAN, period=2, op_count=8, residencies=(*shifted, replace(PLAN.residencies[4], stop=8)), transfers=moves
-    )
-    run = replace(sample(), plan=plan)
-    predicted, _ = predict(run)
-    assert predicted is not None and len(predicted.ops) == len(ring.ops)
-    assert len(rows_of(page(run, predicted))) == len(ring.tensors)
-
-
 @pytest.mark.parametrize(
     ("path", "told"), [("page.json", "ends with .html"), ("nowhere/page.html", "nowhere is none"), ("d.html", "is a folder")]
 )

@@ -34,13 +34,12 @@ class Kind:
     READY_OUT = 3
     UPDATED = 4
     END = 5
-    MARK = 6  # an end of the segment
-    BEGIN = 7
-    ISSUE = 8
-    UPDATE = 9
-    READY_IN = 10
-    REPEAT = 11
-    OP = 12
+    BEGIN = 6
+    ISSUE = 7
+    UPDATE = 8
+    READY_IN = 9
+    REPEAT = 10
+    OP = 11
 
 
 Event = tuple[int, Any]
@@ -92,7 +91,6 @@ class Versions:
         self._at_op: dict[int, int] = {}
         self._pending: dict[int, Use] = {}
         self._lost: object = None
-        self._marked: set[Tier] | None = None
         self._at_first = resident
         # The version in each tier that is resident; None: no valid data.
         self._valid: dict[Tier, int | None] = dict.fromkeys(resident, 0)
@@ -110,7 +108,7 @@ class Versions:
             until: last tick that counts.
         """
         actions: tuple[Callable[[int, Any], None], ...] = (
-            self._due, self._issue, self._update, self._ready, self._updated, self._end, self._mark, self._begin,
+            self._due, self._issue, self._update, self._ready, self._updated, self._end, self._begin,
             self._issue, self._update, self._ready, self._repeat, self._run,
         )  # fmt: skip
         end = until + 1 << 4
@@ -209,10 +207,3 @@ class Versions:
         # An update that was issued in the round before the first is not pending: the first begins with its result.
         if self._pending.pop(use.base + use.op, None) is not None and use.writes:
             self._valid[Tier.HOST] = self._current
-
-    def _mark(self, tick: int, is_stop: bool) -> None:
-        now = {tier for tier, version in self._valid.items() if version == self._current}
-        if is_stop and self._marked is not None and not self._marked <= now:
-            gone = ", ".join(sorted(tier.value for tier in self._marked - now))
-            refuse(Rule.SEGMENT, f"{self._name} is valid in {gone} when the segment starts, and not when it stops")
-        self._marked = None if is_stop else now

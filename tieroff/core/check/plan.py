@@ -23,7 +23,7 @@ def check(plan: Plan, trace: Trace, capabilities: Capabilities | None = None) ->
 
     Args:
         plan: what is checked.
-        trace: one step; a plan of several steps is checked against as many in a row.
+        trace: one step.
         capabilities: what the executor can do; all defaults if None.
 
     Raises:
@@ -31,11 +31,9 @@ def check(plan: Plan, trace: Trace, capabilities: Capabilities | None = None) ->
     """
     if plan.trace_digest != trace.digest:
         refuse(Rule.DIGEST, f"expected a plan for trace {trace.digest}, got one for {plan.trace_digest}")
-    if plan.period < 1:
-        refuse(Rule.RANGE, f"expected a period of 1 step or more, got {plan.period}")
-    if plan.op_count != plan.period * len(trace.ops):
-        refuse(Rule.DIGEST, f"expected {plan.period * len(trace.ops)} ops, got {plan.op_count}")
-    _Check(plan, trace.repeated(plan.period), capabilities or Capabilities()).run()
+    if plan.op_count != len(trace.ops):
+        refuse(Rule.DIGEST, f"expected {len(trace.ops)} ops, got {plan.op_count}")
+    _Check(plan, trace, capabilities or Capabilities()).run()
 
 
 class _Check:
@@ -59,12 +57,11 @@ class _Check:
         check_allocation(plan)
         self._check_repeats()
         self._check_host_updates()
-        self._check_segment()
         uses = derive_uses(plan, self._ring, self._capabilities)
         self._check_capabilities(uses)
         self._check_ranks()
         for index, own in enumerate(uses):
-            part = TensorCheck(self._n, own, can_wrap=self._capabilities.wraps, segment=plan.segment)
+            part = TensorCheck(self._n, own, can_wrap=self._capabilities.wraps)
             part.run(self._residencies[index], self._transfers[index])
         check_bytes(plan, self._ring, self._capabilities.granule_bytes)
 
@@ -140,24 +137,6 @@ class _Check:
                 refuse(Rule.HOST_UPDATE, f"expected updates awaited in order of issue, got {before} before {after}")
         if served and served[-1].ready_by > served[0].ready_by + n:
             refuse(Rule.HOST_UPDATE, f"expected {served[-1]} to be ready before {served[0]} of the next round")
-
-    def _check_segment(self) -> None:
-        """Rule segment on what is under way; a tick is cut between its ends and its begins."""
-        if self._plan.segment is None:
-            return
-        first, last = self._plan.segment
-        if not 0 <= first < last <= self._n:
-            refuse(Rule.SEGMENT, f"expected 0 <= start < stop <= {self._n}, got {first} to {last}")
-        for tick in {first, last, *(edge + self._n for edge in (first, last))}:
-            for t in self._plan.transfers:
-                if t.issue_at < tick < t.ready_by + (t.target is Tier.DEVICE):
-                    refuse(Rule.SEGMENT, f"{t} is under way at tick {tick} of a segment from {first} to {last}")
-            for u in self._plan.host_updates:
-                if u.op < tick < u.ready_by or u.op == tick == u.ready_by:
-                    refuse(Rule.SEGMENT, f"{u} is under way at tick {tick} of a segment from {first} to {last}")
-        for repeat in self._plan.repeats:
-            if (first <= repeat.op < last) != (first <= repeat.at < last):
-                refuse(Rule.SEGMENT, f"{repeat} crosses an end of the segment from {first} to {last}")
 
     def _check_capabilities(self, uses: list[Uses]) -> None:
         can, plan = self._capabilities, self._plan

@@ -18,7 +18,6 @@
 | stale_copy | the source of a copy, or its target, is written while it is under way |
 | invalid_copy | a transfer reads a tier that has no valid copy |
 | lost_data | the last valid copy is dropped though it is needed before a repeat brings it back |
-| segment | something is under way, or held otherwise, at one end of the segment than at the other |
 | address | addresses are missing, or two residencies share an op and an address |
 | budget | bytes at an op exceed a tier's budget |
 | peak | `peak_bytes` is not what the residencies add up to |
@@ -50,7 +49,6 @@ class Rule(StrEnum):
     STALE_COPY = "stale_copy"
     INVALID_COPY = "invalid_copy"
     LOST_DATA = "lost_data"
-    SEGMENT = "segment"
     ADDRESS = "address"
     BUDGET = "budget"
     PEAK = "peak"

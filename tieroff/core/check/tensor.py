@@ -85,20 +85,19 @@ def can_move(tensor: Tensor, min_bytes: int) -> bool:
 class TensorCheck:
     """Checks all parts of one tensor."""
 
-    def __init__(self, op_count: int, uses: Uses, *, can_wrap: bool, segment: Interval | None) -> None:
+    def __init__(self, op_count: int, uses: Uses, *, can_wrap: bool) -> None:
         self._n = op_count
         self._uses = uses
         self._can_wrap = can_wrap
-        self._segment = segment
 
     def run(self, residencies: list[Residency], transfers: list[Transfer]) -> None:
         """Cuts the tensor where any of its items' ranges begins or ends, and checks each part."""
         size = self._uses.tensor.size_bytes
-        events = _use_events(self._uses, self._n, self._segment)
+        events = _use_events(self._uses, self._n)
         items: list[Residency | Transfer] = [*residencies, *transfers]
         if not any(item.first_byte or item.stop_byte not in (0, size) for item in items):
             part = _PartCheck(self._n, self._uses, events, self._uses.name, residencies, transfers)
-            part.run(self._can_wrap, self._segment)
+            part.run(self._can_wrap)
             return
         cuts = sorted({0, size, *(i.first_byte for i in items), *(i.stop_byte or size for i in items)})
         position = {byte: index for index, byte in enumerate(cuts)}
@@ -113,7 +112,7 @@ class TensorCheck:
         for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
             name = f"{self._uses.name}, bytes {start} to {stop},"
             part = _PartCheck(self._n, self._uses, events, name, held[index], moved[index])
-            part.run(self._can_wrap, self._segment)
+            part.run(self._can_wrap)
 
 
 class _PartCheck:
@@ -141,7 +140,7 @@ class _PartCheck:
         for intervals in self._held.values():
             intervals.sort()
 
-    def run(self, can_wrap: bool, segment: Interval | None) -> None:
+    def run(self, can_wrap: bool) -> None:
         """Applies all rules on these bytes; those that later ones rely on come first."""
         is_moved = bool(self._transfers or self._held[Tier.HOST] or self._held[Tier.NVME])
         if is_moved and self._is_persistent and not can_wrap:
@@ -152,8 +151,6 @@ class _PartCheck:
         self._check_cover()
         self._check_transfers()
         self._check_begins()
-        if segment is not None:
-            self._check_segment(segment)
         self._check_data()
 
     def _is_whole(self, interval: Interval) -> bool:
@@ -234,21 +231,6 @@ class _PartCheck:
             ):
                 refuse(Rule.FROM_NOWHERE, f"{self._name} has neither birth nor transfer nor repeat to fill {r}")
 
-    def _check_segment(self, segment: Interval) -> None:
-        n = self._n
-        for t in self._transfers:
-            is_first = t.target is not Tier.DEVICE and t.issue_at == t.ready_by
-            if is_first and t.ready_by in segment and any(s == t.ready_by % n for s, _ in self._held[t.target]):
-                refuse(Rule.SEGMENT, f"{t} fills before an end of the segment what is held only after it")
-        tiers = [{r.tier for r in self._residencies if self._crosses(r, tick)} for tick in segment]
-        if tiers[0] != tiers[1]:
-            names = [", ".join(sorted(tier.value for tier in at)) or "no tier" for at in tiers]
-            message = f"{self._name} is in {names[0]} across the start of the segment and in {names[1]} across its stop"
-            refuse(Rule.SEGMENT, message)
-
-    def _crosses(self, r: Residency, tick: int) -> bool:
-        return self._is_whole((r.start, r.stop)) or r.start < tick < r.stop or r.start < tick + self._n < r.stop
-
     def _check_data(self) -> None:
         n = self._n
         first = [event for event in self._use_events if event[0] < n + 1 << 4]
@@ -300,7 +282,7 @@ class _PartCheck:
                 events.append((t.ready_by - n << 4 | ready, Job(t)))
 
 
-def _use_events(uses: Uses, op_count: int, segment: Interval | None) -> list[Event]:
+def _use_events(uses: Uses, op_count: int) -> list[Event]:
     """Returns the events that all parts of a tensor go through, in the order of their keys; a round has n + 1 ticks."""
     events: list[Event] = []
     for base in (0, op_count + 1) if uses.tensor.is_persistent else (0,):
@@ -310,9 +292,6 @@ def _use_events(uses: Uses, op_count: int, segment: Interval | None) -> list[Eve
             events.append((base + at << 4 | Kind.REPEAT, Use(use.op, use.writes, base)))
         for use in uses.updates:
             events += _update_events(use, base, op_count)
-        if segment is not None:
-            events.append((base + segment[0] << 4 | Kind.MARK, False))
-            events.append((base + segment[1] << 4 | Kind.MARK, True))
     events.sort(key=itemgetter(0))
     return events
 

@@ -2,7 +2,8 @@
 
 A file is written beside its place, flushed to the disk and renamed, so a reader sees the old one or the new one. What
 is read is checked down to each value against the types of the classes; the error says where in the file it is. Fields
-that have their default are left out. Version 1 wrote them all and knew fewer of them, so one reader does for both.
+that have their default are left out. Version 1 wrote all fields and knew fewer of them, so one reader does for both.
+Fields that no longer exist (`_REMOVED`) are accepted with the value that meant nothing, and refused with any other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from tieroff.errors import CaptureError, InvalidPlanError, TieroffError
 
 _VERSION = 2
 _READABLE = (1, 2)
+_REMOVED: dict[type, dict[str, Any]] = {
+    Plan: {"bucket_order": [], "period": 1, "segment": None},
+    Timeline: {"period": 1},
+}
+"""Fields of older files by class, each with its default of then."""
+
 _MISFIT = "a file of another kind, or one that was cut off"
 
 Parse = Callable[[Any, str], Any]
@@ -178,6 +185,10 @@ def _load(kind: str, cls: Any, path: str | Path, error_of: Callable[[str], Tiero
     if document.get("version") not in _READABLE:
         raise error_of(f"{path}: expected version {_VERSION} or older of {kind}, got {document.get('version')!r}")
     body = {key: value for key, value in document.items() if key not in ("format", "version")}
+    for key, default in _REMOVED.get(cls, {}).items():
+        value = body.pop(key, default)
+        if value != default:
+            raise error_of(f"{path}: {key!r} is no longer supported: expected {default!r}, got {value!r:.60}; plan again")
     try:
         return _object(cls)(body, "")
     except _Misfit as error:

@@ -143,7 +143,7 @@ def _check_fits(run: Run, path: Path) -> None:
             f"{path / _PLAN}: expected a plan for the trace beside it, {trace.digest}, got one for {plan.trace_digest}: the "
             "files are of two runs; save the run again"
         )
-    op_count, tensor_count = len(trace.ops) * plan.period, len(trace.repeated(plan.period).tensors)
+    op_count, tensor_count = len(trace.ops), len(trace.tensors)
     ticks = [tick for r in plan.residencies for tick in (r.start, r.stop)]
     ticks += [tick for t in plan.transfers for tick in (t.issue_at, t.ready_by)]
     ticks += [tick for r in plan.repeats for tick in (r.op, r.at)] + [u.op for u in plan.host_updates]

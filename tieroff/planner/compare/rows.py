@@ -109,7 +109,7 @@ def plan_row(
     if scope not in bounds_ns:
         bounds_ns[scope] = best_bound_ns(problem, effort, scope)
     moved = timeline.moved_bytes
-    recompute_ns = timeline.recompute_ns // timeline.period
+    recompute_ns = timeline.recompute_ns
     plan_s = time.perf_counter() - begin
     faithful = timeline if declared.is_common else declared.faithful(plan, trace, machine)
     row = Row(
@@ -122,10 +122,10 @@ def plan_row(
         peak_device_bytes=plan.peak_bytes[Tier.DEVICE],
         peak_host_bytes=plan.peak_bytes[Tier.HOST],
         peak_nvme_bytes=plan.peak_bytes[Tier.NVME],
-        d2h_bytes=moved["d2h"] // timeline.period,
-        h2d_bytes=moved["h2d"] // timeline.period,
-        nvme_write_bytes=moved["nvme_write"] // timeline.period,
-        nvme_read_bytes=moved["nvme_read"] // timeline.period,
+        d2h_bytes=moved["d2h"],
+        h2d_bytes=moved["h2d"],
+        nvme_write_bytes=moved["nvme_write"],
+        nvme_read_bytes=moved["nvme_read"],
         recompute_s=recompute_ns / NS_PER_S,
         plan_s=plan_s,
         kind=kind,

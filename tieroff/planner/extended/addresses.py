@@ -1,7 +1,7 @@
 """Planned addresses for what a plan holds: on the device, and in the files and pools of the tiers below.
 
-[Note: addresses on a ring]
-A residency that wraps round the step's end must lie at one address on both sides of it, so the packer works on the ring
+[Note: addresses on a trace]
+A residency that wraps round the step's end must lie at one address on both sides of it, so the packer works on the trace
 itself: what overlaps there in time never overlaps in space. The transient bytes of an op are free room above all
 that is held at it. Hence the room taken at an op is the highest end held there plus its transient bytes, and the
 footprint is a peak that is proven by the addresses: never less than the sum of what is held, and more where room is
@@ -36,12 +36,11 @@ def with_addresses(plan: Plan, trace: Trace, alignment_bytes: int = DEVICE_ALIGN
     Raises:
         ConfigError: an alignment below 1.
     """
-    ring = trace.repeated(plan.period)
-    above = [op.transient_bytes for op in ring.ops]
+    above = [op.transient_bytes for op in trace.ops]
     for repeat in plan.repeats:
-        above[repeat.at] = max(above[repeat.at], ring.ops[repeat.op].transient_bytes)
+        above[repeat.at] = max(above[repeat.at], trace.ops[repeat.op].transient_bytes)
     held = [index for index, r in enumerate(plan.residencies) if r.tier is Tier.DEVICE]
-    buffers = [(r.start, r.stop, _size_bytes(ring, r)) for r in (plan.residencies[index] for index in held)]
+    buffers = [(r.start, r.stop, _size_bytes(trace, r)) for r in (plan.residencies[index] for index in held)]
     layout = pack_ring(buffers, above, plan.budget_bytes[Tier.DEVICE], alignment_bytes, budget)
     highest = list(above)
     for (start, stop, size), offset in zip(buffers, layout.offsets, strict=True):
@@ -108,8 +107,7 @@ def file_layout(plan: Plan, trace: Trace, tier: Tier, granule_bytes: int, budget
     Raises:
         ConfigError: a granule below 1.
     """
-    ring = trace.repeated(plan.period)
-    op_count = len(ring.ops)
+    op_count = len(trace.ops)
     awaited = {
         (t.tensor, t.first_byte, t.stop_byte, t.ready_by % op_count)
         for t in plan.transfers
@@ -123,7 +121,7 @@ def file_layout(plan: Plan, trace: Trace, tier: Tier, granule_bytes: int, budget
         is_read_last = (r.tensor, r.first_byte, r.stop_byte, r.stop % op_count) in awaited
         held.append(index)
         stop = min(r.stop + is_read_last, r.start + op_count)
-        buffers.append((r.start, stop, padded(_size_bytes(ring, r), granule_bytes)))
+        buffers.append((r.start, stop, padded(_size_bytes(trace, r), granule_bytes)))
     layout = pack_ring(buffers, [0] * op_count, None, granule_bytes, budget)
     offsets = [_NOWHERE] * len(plan.residencies)
     for index, offset in zip(held, layout.offsets, strict=True):
@@ -131,8 +129,8 @@ def file_layout(plan: Plan, trace: Trace, tier: Tier, granule_bytes: int, budget
     return replace(layout, offsets=tuple(offsets))
 
 
-def _size_bytes(ring: Trace, residency: Residency) -> int:
-    return ring.tensors[residency.tensor].part_bytes(residency.first_byte, residency.stop_byte)
+def _size_bytes(trace: Trace, residency: Residency) -> int:
+    return trace.tensors[residency.tensor].part_bytes(residency.first_byte, residency.stop_byte)
 
 
 def _no_room(device_bytes: int, limit_bytes: int, error: InfeasiblePlanError | None) -> InfeasiblePlanError:

@@ -1,4 +1,4 @@
-"""What a policy says of itself: when it decides, what its authors take memory and links to be, and for how many steps it plans.
+"""What a policy says of itself: when it decides, and what its authors take memory and links to be.
 
 [Note: two times]
 Every policy's plan is simulated twice. The common-model time takes the same machine for all, so rows can be compared with
@@ -91,13 +91,11 @@ class Declaration:
         decides: when.
         options: what its faithful time is simulated under.
         assumes: what its authors' system does besides.
-        period: steps that one plan covers.
     """
 
     decides: Decides = Decides.STATIC
     options: ModelOptions = field(default_factory=ModelOptions)
     assumes: Assumptions = field(default_factory=Assumptions)
-    period: int = 1
 
     @property
     def is_common(self) -> bool:

@@ -33,8 +33,8 @@ class SimulationOptions:
     step_count_max: int = 16
 
 
-def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions) -> tuple[Plan, Trace]:
-    """Returns the plan as the options change it, and the trace of its ring: `period` copies of the step.
+def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions) -> Plan:
+    """Returns the plan as the options change it.
 
     Raises:
         TraceMismatchError: the plan is for another trace.
@@ -45,17 +45,16 @@ def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptio
         raise TraceMismatchError(
             f"expected a plan for trace {trace.digest}, got one for {plan.trace_digest}: plan this trace again"
         )
-    ring = trace if plan.period == 1 else trace.repeated(plan.period)
-    if plan.op_count != len(ring.ops):
-        raise InvalidPlanError(f"expected {len(ring.ops)} ops in the plan, got {plan.op_count}", rule="digest")
-    _check_ranges(plan, ring)
+    if plan.op_count != len(trace.ops):
+        raise InvalidPlanError(f"expected {len(trace.ops)} ops in the plan, got {plan.op_count}", rule="digest")
+    _check_ranges(plan, trace)
     for source, target in sorted({(t.source, t.target) for t in plan.transfers}):
         machine.link(source, target)
     if options.writes_clean:
-        plan = with_clean_writes(plan, ring)
+        plan = with_clean_writes(plan, trace)
     if options.eviction_blocks:
         plan = with_blocking_evictions(plan)
-    return plan, ring
+    return plan
 
 
 def size_of(item: Residency | Transfer, ring: Trace) -> int:

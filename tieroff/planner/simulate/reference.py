@@ -190,12 +190,12 @@ class _Step:
 class _Run:
     """One simulated run, step after step."""
 
-    def __init__(self, plan: Plan, ring: Trace, machine: Machine, options: SimulationOptions) -> None:
-        self._ring = ring
+    def __init__(self, plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions) -> None:
+        self._trace = trace
         self._op_count = plan.op_count
         self._ticks = make_schedule(plan).ticks
         on_cpu = {update.op for update in plan.host_updates}
-        self._op_ns = [0 if index in on_cpu else op.duration_ns for index, op in enumerate(ring.ops)]
+        self._op_ns = [0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)]
         self._links = _Links(machine, options)
         self._cpu = _Cpu()
         self._before = _Step()
@@ -229,7 +229,7 @@ class _Run:
     def _issue(self, items: tuple[_Item, ...]) -> None:
         for item in items:
             if isinstance(item, Transfer):
-                job = _Job(item, size_of(item, self._ring))
+                job = _Job(item, size_of(item, self._trace))
                 self._links.issue(job, self.now_ns)
             else:
                 job = _Job(item)
@@ -265,8 +265,8 @@ def simulate_reference(plan: Plan, trace: Trace, machine: Machine, options: Simu
         As `simulate` does.
     """
     options = options or SimulationOptions()
-    plan, ring = prepare(plan, trace, machine, options)
-    run = _Run(plan, ring, machine, options)
+    plan = prepare(plan, trace, machine, options)
+    run = _Run(plan, trace, machine, options)
     ends_ns, seen, cycle = [0], {run.state(): 0}, 0
     while not cycle and len(ends_ns) <= options.step_count_max:
         step = run.step()
@@ -286,31 +286,30 @@ def simulate_reference(plan: Plan, trace: Trace, machine: Machine, options: Simu
         ops=tuple(OpSpan(o.start_ns - begin, o.stop_ns - begin) for o in step.ops),
         transfers=tuple(sorted(transfers, key=lambda span: (span.start_ns, span.stop_ns))),
         stalls=tuple(step.stalls),
-        memory=memory_per_op_reference(plan, ring),
-        step_ns=-(-(ends_ns[-1] - ends_ns[-1 - rounds]) // (rounds * plan.period)),
+        memory=memory_per_op_reference(plan, trace),
+        step_ns=-(-(ends_ns[-1] - ends_ns[-1 - rounds]) // rounds),
         repeats=tuple(RunSpan(r.op, r.start_ns - begin, r.stop_ns - begin) for r in step.repeats),
         host_updates=tuple(
             RunSpan(u.op, job.start_ns - begin, job.stop_ns - begin)
             for u, job in step.jobs.items()
             if isinstance(u, HostUpdate)
         ),
-        recompute_ns=sum(r.stop_ns - r.start_ns for r in step.repeats) + ring.recompute_ns,
-        first_step_ns=-(-ends_ns[1] // plan.period),
+        recompute_ns=sum(r.stop_ns - r.start_ns for r in step.repeats) + trace.recompute_ns,
+        first_step_ns=ends_ns[1],
         cycle=cycle,
-        period=plan.period,
     )
 
 
-def memory_per_op_reference(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
-    """Returns the bytes that count at each op in each tier; `ring` is the trace of all ops of the plan."""
+def memory_per_op_reference(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, ...]]:
+    """Returns the bytes that count at each op in each tier."""
     op_count = plan.op_count
-    transient = [op.transient_bytes for op in ring.ops]
+    transient = [op.transient_bytes for op in trace.ops]
     for repeat in plan.repeats:
-        transient[repeat.at] = max(transient[repeat.at], ring.ops[repeat.op].transient_bytes)
+        transient[repeat.at] = max(transient[repeat.at], trace.ops[repeat.op].transient_bytes)
     memory = {tier: [0] * op_count for tier in Tier}
     for index, residency in enumerate(plan.residencies):
         line = memory[residency.tier]
-        size = size_of(residency, ring)
+        size = size_of(residency, trace)
         if residency.tier is Tier.DEVICE:
             size = allocated_bytes(size, plan.allocation)
         for op in range(residency.start, residency.stop):

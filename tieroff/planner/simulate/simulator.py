@@ -33,8 +33,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
 
     Steps are simulated until the state at a step's end repeats. `step_ns` is then the mean over the steps of that cycle,
     rounded up, and everything else is of its last step; without a repetition within `options.step_count_max` steps all
-    is of the last one, and `is_periodic` is False. A plan for several steps is simulated round by round: `step_ns` is
-    per step, everything else of a whole round. See [Note: time in the simulator] and [Note: links in the simulator].
+    is of the last one, and `is_periodic` is False. See [Note: time in the simulator] and [Note: links in the simulator].
 
     Raises:
         TraceMismatchError: the plan is for another trace.
@@ -42,22 +41,21 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
         InvalidPlanError: an index, a tick or a range of bytes is out of range.
     """
     options = options or SimulationOptions()
-    plan, ring = prepare(plan, trace, machine, options)
-    result = _run(plan, ring, machine, options)
+    plan = prepare(plan, trace, machine, options)
+    result = _run(plan, trace, machine, options)
     transfers = result.transfers
     transfers = transfers[np.lexsort((transfers[:, 2], transfers[:, 1]))]
     return Timeline(
         ops=tuple(OpSpan(start, stop) for _, start, stop in result.ops.tolist()),
-        transfers=tuple(_transfer_span(plan.transfers[index], ring, start, stop) for index, start, stop in transfers.tolist()),
+        transfers=tuple(_transfer_span(plan.transfers[index], trace, start, stop) for index, start, stop in transfers.tolist()),
         stalls=tuple(_stall(plan, *row) for row in result.stalls.tolist()),
-        memory=memory_per_op(plan, ring),
+        memory=memory_per_op(plan, trace),
         step_ns=result.step_ns,
         repeats=tuple(RunSpan(plan.repeats[i].op, start, stop) for i, start, stop in result.repeats.tolist()),
         host_updates=tuple(RunSpan(plan.host_updates[i].op, start, stop) for i, start, stop in result.updates.tolist()),
-        recompute_ns=result.recompute_ns + ring.recompute_ns,
+        recompute_ns=result.recompute_ns + trace.recompute_ns,
         first_step_ns=result.first_step_ns,
         cycle=result.cycle,
-        period=plan.period,
     )
 
 
@@ -67,11 +65,11 @@ def simulate_totals(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, di
     A plan that is only weighed against others needs no more, and spans of all ops and transfers take most of the time.
     """
     options = SimulationOptions()
-    plan, ring = prepare(plan, trace, machine, options)
-    step_ns = _run(plan, ring, machine, options, with_spans=False).step_ns
+    plan = prepare(plan, trace, machine, options)
+    step_ns = _run(plan, trace, machine, options, with_spans=False).step_ns
     moved = dict.fromkeys(_LINKS, 0)
     for transfer in plan.transfers:
-        moved[LINK_NAMES[transfer.source, transfer.target]] += size_of(transfer, ring)
+        moved[LINK_NAMES[transfer.source, transfer.target]] += size_of(transfer, trace)
     return step_ns, moved
 
 
@@ -92,11 +90,11 @@ def simulate_rows(transfers: Rows, repeats: Sequence[Repeat], trace: Trace, mach
     return step_ns, moved
 
 
-def memory_per_op(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
-    """Returns the bytes that count at each op in each tier; `ring` is the trace of all ops of the plan."""
-    residencies = [(_TIERS[r.tier], r.start, r.stop, size_of(r, ring)) for r in plan.residencies]
+def memory_per_op(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, ...]]:
+    """Returns the bytes that count at each op in each tier."""
+    residencies = [(_TIERS[r.tier], r.start, r.stop, size_of(r, trace)) for r in plan.residencies]
     memory = _native.memory_per_op(
-        _line(op.transient_bytes for op in ring.ops),
+        _line(op.transient_bytes for op in trace.ops),
         _rows(residencies, 4),
         _rows([(r.op, r.at) for r in plan.repeats], 2),
         _KINDS[plan.allocation.kind],
@@ -107,11 +105,11 @@ def memory_per_op(plan: Plan, ring: Trace) -> dict[Tier, tuple[int, ...]]:
 
 
 def _run(
-    plan: Plan, ring: Trace, machine: Machine, options: SimulationOptions, *, with_spans: bool = True
+    plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions, *, with_spans: bool = True
 ) -> _native.SimulationResult:
-    rows = [(_TIERS[t.source], _TIERS[t.target], t.issue_at, t.ready_by, t.rank, size_of(t, ring)) for t in plan.transfers]
+    rows = [(_TIERS[t.source], _TIERS[t.target], t.issue_at, t.ready_by, t.rank, size_of(t, trace)) for t in plan.transfers]
     return _run_rows(
-        _rows(rows, 6), plan.host_updates, plan.repeats, ring, machine, options, period=plan.period, with_spans=with_spans
+        _rows(rows, 6), plan.host_updates, plan.repeats, trace, machine, options, with_spans=with_spans
     )
 
 
@@ -119,11 +117,10 @@ def _run_rows(
     transfers: Rows,
     updates: Sequence[HostUpdate],
     repeats: Sequence[Repeat],
-    ring: Trace,
+    trace: Trace,
     machine: Machine,
     options: SimulationOptions,
     *,
-    period: int = 1,
     with_spans: bool,
 ) -> _native.SimulationResult:
     on_cpu = {update.op for update in updates}
@@ -133,7 +130,7 @@ def _run_rows(
     ]
     try:
         return _native.simulate(
-            op_ns=_line(0 if index in on_cpu else op.duration_ns for index, op in enumerate(ring.ops)),
+            op_ns=_line(0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)),
             transfers=transfers,
             updates=_rows([(u.issue_at, u.ready_by, u.duration_ns) for u in updates], 3),
             repeats=_rows([(r.op, r.at) for r in repeats], 2),
@@ -141,12 +138,11 @@ def _run_rows(
             duplex_share_millionths=share_millionths(machine),
             nvme_shares_host_link=machine.nvme_shares_host_link,
             has_exclusive_link=options.has_exclusive_link,
-            period=period,
             step_count_max=options.step_count_max,
             with_spans=with_spans,
         )
     except OverflowError as error:
-        raise ConfigError(f"machine {machine.name!r} is too slow for trace {ring.name!r}: {error}") from error
+        raise ConfigError(f"machine {machine.name!r} is too slow for trace {trace.name!r}: {error}") from error
 
 
 def _line(values: Iterable[int]) -> Rows:
@@ -157,8 +153,8 @@ def _rows(rows: Sequence[tuple[int, ...]], columns: int) -> Rows:
     return np.array(rows, np.int64).reshape(-1, columns)
 
 
-def _transfer_span(transfer: Transfer, ring: Trace, start_ns: int, stop_ns: int) -> TransferSpan:
-    size = size_of(transfer, ring)
+def _transfer_span(transfer: Transfer, trace: Trace, start_ns: int, stop_ns: int) -> TransferSpan:
+    size = size_of(transfer, trace)
     return TransferSpan(transfer.tensor, transfer.source, transfer.target, start_ns, stop_ns, size, transfer.first_byte)
 
 

@@ -51,7 +51,6 @@ struct SimulationInput {
   std::int32_t duplex_share_millionths = 1'000'000;
   bool nvme_shares_host_link = false;
   bool has_exclusive_link = false;
-  std::int32_t period = 1;  // steps that the ring covers
   std::int32_t step_count_max = 16;
   bool with_spans = true;  // without, the vectors of spans stay empty, and a step less may be run
 };
