@@ -42,16 +42,15 @@ def tables(found: dict[str, Any]) -> str:
     """Returns all tables as Markdown."""
     rows: Rows = found["rows"]
     parts = [
-        f"Made on {found['date']} by `{found['command']}` ({found['effort']} effort); every figure here is ours but for the "
-        "columns named published.",
+        f"Made on {found['date']} by `{_command(found)}` (effort {found['effort']}). All figures are tieroff's, except the columns "
+        "named published.",
         "### One row per policy",
-        "Planning is in seconds of the CPU, bound and simulation included, for the machine had other work; where it was "
-        "not measured (`plan_cpu_s` is null in the file) it is left out. That of `auto` is without the other rows'.",
+        "Planning is CPU time in seconds, with bound and simulation, because the machine was shared. It is left out where it was "
+        "not measured (`plan_cpu_s` is null in the file). For `auto` it excludes the other rows.",
         _summary(rows),
         "### step/ideal on the traces of G10",
-        "Under the common model, with 40 GiB of device memory and 128 GiB of host memory; 1 is the sum of the ops' times, "
-        "a dash a step that the policy's rule does not bring under the budget. The bound is the best one proven with this "
-        "effort.",
+        "Under the common model, with 40 GiB of device memory and 128 GiB of host memory. 1 is the sum of the ops' times; a dash "
+        "means that the policy's rule does not bring the step under the budget. The bound is the best one proven at this effort.",
         _matrix([row for row in rows if row["part"] == "g10"]),
         "### step/ideal on traces of this project's own models",
         "Device budgets are shares of the peak of live bytes; the executor is this project's runtime.",
@@ -70,6 +69,11 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _policies(rows: Rows) -> list[str]:
     return order(list(dict.fromkeys(row["policy"] for row in rows)))
+
+
+def _command(found: dict[str, Any]) -> str:
+    """Returns the command, under the folder where the benchmarks lie today."""
+    return str(found["command"]).replace("scripts/bench_", "benchmarks/bench_")
 
 
 def _summary(rows: Rows) -> str:
@@ -93,7 +97,7 @@ def _summary(rows: Rows) -> str:
             )
         )
     means = ("steps met", "ideal/step, geometric mean of these", "planning, s, at most")
-    heads = ("policy", "decides", "own options", "assumes besides", *means)
+    heads = ("policy", "decides", "own options", "also assumes", *means)
     return _table(heads, lines)
 
 
