@@ -42,15 +42,16 @@ def tables(found: dict[str, Any]) -> str:
     """Returns all tables as Markdown."""
     rows: Rows = found["rows"]
     parts = [
-        f"Made on {found['date']} by `{_command(found)}` (effort {found['effort']}). All figures are tieroff's, except the columns "
-        "named published.",
+        f"Made on {found['date']} by `{_command(found)}` (effort {found['effort']}). All figures are tieroff's, except the "
+        "columns named published.",
         "### One row per policy",
-        "Planning is CPU time in seconds, with bound and simulation, because the machine was shared. It is left out where it was "
-        "not measured (`plan_cpu_s` is null in the file). For `auto` it excludes the other rows.",
+        "Planning is CPU time in seconds, with bound and simulation, because the machine was shared. It is left out where it "
+        "was not measured (`plan_cpu_s` is null in the file). For `auto` it excludes the other rows.",
         _summary(rows),
         "### step/ideal on the traces of G10",
-        "Under the common model, with 40 GiB of device memory and 128 GiB of host memory. 1 is the sum of the ops' times; a dash "
-        "means that the policy's rule does not bring the step under the budget. The bound is the best one proven at this effort.",
+        "Under the common model, with 40 GiB of device memory and 128 GiB of host memory. 1 is the sum of the ops' times; a "
+        "dash means that the policy's rule does not bring the step under the budget. The bound is the best one proven at this "
+        "effort.",
         _matrix([row for row in rows if row["part"] == "g10"]),
         "### step/ideal on traces of this project's own models",
         "Device budgets are shares of the peak of live bytes; the executor is this project's runtime.",
