@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import tieroff
 from harness.where import when_and_where
 from progress import make_console
-from tieroff.runtime.backend.base import Arrival, CpuBackend, settle_vector_math
+from tieroff.runtime.backend.base import Arrival
+from tieroff.runtime.backend.cpu import CpuBackend, settle_vector_math
 from tieroff.runtime.items.place import Place
 from tieroff.units import NS_PER_S, parse_bytes
 

@@ -31,7 +31,7 @@ from tieroff.core.io.run_folder import Run, load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.planner.compare.predict import predict
 from tieroff.planner.layers import layer_runs
-from tieroff.runtime.backend.base import settle_vector_math
+from tieroff.runtime.backend.cpu import settle_vector_math
 from tieroff.units import NS_PER_S, parse_bytes
 
 _VOCABULARY = 512

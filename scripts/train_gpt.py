@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import tieroff
 from peak import PeakMemory
 from progress import Progress
-from tieroff.runtime.backend.base import settle_vector_math
+from tieroff.runtime.backend.cpu import settle_vector_math
 
 OnStep = Callable[[int, float, float], None]
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import tieroff
 from peak import PeakMemory
 from progress import Progress
-from tieroff.runtime.backend.base import settle_vector_math
+from tieroff.runtime.backend.cpu import settle_vector_math
 from train_gpt import (
     GPT,
     UNTIMED_STEPS,

@@ -9,7 +9,7 @@ import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import CpuBackend
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Traffic
 from tieroff.runtime.items.place import HomePlace

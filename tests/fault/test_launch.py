@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tests.support.twins import MACHINE
-from tieroff.runtime.backend.base import settle_vector_math
+from tieroff.runtime.backend.cpu import settle_vector_math
 
 pytestmark = pytest.mark.timeout(240)
 

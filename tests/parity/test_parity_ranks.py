@@ -25,7 +25,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 import tieroff
 from tieroff.config import Config
-from tieroff.runtime.backend.base import DelayedBackend, settle_vector_math
+from tests.support.delayed import DelayedBackend
+from tieroff.runtime.backend.cpu import settle_vector_math
 
 torch.set_num_threads(1)
 settle_vector_math()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tests.support.parity import are_same_bits, copy_of, differing, machine_file, state_of
-from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.cpu import CpuBackend
 
 STEPS, SAVED_AFTER = 9, 4
 NVME_BYTES, HOST_BYTES = 16 << 20, 32 << 20

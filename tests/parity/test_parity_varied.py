@@ -15,7 +15,8 @@ import tieroff
 from bench_foresight import MODELS, Plain, SlowBackend, train
 from tests.support.parity import BACKENDS
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import Arrival, CpuBackend
+from tieroff.runtime.backend.base import Arrival
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.item import Item, Traffic
 from tieroff.runtime.items.place import Place
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.tensor import Tier
-from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import Backend
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.items.homes import local_of
 from tieroff.runtime.items.item import Item

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils import _pytree
 
 import tieroff
-from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
+from tests.support.delayed import DelayedBackend
+from tieroff.runtime.backend.base import Backend
+from tieroff.runtime.backend.cpu import CpuBackend
 
 Model = nn.Module
 Optimizer = torch.optim.Optimizer | None

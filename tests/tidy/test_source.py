@@ -61,7 +61,7 @@ def deletes_trees(node: ast.AST, path: Path) -> str:
 
 
 def prints(node: ast.AST, path: Path) -> str:
-    is_edge = path.name == "cli.py" or path.parts[0] in {"scripts", "benchmarks"}
+    is_edge = "cli" in path.parts or path.parts[0] in {"scripts", "benchmarks"}
     return "prints" if called_name(node) == "print" and not is_edge else ""
 
 

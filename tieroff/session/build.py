@@ -17,7 +17,8 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import ConfigError
 from tieroff.planner.compare.predict import predict
 from tieroff.planner.foresight import Correlation
-from tieroff.runtime.backend.base import Backend, CpuBackend
+from tieroff.runtime.backend.base import Backend
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.custody import Settings
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.resident import Resident

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tests.support.in_backward import Use, backward_again, clip, config, make, read, train
 from tieroff.core import describe
-from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.cpu import CpuBackend
 
 STEPS = 4
 

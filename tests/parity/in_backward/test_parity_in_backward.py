@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tests.support.in_backward import OPTIMIZERS, Tied, config, make, train
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
-from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.cpu import CpuBackend
 
 
 def halve(parameter: torch.Tensor) -> None:

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tests.support.parity import copy_of, differing, machine_file, state_of
-from tieroff.runtime.backend.base import CpuBackend, DelayedBackend
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.hooks.forward import ForwardSlot
 from tieroff.runtime.optimizer import state_dicts
 

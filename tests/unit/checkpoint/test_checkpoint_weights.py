@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tests.support.parity import are_same_bits, machine_file
 from tieroff.checkpoint.folder import INDEX_FILE
 from tieroff.checkpoint.save import _shards
 from tieroff.checkpoint.shard import _CODES
 from tieroff.core.tensor import Tier
-from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import Backend
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.residency import State
 
 BACKENDS: dict[str, Any] = {"cpu": CpuBackend, "delayed": lambda: DelayedBackend(7)}

@@ -16,7 +16,7 @@ import tieroff
 from tieroff._native import PagePool
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend import base as backends
-from tieroff.runtime.backend.base import CpuBackend
+from tieroff.runtime.backend.cpu import CpuBackend
 
 MIB = 2**20
 
@@ -217,7 +217,7 @@ def test_every_vector_function_is_called_once_on_one_element(monkeypatch: pytest
 @pytest.mark.timeout(300)
 def test_the_first_square_root_of_a_process_is_exact_every_time() -> None:
     program = (
-        "import torch; from tieroff.runtime.backend.base import settle_vector_math; settle_vector_math();"
+        "import torch; from tieroff.runtime.backend.cpu import settle_vector_math; settle_vector_math();"
         "torch.manual_seed(0); x = torch.rand(1 << 20); a = x.sqrt(); b = x.sqrt(); assert torch.equal(a, b)"
     )
     for _ in range(12):  # without settling, one process in twenty differs on two idle cores

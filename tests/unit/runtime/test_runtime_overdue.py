@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.support.delayed import DelayedBackend
 from tieroff.core.plan import Plan, Transfer
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.backend.base import Backend, CpuBackend, DelayedBackend
+from tieroff.runtime.backend.base import Backend
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.execution.overdue import Overdue
 from tieroff.runtime.hooks.activations import ActivationItem
 from tieroff.runtime.items.item import Item

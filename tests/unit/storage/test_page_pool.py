@@ -287,7 +287,7 @@ print("done")
 def test_a_process_without_address_space_goes_on_without_it() -> None:
     program = (
         "import resource, psutil, tieroff, torch\n"
-        "from tieroff.runtime.backend.base import CpuBackend\n"
+        "from tieroff.runtime.backend.cpu import CpuBackend\n"
         "limit = psutil.Process().memory_info().vms + 2**30\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "backend = CpuBackend(); backend.keep_freed(2**30)\n"

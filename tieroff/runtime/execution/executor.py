@@ -11,7 +11,6 @@ import torch
 
 from tieroff.core.seams import Foresight, Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.backend.base import bytes_of
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP, OnDemand
 from tieroff.runtime.execution.overdue import Overdue
 from tieroff.runtime.hooks.activations import ActivationItem, SavedTensors
@@ -21,6 +20,7 @@ from tieroff.runtime.items.homes import HomeItem, ParameterItem
 from tieroff.runtime.items.item import Item, Traffic
 from tieroff.runtime.items.residency import Event, State
 from tieroff.runtime.step.program import Mode, Phase, Program
+from tieroff.runtime.tensors import bytes_of
 
 log = logging.getLogger("tieroff")
 

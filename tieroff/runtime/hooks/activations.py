@@ -11,11 +11,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.backend.base import bytes_of, probe_of, view_of
 from tieroff.runtime.hooks.parameters import LiveValues, Stays
 from tieroff.runtime.items.homes import ParameterItem
 from tieroff.runtime.items.item import Item, Traffic
 from tieroff.runtime.items.place import BlockPlace, Place
+from tieroff.runtime.tensors import bytes_of, probe_of, view_of
 
 if TYPE_CHECKING:
     from tieroff.runtime.execution.executor import Executor

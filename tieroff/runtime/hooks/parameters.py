@@ -31,8 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.seams import Recorder
 from tieroff.errors import StateError
-from tieroff.runtime.backend.base import probe_of
 from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.tensors import probe_of
 
 # The id of the running graph task, or -1 outside a backward.
 current_graph_task = torch._C._current_graph_task_id

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError, TraceMismatchError
-from tieroff.runtime.backend.base import probe_of
 from tieroff.runtime.execution.executor import Executor
 from tieroff.runtime.hooks.forward import ForwardSlot, leaves_of, recompute
 from tieroff.runtime.hooks.parameters import current_graph_task
 from tieroff.runtime.hooks.purity import attributes_of, has_hooks, is_plain, random_state
+from tieroff.runtime.tensors import probe_of
 
 
 class ModuleSpans:

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.backend.base import bytes_of, view_of
 from tieroff.runtime.items.item import Item, Traffic
 from tieroff.runtime.items.place import HomePlace, Place
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
+from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.storage.nvme.pages import MappedFiles
 
 

@@ -1,0 +1,156 @@
+"""Commands about plans: `plan` and `compare`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tieroff.cli.options import (
+    AnyTraceOption,
+    AsJson,
+    DeviceBudgetOption,
+    Effort,
+    EffortOption,
+    ExecutionTraceOption,
+    HostBudgetOption,
+    MachineOption,
+    ModelOption,
+    NvmeBudgetOption,
+    TraceOption,
+)
+from tieroff.cli.output import EXIT_INFEASIBLE, print_json
+from tieroff.report.terminal import print_rows, progress
+from tieroff.units import NS_PER_S, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from tieroff.core.machine import Machine
+    from tieroff.core.tensor import Tier
+    from tieroff.core.trace import Trace
+    from tieroff.planner.compare.rows import Result
+
+
+def plan(
+    machine: MachineOption,
+    device_budget: DeviceBudgetOption,
+    trace: AnyTraceOption = None,
+    execution_trace: ExecutionTraceOption = None,
+    model: ModelOption = None,
+    host_budget: HostBudgetOption = None,
+    nvme_budget: NvmeBudgetOption = None,
+    policy: Annotated[str, typer.Option("--policy", help='"auto" or the name of a policy.')] = "auto",
+    effort: EffortOption = Effort.fast,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plans a step for a machine and a budget, and says what would make it faster.
+
+    The step is a traced one, or that of a model that is never materialised, its op times estimated for the machine.
+    """
+    from tieroff.core.io.json_files import save_plan
+    from tieroff.core.machine import load_machine
+    from tieroff.planner.compare.advice import advice, explain
+    from tieroff.planner.compare.rows import plan_row
+    from tieroff.planner.policies import find_policy
+    from tieroff.tracing.files import load_trace
+
+    find_policy(policy)
+    if (model is None) == (trace is None):
+        raise typer.BadParameter("give either --model MODULE:FACTORY or --trace PATH")
+    loaded = load_machine(machine)
+    with progress() as report:
+        report(f"tracing {model or trace}", None)
+        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace)
+        problem = step, loaded, _budget(step, device_budget, host_budget, nvme_budget)
+        report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
+        found = plan_row(*problem, policy, effort.value)
+        if out is not None and found.plan is not None:
+            save_plan(found.plan, out)
+        report("planning with more of each resource", None)
+        text = "\n".join([*explain(*problem, found), *advice(*problem, found, effort.value)])
+    row = found.row.as_dict()
+    if as_json:
+        print_json({**row, "explain": text})
+    else:
+        print_rows([row])
+        print(text)
+    if found.plan is None:
+        raise typer.Exit(EXIT_INFEASIBLE)
+
+
+def compare(
+    trace: TraceOption,
+    machine: MachineOption,
+    device_budget: DeviceBudgetOption,
+    execution_trace: ExecutionTraceOption = None,
+    host_budget: HostBudgetOption = None,
+    nvme_budget: NvmeBudgetOption = None,
+    policies: Annotated[str | None, typer.Option("--policies", help="Names, with commas; all when left out.")] = None,
+    effort: EffortOption = Effort.fast,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the rows into this .html file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plans one traced step with several policies, one row each; `auto` runs last and takes every plan as a candidate."""
+    from tieroff.core.machine import load_machine
+    from tieroff.planner.compare.rows import compare_rows
+    from tieroff.planner.policies import POLICIES
+    from tieroff.report.comparison import check_page
+    from tieroff.tracing.files import load_trace
+
+    if plot is not None:
+        check_page(plot)
+    names = [name.strip() for name in policies.split(",")] if policies else sorted(POLICIES, key=lambda n: n == "auto")
+    step = load_trace(trace, execution_trace)
+    loaded = load_machine(machine)
+    budget = _budget(step, device_budget, host_budget, nvme_budget)
+    with progress() as report:
+        found = compare_rows(step, loaded, budget, names, effort.value, on_progress=report)
+    if plot is not None:
+        _write_plot(plot, step, loaded, budget, found)
+    rows = [result.row.as_dict() for result in found]
+    if as_json:
+        print_json(rows)
+    else:
+        print_rows(rows)
+        print("faithful step: under the row's own options; with options it is not compared with auto, whose step is "
+              "at most that of every row")  # fmt: skip
+        for row in rows:
+            if row["reason"]:
+                print(f"{row['policy']}: {row['reason']}")
+
+
+def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, int], found: Sequence[Result]) -> None:
+    from tieroff.core.tensor import Tier
+    from tieroff.report.comparison import Compared, write_comparison
+
+    device_bytes = budget[Tier.DEVICE]
+    ideal_s = trace.ideal_ns / NS_PER_S
+    rows = [(r.row, r.row.faithful_step_s if r.row.options else None, r.timeline) for r in found]
+    compared = [Compared(row.policy, ideal_s, row.step_s, row.bound_s, line, own_s) for row, own_s, line in rows]
+    title = f"{trace.name or 'trace'} on {machine.name or 'the machine'}, device budget {format_bytes(device_bytes)}"
+    write_comparison(path, title, device_bytes, compared)
+
+
+def _dry_trace(model: str, machine: Machine) -> Trace:
+    """Returns the trace of a model's step; modules in the working directory are found too, as by `python -m`."""
+    from tieroff.tracing.dry import dry_trace, find_factory
+
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return dry_trace(find_factory(model), machine, name=model)
+
+
+def _budget(trace: Trace, device_budget: str, host_budget: str | None, nvme_budget: str | None) -> dict[Tier, int]:
+    """Returns the budget per tier; a tier that none is given for has the machine's bytes."""
+    from tieroff.config import DeviceBudget
+    from tieroff.core.tensor import Tier
+    from tieroff.planner.problem.problem import live_bytes
+
+    given = DeviceBudget.parse(device_budget)
+    lower = {Tier.HOST: host_budget, Tier.NVME: nvme_budget}
+    budget = {tier: parse_bytes(text) for tier, text in lower.items() if text is not None}
+    budget[Tier.DEVICE] = given.resolve(int(live_bytes(trace).max()))
+    return budget

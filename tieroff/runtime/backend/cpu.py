@@ -1,0 +1,86 @@
+"""The CPU backend: the device tier is ordinary memory, and copies run on the I/O engine's threads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tieroff.runtime.backend.base import Arrival
+from tieroff.runtime.items.place import Place
+from tieroff.storage.host import buffers
+from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
+
+_VECTOR_MATH = (
+    torch.abs, torch.acos, torch.asin, torch.atan, torch.ceil, torch.cos, torch.cosh, torch.erf, torch.erfc, torch.erfinv,
+    torch.exp, torch.exp2, torch.expm1, torch.floor, torch.lgamma, torch.log, torch.log10, torch.log1p, torch.log2,
+    torch.round, torch.rsqrt, torch.sin, torch.sinh, torch.sqrt, torch.tan, torch.tanh, torch.trunc,
+)  # fmt: skip
+
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+
+
+class CpuBackend:
+    """The device tier is ordinary memory under the same budget."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+    lifts_homes = True
+
+    def __init__(self, keeps_freed: bool = True) -> None:
+        self._pool = page_pool()
+        self._keeps_freed = keeps_freed
+        # What others have of the pool, and no budget of this backend's is about.
+        self._others_bytes = self._pool.in_use_bytes if self._pool is not None else 0
+        settle_vector_math()
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        # Not torch's allocator: page-aligned memory is read into directly, and it leaves the process when it has to.
+        pages = self._pool.take(size_bytes) if self._pool is not None else buffers.allocate(size_bytes)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes)
+
+    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+        return place.write(source.data_ptr(), source)
+
+    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+        return place.read(target.data_ptr(), target)
+
+    def join(self, arrival: Arrival) -> None:
+        """Nothing more to wait for: copies end on the host."""
+
+    def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
+        """Sets glibc's mmap threshold: blocks above it return to the system when freed (measured in docs/results)."""
+        libc = ctypes.CDLL(None)
+        if not hasattr(libc, "mallopt"):
+            return
+        threshold = mmap_threshold_bytes if mmap_threshold_bytes is not None else 32 << 20
+        libc.mallopt(_M_MMAP_THRESHOLD, threshold)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
+
+    def keep_freed(self, limit_bytes: int) -> None:
+        if self._pool is not None:
+            # Torch's memory is most of what the limit is about: without it the limit says nothing.
+            may_keep = limit_bytes > 0 and self._keeps_freed and serve_torch()
+            self._pool.set_limit(limit_bytes + self._others_bytes if may_keep else 0)
+
+    def gave(self, device: torch.Tensor) -> bool:
+        return self._pool is not None and self._pool.owns(device.data_ptr())
+
+    def close(self) -> None:
+        """Gives back the memory that was kept for reuse."""
+        stop_serving()
+
+
+def settle_vector_math() -> None:
+    """Has every elementwise function of the vector math library run once, on one thread.
+
+    The library of torch's x86 builds picks a function's kernel in its first call. When several threads make that call at
+    once, one of them can run a kernel of low accuracy (torch issue 188792): in one process of four, AdamW's first square
+    root, and with it all that followed, differed between two runs of the same plain loop on 2 cores.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1,), 0.5, dtype=dtype)
+        for function in _VECTOR_MATH:
+            function(one)
