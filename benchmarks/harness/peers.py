@@ -137,7 +137,7 @@ def join_group_of_one(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, and missing in the module's own list
+    store = dist.HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 

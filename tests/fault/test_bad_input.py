@@ -146,7 +146,9 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setitem(FileStore.__init__.__kwdefaults__, "opener", refuse)
+    defaults = FileStore.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "opener", refuse)
     model = Mlp()
     before = look(model, None)
     config = {"budget": {"host": 0, "nvme": "1MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
@@ -223,7 +225,8 @@ def test_a_second_wrap(each_setting: Setting) -> None:
 def test_engine_and_unwrap_of_what_is_not_wrapped(each_setting: Setting) -> None:
     model = Mlp()
     for call in (tieroff.engine, tieroff.unwrap):
-        for thing in (model, 3, None):
+        things: tuple[Any, ...] = (model, 3, None)
+        for thing in things:
             with pytest.raises(StateError, match=r"not wrapped.*call tieroff.wrap first"):
                 call(thing)
     each_setting.wrap(model, None)

@@ -171,10 +171,10 @@ def test_a_store_that_is_gone_is_an_error_that_says_so(call: str) -> None:
 
         is_gone = False
 
-        def set(self, key: str, value: str) -> object:
+        def set(self, key: str, value: str) -> None:
             if self.is_gone:
                 raise dist.DistNetworkError("Connection reset by peer")
-            return super().set(key, value)
+            super().set(key, value)
 
         def check(self, keys: list[str]) -> bool:
             if self.is_gone:

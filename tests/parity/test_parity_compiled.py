@@ -168,11 +168,11 @@ def test_module_compiled_after_wrap_and_once_more_runs_compiled(backend: str, tm
     expected = train(plain, torch.optim.AdamW(plain.parameters()))
     optimizer = wrap(model, tmp_path, backend)
     block = model[1]  # type: ignore[index]
-    block.compile(backend=first.backend)  # type: ignore[operator]
+    block.compile(backend=first.backend)
     assert train(model, optimizer) == expected
     assert first.runs == 2 * STEPS
     torch._dynamo.reset()
-    block.compile(backend=second.backend)  # type: ignore[operator]
+    block.compile(backend=second.backend)
     train(model, optimizer)
     assert (first.runs, second.runs) == (2 * STEPS, 2 * STEPS)
     assert tieroff.engine(model).stats().phase == "planned"
@@ -218,7 +218,8 @@ def test_parameter_assigned_in_compiled_code_is_kept(tmp_path: Path) -> None:
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.compile(Counting(), backend=Graphs().backend))  # type: ignore[arg-type]
+        compiled: Any = torch.compile(Counting(), backend=Graphs().backend)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled)
 
     model, _ = check_equal(make, tmp_path, "cpu")
     tieroff.unwrap(model)

@@ -107,7 +107,9 @@ def sharded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def build_sharded() -> nn.Module:
-        return fully_shard(build(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        model = build()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        return model
 
     return build_sharded
 
@@ -317,7 +319,7 @@ def test_a_write_between_forward_and_backward_is_autograds_error(how: dict[str, 
         loss = model(torch.randn(4, WIDTH)).sum()
         if step == 4:
             with torch.no_grad():
-                model[1].weight.mul_(0.5)
+                model.get_parameter("1.weight").mul_(0.5)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
             break

@@ -143,7 +143,8 @@ def save_with_dcp(run: Run, folder: Path) -> None:
 
 def load_with_dcp(run: Run, folder: Path) -> None:
     model, optimizer = get_state_dict(run.model, run.optimizer)
-    found = {"model": model, "optimizer": optimizer, "scheduler": run.scheduler.state_dict(), "rng": torch.get_rng_state()}
+    rest = {"scheduler": run.scheduler.state_dict(), "rng": torch.get_rng_state()}
+    found: dict[str, Any] = {"model": model, "optimizer": optimizer, **rest}
     dcp.load(found, checkpoint_id=folder / "dcp", no_dist=True)
     set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
     run.scheduler.load_state_dict(found["scheduler"])

@@ -22,7 +22,7 @@ from tieroff.runtime.items.place import Place
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 64, "layers": 2, "budget": "60%"}
-STEPS = {  # with many lengths to draw from, few come twice
+STEPS: dict[str, dict[str, Any]] = {  # with many lengths to draw from, few come twice
     "experts": {"steps": 18, "rows": 64},
     "random depth": {"steps": 18, "rows": 64},
     "random lengths": {"steps": 28, "rows": 256},

@@ -98,7 +98,8 @@ def problems(draw: st.DrawFn) -> Problem:
     machine = draw(machines())
     if draw(st.booleans()):  # so slow that nothing hides its transfers
         names = ("d2h_bytes_per_s", "h2d_bytes_per_s", "nvme_write_bytes_per_s", "nvme_read_bytes_per_s")
-        machine = replace(machine, **dict.fromkeys(names, 10**8))
+        speeds: dict[str, Any] = dict.fromkeys(names, 10**8)
+        machine = replace(machine, **speeds)
     problem = make_problem(trace, machine, budget, executor)
     least, most = int(problem.base.max()), int(problem.live.max())
     budget[Tier.DEVICE] = max(1, least + (most - least) * draw(st.integers(-10, 105)) // 100)

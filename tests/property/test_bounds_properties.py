@@ -120,7 +120,9 @@ def test_bound_holds_for_any_prices(
 def tiny_cases(draw: st.DrawFn) -> tuple[_Case, Machine]:
     """Returns a case that is over the budget and feasible on the whole, with two or three tensors that may move."""
     op_count = draw(st.integers(3, 6))
-    tensors, reads, writes = [], [set() for _ in range(op_count)], [set() for _ in range(op_count)]
+    tensors = []
+    reads: list[set[int]] = [set() for _ in range(op_count)]
+    writes: list[set[int]] = [set() for _ in range(op_count)]
     for index in range(draw(st.integers(2, 3))):
         kind = draw(st.sampled_from((TensorClass.ACTIVATION, TensorClass.PARAMETER)))
         uses = draw(st.sets(st.integers(0, op_count - 1), min_size=1, max_size=2))

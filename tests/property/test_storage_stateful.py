@@ -147,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_store_holds_what_a_dict_holds(name: str, kind: str) -> None:
     engine = choose(name)
-    machine = type("Machine", (StoreMachine,), {"engine": engine, "kind": kind})
+    machine: Any = type("Machine", (StoreMachine,), {"engine": engine, "kind": kind})
     case = machine.TestCase
     case.settings = settings(
         max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)

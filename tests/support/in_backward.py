@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, use: U
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.item().hex())
+        losses.append(float(loss).hex())
     return losses
 
 

@@ -72,7 +72,7 @@ class GPT(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.1)
         self.head = nn.Linear(WIDTH, 4)
@@ -155,9 +155,10 @@ def cnn() -> nn.Module:
 
 def frozen() -> nn.Module:
     model = mlp()
+    assert isinstance(model, nn.Sequential)
     for parameter in model[:3].parameters():
         parameter.requires_grad_(False)
-    model[2].bias.requires_grad_(True)
+    model.get_parameter("2.bias").requires_grad_(True)
     return model
 
 

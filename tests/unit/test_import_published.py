@@ -17,7 +17,7 @@ from tieroff.core.tensor import Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError
 from tieroff.planner.policies import POLICIES
-from tieroff.planner.rows import compare_rows
+from tieroff.planner.compare.rows import compare_rows
 from tieroff.tracing.files import load_trace
 from tieroff.tracing.profiler.join import load_profile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tieroff.errors import StateError
 from tieroff.storage.store import Block
@@ -17,6 +17,10 @@ class HomeMemory:
 
     address: int
     size_bytes: int
+
+    if TYPE_CHECKING:
+
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 def place_home(base: type[HomeMemory], size_bytes: int, address: int, types: dict[int, Any]) -> Any:

@@ -79,6 +79,8 @@ class Home(Protocol):
     its last reference, any tensor over it included, has died. A new home's content is not specified.
     """
 
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
     @property
     def address(self) -> int:
         """Its first byte; it does not change."""

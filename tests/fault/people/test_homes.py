@@ -167,7 +167,9 @@ def test_what_people_hold_stays_valid_after_unwrap_and_after_the_model_died(each
     each_setting.wrap(model, optimizer)
     for _ in range(4):
         usual(model, optimizer)
-    held = [model.first.weight, model.first.weight.detach(), model.first.weight.grad, next(iter(optimizer.state.values()))]
+    weight = model.get_parameter("first.weight")
+    held: list[Any] = [weight, weight.detach(), weight.grad, next(iter(optimizer.state.values()))]
+    del weight
     state = held.pop()["exp_avg"].view(-1)
     values = [t.detach().clone() for t in [*held, state]]
     tieroff.unwrap(model)
@@ -274,6 +276,7 @@ def test_raw_writes_between_backward_and_update_into_what_the_plan_keeps_for_the
         if wrap:
             engine = tieroff.engine(model)
             assert engine.stats().phase == "planned" and engine.stats().fallbacks == 0
+            assert engine._steps.last is not None
             kinds = {engine.trace.tensors[index].kind for index in engine._steps.last.stays_after_backward}
             tieroff.unwrap(model)
         return losses, look(model, optimizer), kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,8 +86,13 @@ def test_parameter_hooks_change_gradients_and_fire_once(each_setting: Setting) -
 
     def make() -> Any:
         model = Mlp()
+
+        def change(name: str, grad: torch.Tensor) -> torch.Tensor:
+            fired.append(name)
+            return grad * 2 + 1
+
         for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda grad, name=name: (fired.append(name), grad * 2 + 1)[1])
+            parameter.register_hook(partial(change, name))
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(f"{name} {p.grad.sum()}"))
         return model, adam(model)
 
@@ -134,7 +140,7 @@ def test_a_hook_registered_on_a_weight_inside_forward(each_setting: Setting) -> 
 def test_optimizer_in_backward(each_setting: Setting) -> None:
     def make() -> Any:
         model = Mlp()
-        each = {p: torch.optim.Adam([p], 0.01) for p in model.parameters()}
+        each: dict[torch.Tensor, torch.optim.Adam] = {p: torch.optim.Adam([p], 0.01) for p in model.parameters()}
 
         def update(parameter: torch.Tensor) -> None:
             each[parameter].step()
@@ -194,7 +200,7 @@ def test_a_function_that_keeps_tensors_as_attributes(each_setting: Setting) -> N
             self.scale = nn.Parameter(torch.randn(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scaled.apply(Scaled.apply(self.inner(x), self.scale).tanh(), self.scale)
+            return Scaled.apply(Scaled.apply(self.inner(x), self.scale).tanh(), self.scale)  # type: ignore[no-untyped-call]
 
     def make() -> Any:
         model = Model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,15 +166,16 @@ def test_parameter_list_and_dict(each_setting: Setting) -> None:
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["old weight norm", "new weight norm", "old spectral norm", "new spectral norm"])
 def test_weight_and_spectral_norm(each_setting: Setting, kind: str) -> None:
-    wrapper = {
+    wrappers: dict[str, Callable[..., Any]] = {
         "old weight norm": nn.utils.weight_norm,
         "new weight norm": nn.utils.parametrizations.weight_norm,
         "old spectral norm": nn.utils.spectral_norm,
         "new spectral norm": nn.utils.parametrizations.spectral_norm,
-    }[kind]
+    }
+    wrapper = wrappers[kind]
 
     def build() -> nn.Module:
-        model = Mlp()
+        model: Any = Mlp()
         model.first, model.second = wrapper(model.first), wrapper(model.second)
         return model
 
@@ -384,7 +386,7 @@ def test_attributes_that_people_hang_on_parameters(each_setting: Setting) -> Non
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert isinstance(self.first.weight, nn.Parameter)
-            return super().forward(x) * self.first.weight.gain
+            return super().forward(x) * self.first.weight.gain  # type: ignore[attr-defined]
 
     check_twins(made(Model), usual, each_setting)
 

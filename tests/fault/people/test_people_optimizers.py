@@ -201,7 +201,7 @@ class CountingSgd(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "count": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["count"] += 1
             for parameter in group["params"]:
@@ -216,7 +216,7 @@ class NormedSgd(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             grads = [p.grad for p in group["params"] if p.grad is not None]
             norm = torch.stack([g.norm() for g in grads]).norm()
@@ -234,7 +234,7 @@ class CountingWithin(torch.optim.Optimizer):
         self.count = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.count += 1
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
@@ -263,7 +263,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -309,7 +309,7 @@ def test_an_optimizer_that_replaces_its_state_every_step(each_setting: Setting) 
             super().__init__(params, {})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:
                 if parameter.grad is not None:
                     old = self.state[parameter].get("average", torch.zeros_like(parameter))
@@ -347,7 +347,7 @@ def test_parameters_that_only_some_groups_update(each_setting: Setting) -> None:
     def make() -> Any:
         model = Mlp()
         decay, rest = [model.first.weight], [model.first.bias, model.second.bias]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.1}, {"params": []}]
+        groups: list[dict[str, Any]] = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.1}, {"params": []}]
         return model, torch.optim.AdamW(groups, 0.01, amsgrad=True)
 
     def step(model: Any, optimizer: Any, index: int) -> Any:
@@ -422,6 +422,7 @@ def test_state_loaded_between_steps_lies_below_when_the_next_step_begins(each_se
     optimizer.load_state_dict(optimizer.state_dict())
     loss = loss_of(model)
     stepper = tieroff.engine(model)._custody.stepper
+    assert stepper is not None
     moved = {id(item.tensor): item for item in stepper.items.values()}
     for state in optimizer.state.values():
         assert moved[id(state["exp_avg"])].device is None

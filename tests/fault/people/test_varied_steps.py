@@ -162,7 +162,8 @@ def test_exception_in_the_update_leaves_nothing_above(
 def test_bucket_is_on_the_device_when_it_is_updated(
     tmp_path: Path, backend: str, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, away = BucketedStep._run_on, []
+    run = BucketedStep._run_on
+    away: list[str] = []
 
     def looks(self: BucketedStep, bucket: list[Tensor], *args: Any) -> None:
         away.extend(item.name for item in self._items_of(bucket) if item.device is None)
@@ -185,7 +186,7 @@ def test_graph_that_lives_on_takes_no_room_from_the_next_step(tmp_path: Path, ba
     made = model, optimizer = make()
     wrap(made, tmp_path, backend)
     engine = tieroff.engine(model)
-    graphs = []
+    graphs: list[Tensor] = []
     for step in range(STEPS):
         torch.manual_seed(step)
         loss = model(torch.randn(32, 64)).pow(2).mean()

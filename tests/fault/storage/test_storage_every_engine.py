@@ -217,7 +217,8 @@ def test_flipped_bit_is_found_as_long_as_the_config_says(
         store.write(block, source.address, source).wait(30)
         home.write(source.address, source).wait(30)
         engine.clear()
-        for look in (lambda: store.read(block, target.address, target).wait(30), home.publish):
+        looks: tuple[Callable[[], object], ...] = (lambda: store.read(block, target.address, target).wait(30), home.publish)
+        for look in looks:
             try:
                 look()
             except StoreError as error:

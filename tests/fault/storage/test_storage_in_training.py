@@ -126,7 +126,7 @@ def test_full_host_memory_is_nothing_to_warn_of_in_inference(trainer: Trainer, c
         item.tier = Tier.HOST
         assert custody.demote(item, StoreError("expected room, got none", errno=errno.ENOSPC))
 
-    with torch.no_grad(), trainer.model.first.register_forward_hook(lambda *_: find_no_room(first)):
+    with torch.no_grad(), trainer.model.get_submodule("first").register_forward_hook(lambda *_: find_no_room(first)):
         trainer.model(torch.randn(4, 8))
     find_no_room(second)
     said = [record.levelno for record in caplog.records if "goes to nvme instead" in record.getMessage()]
@@ -243,7 +243,9 @@ def test_host_memory_in_pieces(trainer: Trainer, has_nvme: bool, monkeypatch: py
     trainer.wrap(host=2**21, nvme=2**25 if has_nvme else 0)
     assert_same(trainer.plain[:HIT], trainer.run(range(HIT)))
     stores = tieroff.engine(trainer.model).stores
-    in_pieces(next(store for tier, store in stores.items() if tier.value == "host"))
+    host = stores[Tier.HOST]
+    assert isinstance(host, SpaceStore)
+    in_pieces(host)
     if has_nvme:
         assert_same(trainer.plain[HIT:], trainer.run(range(HIT, STEPS)))
         assert tieroff.engine(trainer.model).stats().moved_bytes["nvme_write"] > 0

@@ -40,7 +40,7 @@ class Dirtier:
     """Writes a growing number at the start of every page of a home, over and over, until it is told to stop."""
 
     def __init__(self, home: FileHome) -> None:
-        self.marks = np.frombuffer(home, dtype=np.uint64).reshape(PAGES, -1)[:, 0]
+        self.marks = np.frombuffer(memoryview(home), dtype=np.uint64).reshape(PAGES, -1)[:, 0]
         self.count = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run)
@@ -65,7 +65,8 @@ def value(seed: int) -> buffers.Buffer:
 
 def wrong_pages(home: FileHome, expected: buffers.Buffer) -> list[int]:
     """Returns the pages whose bytes behind the mark are not the expected ones."""
-    ours, theirs = (np.frombuffer(memory, dtype=np.uint8).reshape(PAGES, PAGE)[:, MARK:] for memory in (home, expected))
+    views = (memoryview(home), memoryview(expected))
+    ours, theirs = (np.frombuffer(view, dtype=np.uint8).reshape(PAGES, PAGE)[:, MARK:] for view in views)
     return [int(page) for page in np.flatnonzero((ours != theirs).any(axis=1))]
 
 

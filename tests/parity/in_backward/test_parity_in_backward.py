@@ -98,7 +98,7 @@ def test_updates_compute_outside_of_autocast(budget: str, tmp_path: Path) -> Non
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item().hex())
+            losses.append(float(loss).hex())
         results.append(losses)
         if is_wrapped:
             with pytest.raises(StateError, match="outside of autocast"), torch.autocast("cpu", dtype=torch.bfloat16):

@@ -17,7 +17,7 @@ from tieroff.runtime.optimizer.in_backward import AppliedGradient
 
 
 def clear(model: nn.Module) -> None:
-    for parameter in model.blocks[1].parameters():
+    for parameter in model.get_submodule("blocks.1").parameters():
         parameter.grad = None
 
 
@@ -88,6 +88,7 @@ def test_an_update_that_fails_does_not_count_as_done(budget: str, tmp_path: Path
     tieroff.wrap(model, optimizer, config(tmp_path, budget))
     train(model, optimizer, 4)
     stepper = tieroff.engine(model)._custody.stepper
+    assert stepper is not None
     run_on = stepper._run_on
 
     def fail(bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:

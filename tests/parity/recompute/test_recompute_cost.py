@@ -226,6 +226,8 @@ class LateRandom(Layer):
 class Stepwise(Layer):
     """Writes a buffer in some steps only."""
 
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(()))
@@ -274,7 +276,9 @@ def test_hooks_hung_later_are_told_once(tmp_path: Path) -> None:
     _, _, model = _train(tmp_path)
     assert "0" in tieroff.engine(model).plan.recompute
     calls: list[int] = []
-    model[0].up.register_forward_hook(lambda *_: calls.append(1))
+    first = model.get_submodule("0")
+    assert isinstance(first, Layer)
+    first.up.register_forward_hook(lambda *_: calls.append(1))
     for _ in range(3):
         model(torch.randn(512, _WIDTH)).square().mean().backward()
     tieroff.unwrap(model)

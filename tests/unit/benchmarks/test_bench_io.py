@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -191,7 +193,7 @@ def test_raw_loop_that_fails_says_why(program: Path, file: OpenFile) -> None:
 
 
 def test_raw_loop_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_subjects.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SubjectFailed, match=r"C\+\+ compiler"):
         build_raw(tmp_path)
 
@@ -232,19 +234,19 @@ def test_library_that_is_not_installed_is_absent_with_its_reason(file: OpenFile,
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(io_subjects.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     for name in ("kvikio", "deepnvme"):
         with pytest.raises(SubjectFailed, match=rf"{name} cannot be used here: ModuleNotFoundError"):
             LibrarySubject(name, io_subjects.path_of(file), 0, 32 * MIB)
 
 
 def test_fio_that_fails_is_absent_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_subjects.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SubjectFailed, match="not installed"):
         io_subjects.fio_rate("/nowhere", "read", 0, MIB, 0.1)
-    monkeypatch.setattr(io_subjects.shutil, "which", lambda name: "/bin/fio")
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/fio")
     failed = subprocess.CompletedProcess([], 1, "", "no such ioengine")
-    monkeypatch.setattr(io_subjects.subprocess, "run", lambda *rest, **options: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *rest, **options: failed)
     with pytest.raises(SubjectFailed, match="no such ioengine"):
         io_subjects.fio_rate("/nowhere", "read", 0, MIB, 0.1)
 
@@ -258,7 +260,7 @@ def test_one_tiny_run_measures_every_engine_and_leaves_nothing(tmp_path: Path, m
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(io_subjects.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.setattr(bench_io, "MATMUL_BYTES", MIB)
     out, folder = tmp_path / "result.json", tmp_path / "drive"
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -193,7 +194,7 @@ def test_deepspeed_is_asked_for_its_engine_and_its_offload(name: str, tmp_path: 
 
 
 def test_library_that_is_not_installed_is_said_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--peer", "deepspeed-cpu", "--out", str(tmp_path)])
     assert peers.main() == 1
     error = json.loads((tmp_path / "metrics.json").read_text())["error"]

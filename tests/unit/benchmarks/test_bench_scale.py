@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,12 @@ def test_each_unit_is_looked_at_once_where_its_value_does_not_change(score: Scor
     problem = problem_of(1_000)
     looks: list[int] = []
     rank = Selector._rank
-    monkeypatch.setattr(Selector, "_rank", lambda self, score, p: looks.append(p) or rank(self, score, p))
+
+    def noting(self: Selector, score: Score, position: int) -> Any:
+        looks.append(position)
+        return rank(self, score, position)
+
+    monkeypatch.setattr(Selector, "_rank", noting)
     assert Selector(problem).choose(score, problem.device_bytes, problem.tiers) is not None
     assert looks == list(range(len(problem.units)))
 

@@ -31,10 +31,13 @@ BACKENDS: dict[str, Any] = {"cpu": CpuBackend, "delayed": lambda: DelayedBackend
 class Zoo(nn.Module):
     """Every kind of parameter and buffer that a model may have."""
 
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(30, 32)
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # documented, and missing in the stub
         self.norm = nn.BatchNorm1d(32)
         self.rnn = nn.LSTM(32, 32)
         self.low = nn.Parameter(torch.randn(7, 5, dtype=torch.bfloat16))
@@ -110,7 +113,7 @@ def test_a_model_from_the_meta_device_trains_as_the_original(
     tieroff.save_weights(original, tmp_path / "saved", max_shard_bytes=max_shard_bytes)
     with torch.device("meta"):
         model = Zoo()
-    model.embedding.weight.mark = "kept"
+    model.embedding.weight.mark = "kept"  # type: ignore[attr-defined]
     objects = list(model.parameters())
     optimizer = adamw(model) if is_optimizer_first else None
     wrap(model, optimizer, tmp_path, backend, host_bytes=host_bytes)
@@ -118,7 +121,7 @@ def test_a_model_from_the_meta_device_trains_as_the_original(
     assert tieroff.load_weights(model, tmp_path / "saved", on_progress=lambda *at: progress.append(at)) == ([], [])
     assert [a is b for a, b in zip(objects, model.parameters(), strict=True)] == [True] * len(objects)
     assert model.head.weight is model.embedding.weight and model.alias.mask is model.mask
-    assert model.embedding.weight.mark == "kept" and not model.frozen.requires_grad
+    assert model.embedding.weight.mark == "kept" and not model.frozen.requires_grad  # type: ignore[attr-defined]
     assert progress[-1][0] == progress[-1][1] == sum(
         t.numel() * t.element_size() for t in {id(t): t for t in original.state_dict(keep_vars=True).values()}.values()
     )
@@ -194,7 +197,7 @@ def test_files_are_read_by_safetensors_and_its_files_by_us(original: nn.Module, 
     paths = tieroff.save_weights(original, tmp_path / "saved", max_shard_bytes="2KiB")
     index = json.loads((tmp_path / "saved" / INDEX_FILE).read_text())
     assert paths[-1].name == INDEX_FILE and len(paths) > 3
-    values = {}
+    values: dict[str, Tensor] = {}
     for path in paths[:-1]:
         found = safetensors.torch.load_file(path)
         assert {name for name, file in index["weight_map"].items() if file == path.name} == set(found)
@@ -216,6 +219,8 @@ def test_files_are_read_by_safetensors_and_its_files_by_us(original: nn.Module, 
 @pytest.mark.parametrize("dtype", _CODES, ids=str)
 def test_every_type_of_the_format_goes_there_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     class Holder(nn.Module):
+        value: Tensor
+
         def __init__(self, value: Tensor) -> None:
             super().__init__()
             self.register_buffer("value", value)

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -380,7 +381,7 @@ def test_every_rule_has_an_example_and_its_line_in_the_table(rule: str) -> None:
 
 
 @pytest.mark.parametrize(("told", "denied"), _DENIED, ids=[d[0] for d in _DENIED])
-def test_what_the_executor_cannot_do_is_refused(told: str, denied: dict[str, object]) -> None:
+def test_what_the_executor_cannot_do_is_refused(told: str, denied: dict[str, Any]) -> None:
     with pytest.raises(InvalidPlanError, match=told) as caught:
         check(_RICH_PLAN, _RICH_TRACE, replace(IDEAL_EXECUTOR, **denied))
     assert caught.value.rule == "capability"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tieroff.core.check.plan import check
 from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import IDEAL_EXECUTOR, HostUpdate, Plan, Repeat, Residency, Transfer
-from tieroff.core.schedule import make_schedule
+from tieroff.core.schedule import Tick, make_schedule
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InvalidPlanError
@@ -31,6 +32,9 @@ Place = tuple[int, Tier, int]
 
 class Wrong(Exception):
     """An accepted plan gave another result than the plain run."""
+
+
+Item = TypeVar("Item", Residency, Transfer)
 
 
 class Interpreter:
@@ -54,7 +58,9 @@ class Interpreter:
     def plain_run(self) -> tuple[list[dict[int, object]], list[dict[int, object]], list[dict[int, object]]]:
         """Returns, per moment, what its op reads and writes, and all values that it leaves."""
         values: dict[int, object] = {i: f"first {i}" for i in range(len(self.ring.tensors))}
-        reads, writes, left = [], [], []
+        reads: list[dict[int, object]] = []
+        writes: list[dict[int, object]] = []
+        left: list[dict[int, object]] = []
         for moment, index in enumerate(self.order):
             op = self.ring.ops[index]
             reads.append({t: values[t] for t in op.reads})
@@ -92,7 +98,7 @@ class Interpreter:
             if all(u.op != index for u in self.plan.host_updates):
                 self.run_op(index, moment)
 
-    def close(self, index: int, ticks: tuple, begins_at: dict[int, list[Residency]]) -> None:
+    def close(self, index: int, ticks: tuple[Tick, ...], begins_at: dict[int, list[Residency]]) -> None:
         """The first two parts of a tick. A copy that is awaited at once may lead to what begins only now."""
         tick = ticks[index]
         starting = {p for r in begins_at[index] for p in self.places(r, r.tier)} - self.memory.keys()
@@ -116,7 +122,7 @@ class Interpreter:
         for t in tick.await_ins if index == self.n else ():
             self.finish(t)
 
-    def open(self, index: int, ticks: tuple) -> None:
+    def open(self, index: int, ticks: tuple[Tick, ...]) -> None:
         tick = ticks[index]
         for r in tick.begins:
             for p in self.places(r, r.tier):
@@ -422,7 +428,7 @@ class Editor:
             return plan
         at = self.rng.randrange(1, size)
 
-        def parts(item: Residency | Transfer) -> list[Residency | Transfer]:
+        def parts(item: Item) -> list[Item]:
             if item.tensor != tensor or not item.first_byte < at < (item.stop_byte or size):
                 return [item]
             return [replace(item, stop_byte=at), replace(item, first_byte=at)]

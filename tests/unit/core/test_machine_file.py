@@ -14,6 +14,7 @@ from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.make_plan import make_plan
+from tieroff.storage.space import SpaceStore
 
 GB = 10**9
 
@@ -58,6 +59,7 @@ def test_folders_are_filled_in_proportion_to_their_speed(tmp_path: Path) -> None
     speeds = {str(fast): {"write_bytes_per_s": 3 * GB}, str(slow): {"write_bytes_per_s": GB}}
     model = wrapped(tmp_path, machine(**speeds), [fast, slow])
     store = tieroff.engine(model).stores[Tier.NVME]
+    assert isinstance(store, SpaceStore)
     store.reserve(store.capacity_bytes)  # as a plan does
     blocks = [store.allocate(1 << 20) for _ in range(40)]
     used = [area.used_bytes for area in store._areas]
@@ -79,7 +81,9 @@ def test_the_planner_knows_what_checksums_cost(
 
     monkeypatch.setattr("tieroff.session.planning.make_plan", noting)
     model = wrapped(tmp_path, machine(), [tmp_path / "a"], checksum=checksum)
-    optimizer = tieroff.engine(model)._custody.stepper.optimizer
+    stepper = tieroff.engine(model)._custody.stepper
+    assert stepper is not None
+    optimizer = stepper.optimizer
     for _ in range(3):
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()

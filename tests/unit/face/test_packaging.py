@@ -51,8 +51,8 @@ def test_the_wheel_runs_where_there_is_no_compiler(project: Path, tmp_path: Path
 
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=200)
     python = tmp_path / "venv/bin/python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    installed = subprocess.run([*pip, wheel], capture_output=True, text=True, timeout=200)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    installed = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=200)
     assert installed.returncode == 0, installed.stderr
     # Torch and the rest come from here; an editable install of this project does not, since it is found by a .pth file.
     dependencies = Path(pytest.__file__).parent.parent

@@ -60,7 +60,8 @@ def run(accelerator: Accelerator, prepared_by: Prepare, folder: Path) -> dict[st
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    loader = torch.utils.data.DataLoader(torch.randn(2 * BATCHES, WIDTH), batch_size=2, shuffle=True)
+    rows: Any = torch.randn(2 * BATCHES, WIDTH)  # a tensor serves as a data set
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
     model, optimizer, schedule, loader = prepared_by(accelerator, model, optimizer, schedule, loader)
     seen: dict[str, Any] = {}
     for index, batch in enumerate(loader):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ _MACHINE = Machine(
 )
 
 
-def _activation(name: str, size_bytes: int, **more: int) -> Tensor:
+def _activation(name: str, size_bytes: int, **more: Any) -> Tensor:
     return Tensor(name, size_bytes, TensorClass.ACTIVATION, **more)
 
 

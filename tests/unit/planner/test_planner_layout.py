@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.support.outside import outside
 from tieroff import _native
 from tieroff.errors import ConfigError, InfeasiblePlanError, InvalidPlanError
-from tieroff.planner import layout as layout_module
 from tieroff.planner.layout import Budget, Layout, pack, pack_ring, padded
 
 Buffers = list[tuple[int, int, int]]
@@ -196,6 +195,6 @@ def test_pack_refuses_a_wrong_result_of_the_search(monkeypatch: pytest.MonkeyPat
     def search(*_: object, **__: object) -> tuple[list[int], int, int, int, int]:
         return offsets, footprint, 11, 0, 0
 
-    monkeypatch.setattr(layout_module._native, "pack", search)
+    monkeypatch.setattr(_native, "pack", search)
     with pytest.raises(InvalidPlanError, match="layout"):
         pack([(0, 2, 5), (1, 3, 6)], alignment_bytes=5 if offsets == [1, 6] else 1)

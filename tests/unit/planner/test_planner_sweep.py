@@ -68,7 +68,9 @@ def failing_above(size: int, fail: PlanRow) -> PlanRow:
 
 
 def as_floor(*given: Any) -> Result:
-    found = plan_row(*given[:3], "floor", *given[4:])
+    arguments = list(given)
+    arguments[3] = "floor"
+    found = plan_row(*arguments)
     return replace(found, row=replace(found.row, policy="auto"))
 
 

@@ -45,7 +45,7 @@ def test_a_window_shrinks_to_what_the_budget_needs_and_vanishes_when_it_needs_no
 
 
 def test_limits_hold_in_the_passes_with_capital_letters_alone() -> None:
-    limits = {"load_from": [3], "release_until": [1]}
+    limits: dict[str, Any] = {"load_from": [3], "release_until": [1]}
     assert _fit([5] * 5, [(1, 4, 3, 1, 4)], 10, passes="L", **limits)[2] == [(1, 3)]
     assert _fit([5] * 5, [(1, 4, 3, 1, 4)], 10, passes="R", **limits)[2] == [(1, 4)]
     away = _fit([5] * 5, [(1, 4, 3, 1, 4)], 10, passes="l", **limits)[2][0]
@@ -117,9 +117,9 @@ _D2H, _NVME_WRITE, _H2D, _NVME_READ = range(4)
 def _dispatch(
     durations: list[int], jobs: list[Job], *, shares: bool = False, duplex: float = 1.0, latency: float = 0.0, steps: int = 3
 ) -> tuple[float, list[float], list[int], list[int]]:
-    columns = [_array(column) for column in zip(*jobs, strict=True)]
+    link, issue_from, ready_by, size_bytes = (_array(column) for column in zip(*jobs, strict=True))
     step, waits, served, ticks = _native.dispatch(
-        _array(durations), *columns, [1.0, 0.5, 1.0, 0.5], [latency] * 4, shares, duplex, steps
+        _array(durations), link, issue_from, ready_by, size_bytes, [1.0, 0.5, 1.0, 0.5], [latency] * 4, shares, duplex, steps
     )
     return step, waits, served.tolist(), ticks.tolist()
 

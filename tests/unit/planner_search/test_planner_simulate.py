@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tieroff import _native
 from tieroff.core.io.json_files import load_timeline, save_timeline
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Allocation, AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer
@@ -29,7 +30,7 @@ Simulate = Callable[..., Timeline]
 @pytest.fixture(params=[fast.simulate, simulate_reference], ids=["native", "reference"])
 def simulate(request: pytest.FixtureRequest) -> Simulate:
     """Returns one of the two simulators."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def _trace(op_count: int, *sizes: int) -> Trace:
@@ -87,7 +88,7 @@ def test_duplex_share_slows_both_directions_while_both_are_busy(simulate: Simula
 def test_nvme_fills_the_host_link_where_it_shares_it(simulate: Simulate) -> None:
     trace = _trace(4, 100, 50)
     transfers = (Transfer(0, DEVICE, HOST, 0, 4, 0), Transfer(1, DEVICE, NVME, 0, 4, 0))
-    rates = {"d2h_bytes_per_s": _GB, "nvme_write_bytes_per_s": _GB // 4}
+    rates: dict[str, Any] = {"d2h_bytes_per_s": _GB, "nvme_write_bytes_per_s": _GB // 4}
     apart = simulate(_plan(trace, *transfers), trace, Machine(**rates))
     shared = simulate(_plan(trace, *transfers), trace, Machine(**rates, nvme_shares_host_link=True))
     assert _stops(apart) == {0: 100, 1: 200}
@@ -390,7 +391,7 @@ def test_native_simulator_refuses_arrays_that_say_nothing() -> None:
     def run(**change: Any) -> None:
         line, rows = np.array([5, 5]), {name: np.empty((0, width), np.int64) for name, width in _WIDTHS.items()}
         values: dict[str, Any] = {"op_ns": line, **rows, "links": np.array([[_GB, 0]] * 4), **_SCALARS, **change}
-        fast._native.simulate(**values)
+        _native.simulate(**values)
 
     run()
     for change, told in (

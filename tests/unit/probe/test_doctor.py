@@ -6,11 +6,13 @@ import errno
 import gzip
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tieroff.probe import doctor, gds, kernel
-from tieroff.storage.engines import available, cufile
+from tieroff.storage.engines import Direction, Transfer, available, choose, cufile
+from tieroff.storage.host import buffers
 
 
 def open_descriptors() -> int:
@@ -78,10 +80,12 @@ def test_doctor_tries_every_engine_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_doctor_says_that_an_engine_reads_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = doctor.choose("threads")
-    zeros.read = lambda file, offset, address, size, **options: zeros.copy(address, zeros.source, size, "in")  # type: ignore[assignment]
-    source = doctor.buffers.allocate(1 << 20)
-    zeros.source = source.address  # type: ignore[attr-defined]
+    zeros, source = choose("threads"), buffers.allocate(1 << 20)
+
+    def read(file: Any, offset: int, address: int, size_bytes: int, **options: Any) -> Transfer:
+        return zeros.copy(address, source.address, size_bytes, Direction.IN)
+
+    monkeypatch.setattr(zeros, "read", read)
     monkeypatch.setattr(doctor, "choose", lambda name: zeros)
     row = doctor.engine_path(tmp_path, "threads")
     assert (row.path, row.reason) == ("none", "what was read is not what was written")

@@ -15,7 +15,7 @@ import pytest
 from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StoreError
-from tieroff.probe import limits, nvme
+from tieroff.probe import limits
 from tieroff.probe import survey as surveys
 from tieroff.probe.checksum import measure_checksum
 from tieroff.probe.drives import drive, file_system
@@ -25,6 +25,7 @@ from tieroff.probe.nvme import MIB, NvmeRates, Track, measure_dirs, open_track
 from tieroff.probe.plausible import Counters, doubt, read_counters
 from tieroff.probe.survey import choose_engine, survey
 from tieroff.storage.engines import OpenFile, available
+from tieroff.storage.nvme import files
 
 RATES = NvmeRates("threads", True, 2 * 10**9, 3 * 10**9, 10**9, 10**9, 1e-4, 1e-4, MIB, 4)
 
@@ -288,7 +289,7 @@ def test_file_that_would_be_too_small_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_files_take_no_more_than_the_stated_share_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = nvme.files.preallocate
+    real = files.preallocate
 
     def note(file: OpenFile, offset: int, size_bytes: int) -> None:
         taken.append(size_bytes)
@@ -296,7 +297,7 @@ def test_files_take_no_more_than_the_stated_share_together(tmp_path: Path, monke
 
     free_bytes = 3000 * MIB
     monkeypatch.setattr(os, "statvfs", lambda folder: Space(free_bytes))
-    monkeypatch.setattr(nvme.files, "preallocate", note)
+    monkeypatch.setattr(files, "preallocate", note)
     survey("cpu", [tmp_path], 0.3)
     assert len(taken) == len(on_a_cpu())
     assert min(taken) >= surveys.FILE_BYTES_MIN
@@ -353,7 +354,7 @@ def test_survey_measures_every_engine_and_its_machine_names_the_best(tmp_path: P
 
 
 def test_engine_that_cannot_run_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = surveys.open_track
+    real = open_track
 
     def fail(dirs: list[Path], engine: str, *rest: object) -> object:
         if engine == "other":

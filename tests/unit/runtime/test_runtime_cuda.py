@@ -16,6 +16,7 @@ from tieroff.runtime.items.place import BlockPlace, HomePlace
 from tieroff.storage.engines.aio import AioEngine
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.store import Store
 
 
 class Work:
@@ -113,7 +114,7 @@ def test_failure_of_the_transfer_and_of_its_start_is_told(thread: ThreadPoolExec
 
 def test_places_of_other_engines_take_host_memory_alone(tmp_path: Path) -> None:
     engine = AioEngine()
-    stores = [FileStore([tmp_path], 2**20, engine), HostStore(2**20, engine)]
+    stores: list[Store] = [FileStore([tmp_path], 2**20, engine), HostStore(2**20, engine)]
     for store in stores:
         assert not BlockPlace(store, 4096).takes_device_memory
         assert not HomePlace(store, 4096).takes_device_memory

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def trace_of(*durations_ns: int) -> Trace:
 
 
 def as_seen(rates: dict[str, float]) -> Machine:
-    return replace(MACHINE, **{f"{link}_bytes_per_s": min(int(rate), 1000 * MIB) for link, rate in rates.items()})
+    speeds: dict[str, Any] = {f"{link}_bytes_per_s": min(int(rate), 1000 * MIB) for link, rate in rates.items()}
+    return replace(MACHINE, **speeds)
 
 
 def looked(feedback: Feedback, durations_ns: list[int], *copies: tuple[str, int, int, int]) -> int:

@@ -62,7 +62,8 @@ def test_copies_out_begin_when_the_tensor_is_there(
     tieroff.wrap(model, optimizer, config(tmp_path, "35%"))
     engine = tieroff.engine(model)
     train(model, optimizer, 3)
-    executor, begun = engine.executor, {}
+    executor = engine.executor
+    begun: dict[int, int] = {}
     start_out = executor.traffic._start_out
 
     def note(item: Item) -> None:
@@ -112,7 +113,7 @@ def test_a_gradient_is_copied_as_hooks_of_other_parameters_leave_it(budget: str,
     results = []
     for is_wrapped in (False, True):
         torch.manual_seed(0)
-        linears = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        linears = [nn.Linear(256, 256) for _ in range(6)]
         model = nn.Sequential(*(layer for linear in linears for layer in (linear, nn.LayerNorm(256), nn.GELU())))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if is_wrapped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import random
 import stat
@@ -15,7 +16,6 @@ import pytest
 
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.host import buffers
-from tieroff.storage.nvme import files
 from tieroff.storage.nvme.file_home import FileHome
 from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.nvme.shares import share_out
@@ -300,11 +300,11 @@ def test_home_on_a_reused_extent_with_dirty_pages_shows_the_new_value(store: Fil
 
 def resident_bytes(address: int, size_bytes: int) -> int:
     """Bytes of a range that are in memory or in the page cache, by mincore."""
-    pages = (ctypes.c_ubyte * (size_bytes // files.PAGE_BYTES))()
+    pages = (ctypes.c_ubyte * (size_bytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     assert libc.mincore(address, size_bytes, pages) == 0
-    return sum(page & 1 for page in pages) * files.PAGE_BYTES
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def test_home_trim_drops_pages_and_page_cache(store: FileStore) -> None:

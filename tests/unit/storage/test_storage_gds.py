@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def stand_in(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert compiler is not None, "expected a C compiler, which the native module needs too"
     folder = tmp_path_factory.mktemp("driver")
     source, library = project / "tests/gds/libcuda.c", folder / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source, "-lpthread"]
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source), "-lpthread"]
     subprocess.run(command, check=True, timeout=60)
     return folder
 
@@ -56,7 +57,8 @@ def test_engine_keeps_the_contract_on_the_real_kvikio(
 
 def test_missing_kvikio_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio.defaults", None)
-    for make in (GdsEngine, lambda: choose("gds")):
+    makes: tuple[Callable[[], object], ...] = (GdsEngine, lambda: choose("gds"))
+    for make in makes:
         with pytest.raises(ConfigError, match=r"pip install tieroff\[gds\]"):
             make()
 

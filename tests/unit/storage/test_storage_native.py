@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import inspect
 import mmap
 import os
@@ -188,7 +189,7 @@ def test_page_returner_drops_pages_and_can_be_set_slower(tmp_path: Path) -> None
     path.write_bytes(b"\7" * 2**20)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 2**20) as mapped:
         mapped[:] = b"\x09" * 2**20
-        address = buffers.ctypes.addressof(buffers.ctypes.c_char.from_buffer(mapped))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         returner = native.PageReturner(address, 2**20, 1_000_000)
         assert returner.wait_rounds(3, 30)
         returner.set_interval(3_600_000_000_000)

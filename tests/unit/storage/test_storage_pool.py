@@ -126,7 +126,11 @@ def test_leases_are_exact_and_the_one_freed_last_comes_next(engine: Engine) -> N
 
 def test_slabs_are_registered_when_made_and_unregistered_at_close(engine: Engine) -> None:
     registered: dict[int, int] = {}
-    store = HostStore(8 * MIB, engine, registered.__setitem__, registered.pop, slab_bytes=MIB)
+
+    def unregister(address: int) -> None:
+        del registered[address]
+
+    store = HostStore(8 * MIB, engine, registered.__setitem__, unregister, slab_bytes=MIB)
     assert registered == {}
     store.reserve(4 * MIB)
     blocks = [store.allocate(MIB) for _ in range(6)]

@@ -259,7 +259,7 @@ class Choosing(nn.Linear):
         (lambda: (nn.Linear(4, 4), (torch.randn(2, 5),)), "expected a training step"),
         (lambda: (nn.Embedding(4, 4).requires_grad_(False), (torch.zeros(2, dtype=torch.long),)), "depends on a parameter"),
         (lambda: DryModel(nn.Linear(4, 4), (torch.randn(2, 4),), lambda out: out), r"got \(2, 4\)"),
-        (lambda: DryModel(nn.Linear(4, 4), (torch.randn(2, 4),), lambda out: 3.0), "got float"),
+        (lambda: DryModel(nn.Linear(4, 4), (torch.randn(2, 4),), lambda out: 3.0), "got float"),  # type: ignore[arg-type, return-value]
         (lambda: (Choosing(4, 4), (torch.randn(2, 4),)), "expected the model to return a floating-point tensor"),
         (lambda: (Branching(4, 4), (torch.randn(2, 4),)), "trace a real step instead"),
         (lambda: 1 / 0, "ZeroDivisionError"),
@@ -298,4 +298,5 @@ def test_factory_that_is_not_there_is_an_error(text: str, told: str) -> None:
 
 
 def test_factory_may_be_a_name_inside_a_class() -> None:
-    assert find_factory("math:pi.__add__")(1) == math.pi + 1
+    factory: Callable[..., Any] = find_factory("math:pi.__add__")
+    assert factory(1) == math.pi + 1
