@@ -39,7 +39,7 @@ def make_plan(
         trace: the step to plan.
         machine: its links, and the bytes of tiers that `budget` does not name.
         budget: bytes per tier. 0 for a lower tier means: do not use it.
-        policy: a name in `tieroff.planner.policies.POLICIES`.
+        policy: the name of one, or "module:function" for one of another package; see `find_policy`.
         effort: "fast" or "high".
         capabilities: what the executor can do; `default_capabilities` if None.
 

@@ -14,7 +14,7 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.compare.advice import advice, explain, questions, reliefs
 from tieroff.planner.compare.rows import Result, Row, plan_row
-from tieroff.planner.policies import POLICIES
+from tieroff.planner.policies import all_policies
 
 GB = 10**9
 MS = 10**6
@@ -151,7 +151,7 @@ MOVE_TOO_LITTLE = {"mlp-offload", "ssdtrain", "vdnn-conv", "zero-infinity", "zer
 
 
 @pytest.mark.parametrize("effort", ["fast", "high"])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", all_policies())
 def test_every_policy_and_effort_gets_advice(policy: str, effort: str) -> None:
     text = "\n".join(planned(chain(4), machine(), {Tier.DEVICE: 3 * GB}, policy, effort))
     if policy in MOVE_TOO_LITTLE:

@@ -10,6 +10,7 @@ from tieroff.planner.auto.best import Best
 from tieroff.planner.auto.floor import floor_selection, plan_floor
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.auto.windows import make_moves
+from tieroff.planner.policy import policy
 from tieroff.planner.problem.build import build_plan
 from tieroff.planner.problem.problem import Problem
 
@@ -52,6 +53,7 @@ def candidate_count(problem: Problem) -> int:
     return max(1, _WORK[problem.effort] * min(size, _LARGE) // size**2)
 
 
+@policy("greedy")
 def plan_greedy(problem: Problem) -> Plan:
     """Returns the fastest plan of the portfolio, by simulation; of those as good as it the one that moves least.
 

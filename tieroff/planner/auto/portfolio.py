@@ -28,6 +28,7 @@ from tieroff.planner.bounds.bounds import Scope, lower_bound_ns
 from tieroff.planner.extended.host_updates import can_update, updated_problems
 from tieroff.planner.extended.improve import improve
 from tieroff.planner.extended.recompute import Remade, remade_problems
+from tieroff.planner.policy import policy
 from tieroff.planner.problem.assemble import Draft, draft, plan_of, totals_of
 from tieroff.planner.problem.build import build_plan
 from tieroff.planner.problem.pieces import KEPT, LOWER, Piece, Windows, fit, make_windows
@@ -89,8 +90,14 @@ class _Found:
     draft: Draft
 
 
-def plan_auto(problem: Problem, generators: frozenset[str] = GENERATORS) -> Plan:
-    """Returns the best plan found; `generators` names those of GENERATORS that take part."""
+@policy("auto")
+def plan_auto(problem: Problem) -> Plan:
+    """Returns the best plan found."""
+    return plan_with(problem, GENERATORS)
+
+
+def plan_with(problem: Problem, generators: frozenset[str]) -> Plan:
+    """Returns the best plan that some of GENERATORS find."""
     if problem.fits:
         return build_plan(problem, "auto", [], {})
     repeats = problem.capabilities.repeats_ops and "recomputed" in generators

@@ -17,6 +17,7 @@ from tieroff.planner.auto.greedy import last_resort
 from tieroff.planner.auto.rounding import round_solution
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.bounds.relaxation import Group, Relaxation, check_points, column_count, group_tensors
+from tieroff.planner.policy import policy
 from tieroff.planner.problem.assemble import assemble
 from tieroff.planner.problem.build import build_plan
 from tieroff.planner.problem.pieces import LOWER, Windows, fit
@@ -131,6 +132,7 @@ def relaxed_selection(problem: Problem) -> Selection | None:
     return Selector(problem).select(Score.TIME, problem.device_bytes, problem.tiers, first=first)
 
 
+@policy("relaxed")
 def plan_relaxed(problem: Problem) -> Plan:
     """Returns the best plan rounded from the relaxation, the floor's where there is none."""
     if problem.fits:

@@ -34,9 +34,9 @@ import numpy as np
 
 from tieroff.core.plan import Plan, Repeat, Residency
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.planner.policies.declaration import Declaration, ModelOptions
 from tieroff.planner.policies.shared.copies import issued_at_start, release_when_copied, retimed
 from tieroff.planner.policies.shared.lineage import Lineage, Lineages
+from tieroff.planner.policy import policy
 from tieroff.planner.problem.build import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.options import SimulationOptions
@@ -44,12 +44,11 @@ from tieroff.planner.simulate.simulator import memory_per_op, simulate
 
 OPTIONS = SimulationOptions(has_exclusive_link=True)
 
-DECLARATION = Declaration(options=ModelOptions(OPTIONS))
-
 _FEEDBACK_PERCENT = 5
 _ROUNDS = 10
 
 
+@policy("capuchin", paper="Peng et al., ASPLOS 2020", published=True, options=OPTIONS)
 def plan_capuchin(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:

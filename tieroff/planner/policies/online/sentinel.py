@@ -34,17 +34,15 @@ from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Assumptions, Declaration, ModelOptions
 from tieroff.planner.policies.shared.copies import release_when_copied, retimed, usage_without
 from tieroff.planner.policies.shared.reading import layers, turn_of
+from tieroff.planner.policy import Assumptions, policy
 from tieroff.planner.problem.build import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import simulate
 
 OPTIONS = SimulationOptions(writes_clean=True)
-
-DECLARATION = Declaration(options=ModelOptions(OPTIONS), assumes=Assumptions(has_pages=True))
 
 _LENGTHS_AT_MOST = 24
 
@@ -65,6 +63,9 @@ class _Candidate:
         return over, self.is_slow, self.step_ns, self.moved_bytes, self.length
 
 
+@policy(
+    "sentinel", paper="Ren et al., HPCA 2021", published=True, options=OPTIONS, assumes=Assumptions(has_pages=True)
+)
 def plan_sentinel(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:

@@ -57,8 +57,8 @@ import numpy.typing as npt
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.select import idle_ns
-from tieroff.planner.policies.declaration import Declaration, ModelOptions
 from tieroff.planner.policies.shared.swaps import double_starts_ns, none_empty, take_away, with_companions, with_copies_at_gaps
+from tieroff.planner.policy import policy
 from tieroff.planner.problem.build import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import SimulationOptions
@@ -68,7 +68,6 @@ log = logging.getLogger("tieroff")
 
 OPTIONS = SimulationOptions(writes_clean=True)
 
-DECLARATION = Declaration(options=ModelOptions(OPTIONS))
 MIN_BYTES = 2**20  # verified
 SEARCH_PLANS = 50  # default, not verified
 _SEARCH_WORK = 250_000  # ops and units looked at, all plans together
@@ -79,26 +78,31 @@ Reals = npt.NDArray[np.float64]
 DOA, AOA, WDOA, SWDOA = np.eye(4)
 
 
+@policy("autoswap-doa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_doa(problem: Problem) -> Plan:
     """Returns the plan that takes the longest absences first."""
     return _Candidates(problem).plan("autoswap-doa", DOA)
 
 
+@policy("autoswap-aoa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_aoa(problem: Problem) -> Plan:
     """Returns the plan that takes the largest areas of absence first."""
     return _Candidates(problem).plan("autoswap-aoa", AOA)
 
 
+@policy("autoswap-wdoa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_wdoa(problem: Problem) -> Plan:
     """Returns the plan that takes absences by how far over the limit the load is meanwhile."""
     return _Candidates(problem).plan("autoswap-wdoa", WDOA)
 
 
+@policy("autoswap-swdoa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_swdoa(problem: Problem) -> Plan:
     """Returns the plan of the same score on the load that earlier choices leave."""
     return _Candidates(problem).plan("autoswap-swdoa", SWDOA)
 
 
+@policy("autoswap", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap(problem: Problem) -> Plan:
     """Returns the fastest plan of the mixed scores tried."""
     candidates = _Candidates(problem)
