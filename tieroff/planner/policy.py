@@ -61,7 +61,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What to simulate a plan under besides the common model.
+    """Where the simulation of a plan differs from the common model.
 
     Attributes:
         simulation: see there.
@@ -101,7 +101,7 @@ class Policy:
             tests/golden/ten_ops.py, and docs/policies.md has a paragraph and table rows for it.
         decides: when.
         options: what its faithful time is simulated under.
-        assumes: what its authors' system does besides.
+        assumes: what its authors' system does that plans here do not say.
     """
 
     name: str

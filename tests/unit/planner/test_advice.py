@@ -136,7 +136,7 @@ def test_questions_that_come_too_late_are_left_out_and_said() -> None:
     assert found == []
     assert left_out == [question.what for question in questions(trace, machine(), budget)]
     text = "\n".join(advice(trace, machine(), budget, result, time_limit_s=-1.0))
-    assert f"Not looked at, for lack of time: {HOST_LINK}" in text
+    assert f"Not tried, for lack of time: {HOST_LINK}" in text
 
 
 def test_after_a_long_search_a_fast_plan_is_what_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:

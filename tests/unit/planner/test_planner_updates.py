@@ -16,7 +16,7 @@ from tieroff.core.trace import Op, Trace
 from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
-from tieroff.planner.problem.build import build_plan, plan_from
+from tieroff.planner.problem.assemble import build_plan, plan_from
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

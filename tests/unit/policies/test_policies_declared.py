@@ -44,7 +44,7 @@ _WITH_OPTIONS = {
 _TOY = '''
 from tieroff.core.plan import Plan
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem
 from tieroff.planner.simulate.options import SimulationOptions
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tieroff.core.plan import Plan
 from tieroff.planner.auto.select import Score, Selection, Selector, pressure_order
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Unit
 
 

@@ -146,7 +146,7 @@ def compare_rows(
 ) -> list[Result]:
     """Returns one result per policy, in the order asked for. `auto` runs last and takes every plan as a candidate.
 
-    `on_progress` is told what is being planned, and the share of the policies that is over.
+    `on_progress` receives what is being planned and the share of policies that are done.
 
     Raises:
         ConfigError: an unknown policy or effort, or a tier without links.

@@ -37,7 +37,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.planner.policies.shared.copies import issued_at_start, release_when_copied, retimed
 from tieroff.planner.policies.shared.lineage import Lineage, Lineages
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import memory_per_op, simulate
@@ -53,7 +53,7 @@ def plan_capuchin(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:
         return build_plan(problem, "capuchin", [], {})
-    choice = Choice(problem)
+    choice = SwapChoice(problem)
     choice.run()
     lead_ns: dict[int, int] = {}
     best: Plan | None = None
@@ -72,7 +72,7 @@ def plan_capuchin(problem: Problem) -> Plan:
     return best if best is not None else choice.plan({})
 
 
-class Choice:
+class SwapChoice:
     """Who is swapped and who is recomputed."""
 
     def __init__(self, problem: Problem) -> None:

@@ -38,7 +38,7 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.policies.shared.copies import issued_at_start, retimed
 from tieroff.planner.policies.shared.reading import saved_slots, turn_of
 from tieroff.planner.policy import Assumptions, policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 from tieroff.units import MIB
 

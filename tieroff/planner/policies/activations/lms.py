@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from tieroff.core.plan import Plan
 from tieroff.planner.policies.shared.paging import FROM_IDLE, Paging, build_paged
 from tieroff.planner.policy import Decides, policy
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 
 

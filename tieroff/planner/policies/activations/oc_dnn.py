@@ -24,7 +24,7 @@ from __future__ import annotations
 from tieroff.core.plan import Plan
 from tieroff.planner.policies.shared.paging import Paging, build_paged
 from tieroff.planner.policy import Assumptions, Decides, policy
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.options import SimulationOptions
 

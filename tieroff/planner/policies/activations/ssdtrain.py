@@ -30,7 +30,7 @@ from tieroff.core.plan import Plan
 from tieroff.planner.policies.shared.copies import copied_ns, release_when_copied, usage_without
 from tieroff.planner.policies.shared.reading import layers, saved_slots, turn_of
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan, last_dirty_writes
+from tieroff.planner.problem.assemble import Move, build_plan, last_dirty_writes
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 from tieroff.units import NS_PER_S
 

@@ -40,7 +40,7 @@ from tieroff.core.trace import Op
 from tieroff.planner.policies.shared.paging import Paging, Span, build_paged
 from tieroff.planner.policies.shared.reading import turn_of
 from tieroff.planner.policy import Decides, policy
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Bytes, Problem, Slot
 from tieroff.planner.simulate.simulator import memory_per_op
 

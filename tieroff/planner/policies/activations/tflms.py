@@ -36,7 +36,7 @@ from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
 from tieroff.planner.policies.shared.copies import usage_without
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 
 _MEMORY_SHARE = 0.9

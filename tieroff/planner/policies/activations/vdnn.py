@@ -36,7 +36,7 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.policies.shared.copies import retimed
 from tieroff.planner.policies.shared.reading import is_weighted, layers, saved_slots, turn_of
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 
 

@@ -28,7 +28,7 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.policies.shared.paging import FROM_IDLE, Paging, build_paged
 from tieroff.planner.policy import Assumptions, Decides, policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Problem
 
 READ_AHEAD = 2

@@ -41,7 +41,7 @@ from tieroff.planner.auto.select import transfer_ns
 from tieroff.planner.bounds.linear import run_highs
 from tieroff.planner.extended.addresses import overshoot_bytes, with_addresses
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.simulator import memory_per_op
 

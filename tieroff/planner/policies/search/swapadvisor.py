@@ -37,7 +37,7 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.policies.shared.classes import Classes, Pool
 from tieroff.planner.policy import Assumptions, policy
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.simulator import simulate
 

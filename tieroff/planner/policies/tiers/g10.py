@@ -43,7 +43,7 @@ from tieroff.planner.auto.select import idle_ns
 from tieroff.planner.policies.shared.ledger import Amounts, Ledger
 from tieroff.planner.policies.shared.overflow import Moves, least_recent
 from tieroff.planner.policy import Assumptions, policy
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem, Slot, Unit
 from tieroff.planner.simulate.options import SimulationOptions
 
@@ -66,7 +66,7 @@ class _Window:
     is_booked: bool
 
 
-class _Greedy:
+class _G10Greedy:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._starts = problem.starts_ns
@@ -187,7 +187,7 @@ def plan_g10(problem: Problem) -> Plan:
     """Returns G10's plan; it may be over the device's budget, which the caller checks."""
     if problem.fits or not problem.units:
         return build_plan(problem, "g10", [], {})
-    greedy = _Greedy(problem)
+    greedy = _G10Greedy(problem)
     greedy.run()
     greedy.load_early()
     greedy.moves.evict_where_over(problem.tiers, least_recent)

@@ -24,7 +24,7 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.policies.tiers.zero import state_moves, state_units
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Unit
 
 _GROUP_BYTES = 1

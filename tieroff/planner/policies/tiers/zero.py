@@ -39,7 +39,7 @@ import numpy as np
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.build import Move, build_plan, peak_bytes
+from tieroff.planner.problem.assemble import Move, build_plan, peak_bytes
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import rerank
 from tieroff.units import NS_PER_S
