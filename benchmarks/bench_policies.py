@@ -21,7 +21,7 @@ from typing import Any
 
 from bench_plan import OWN_FOLDER, SLOW_MACHINE, progress
 from harness import g10_cells
-from harness.policy_tables import PUBLISHED, all_policies, broken, figure, with_tables
+from harness.policy_tables import PUBLISHED, broken, figure, policy_names, with_tables
 from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
@@ -96,7 +96,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, default=None, help="write the figure to this SVG file")
     arguments = parser.parse_args(given)
     known = {"cells": g10_cells.all_cells(), "own": [path.stem for path in sorted(OWN_FOLDER.glob("*.json"))]}
-    known["policies"] = all_policies()
+    known["policies"] = policy_names()
     for option, names in known.items():
         for name in getattr(arguments, option) or ():
             if name not in names:
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
     cells = g10_cells.all_cells()
     cell = cells.index(row["cell"]) if row["part"] == "g10" else row["cell"]
-    return row["part"], cell, -(row["share"] or 0.0), all_policies().index(row["policy"])
+    return row["part"], cell, -(row["share"] or 0.0), policy_names().index(row["policy"])
 
 
 def main(given: Sequence[str] | None = None) -> int:

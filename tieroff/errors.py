@@ -22,11 +22,15 @@ class InfeasiblePlanError(TieroffError):
         op: index and name of the op that binds.
         needed_bytes: bytes that the op needs at once.
         available_bytes: bytes that the budget leaves it.
+        is_proven: True when nothing can fit; False when a search ended before it found anything that fits.
     """
 
-    def __init__(self, message: str, *, op: str = "", needed_bytes: int = 0, available_bytes: int = 0) -> None:
+    def __init__(
+        self, message: str, *, op: str = "", needed_bytes: int = 0, available_bytes: int = 0, is_proven: bool = True
+    ) -> None:
         super().__init__(message)
         self.op = op
+        self.is_proven = is_proven
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from tieroff.planner.policies import OWN, POLICIES, find_declaration
+from tieroff.planner.policies import all_policies, find_policy
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 PUBLISHED = {"demand": "uvm_lru_s", "flashneuron": "flashneuron_s", "deepum": "deepum_s", "g10": "g10_s"}
@@ -22,7 +22,7 @@ Rows = Sequence[dict[str, Any]]
 
 def order(policies: Sequence[str]) -> list[str]:
     """Returns policies as they are shown: `auto`, the published ones by name, then this project's own parts."""
-    return sorted(policies, key=lambda name: (name != _LEAST, name in OWN, name))
+    return sorted(policies, key=lambda name: (name != _LEAST, not find_policy(name).is_published, name))
 
 
 def with_tables(page: str, found: dict[str, Any]) -> str:
@@ -83,12 +83,13 @@ def _summary(rows: Rows) -> str:
     for policy in _policies(rows):
         own = [row for row in rows if row["policy"] == policy]
         met = [row for row in own if row["step_s"] is not None]
-        declared = find_declaration(policy)
+        declared = find_policy(policy)
         share = statistics.geometric_mean([row["ideal_s"] / row["step_s"] for row in met]) if met else None
         longest = max((row["plan_cpu_s"] for row in own if row["plan_cpu_s"] is not None), default=None)
         lines.append(
             (
                 f"`{policy}`",
+                declared.paper or "-",
                 declared.decides.value,
                 ", ".join(declared.options.words()) or "common",
                 ", ".join(declared.assumes.words()) or "-",
@@ -98,7 +99,7 @@ def _summary(rows: Rows) -> str:
             )
         )
     means = ("steps met", "ideal/step, geometric mean of these", "planning, s, at most")
-    heads = ("policy", "decides", "own options", "also assumes", *means)
+    heads = ("policy", "paper", "decides", "own options", "also assumes", *means)
     return _table(heads, lines)
 
 
@@ -149,7 +150,7 @@ def broken(rows: Rows, plan_s_max: float) -> list[str]:
             continue
         if where in best and (best[where] is None or row["step_s"] < best[where]):
             messages.append(f"{row['policy']} takes {row['step_s']} s on {where[1]}, less than auto with {best[where]} s")
-        if row["part"] == "g10" and row["policy"] not in OWN and (row["plan_cpu_s"] or 0.0) > plan_s_max:
+        if row["part"] == "g10" and find_policy(row["policy"]).is_published and (row["plan_cpu_s"] or 0.0) > plan_s_max:
             messages.append(f"{row['policy']} planned {where[1]} in {row['plan_cpu_s']:.1f} s, more than {plan_s_max:.0f} s")
     return messages
 
@@ -189,6 +190,6 @@ def figure(found: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def all_policies() -> list[str]:
+def policy_names() -> list[str]:
     """Returns every policy of this project."""
-    return order(list(POLICIES))
+    return order(list(all_policies()))

@@ -8,7 +8,7 @@ import torch
 import tieroff
 from tieroff.core.tensor import Tier
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.policies import POLICIES
+from tieroff.planner.policies import all_policies
 
 _SHARES = ("25%", "50%", "75%", "90%")
 _MOVE_LARGE_ACTIVATIONS = {
@@ -51,7 +51,7 @@ def _losses(policy: str | None, share: str = "", *, is_large: bool) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", all_policies())
 def test_losses_are_equal_under_every_policy(policy: str) -> None:
     is_large = policy in _MOVE_LARGE_ACTIVATIONS
     plain = _losses(None, is_large=is_large)

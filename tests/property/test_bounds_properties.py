@@ -20,7 +20,7 @@ from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.bounds.bounds import Scope, lower_bound_ns, relaxed_bound_ns, scope_of
 from tieroff.planner.bounds.relaxation import Relaxation, check_points, group_tensors, movable_tensors
 from tieroff.planner.make_plan import make_plan
-from tieroff.planner.policies import POLICIES
+from tieroff.planner.policies import all_policies
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
 
@@ -60,7 +60,7 @@ def plan_of(case: _Case, machine: Machine, policy: str, caps: Capabilities) -> P
         return None
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", all_policies())
 @settings(_settings, max_examples=40)
 @given(case=cases(), machine=machines(), caps=executors())
 def test_every_plan_is_valid_within_its_tiers_and_above_every_bound(

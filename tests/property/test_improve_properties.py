@@ -19,9 +19,10 @@ from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.portfolio import plan_auto
 from tieroff.planner.extended.improve import improve
 from tieroff.planner.extended.recompute import find_candidates, remake
-from tieroff.planner.problem.assemble import draft, plan_of
+from tieroff.planner.problem.assemble import plan_of
 from tieroff.planner.problem.pieces import KEPT, Piece, fit, make_windows
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
+from tieroff.planner.problem.runs import draft
 from tieroff.planner.simulate.simulator import simulate
 
 _EXECUTOR = replace(IDEAL_EXECUTOR, updates_on_host=False)

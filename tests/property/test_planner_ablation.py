@@ -13,7 +13,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.auto.portfolio import GENERATORS, plan_with
 from tieroff.planner.problem.problem import make_problem
 from tieroff.planner.simulate.simulator import simulate
 
@@ -29,7 +29,7 @@ def test_every_choice_of_generators_plans_the_same_problems(case: tuple[Trace, d
     problem = make_problem(trace, machine, budget, IDEAL_EXECUTOR)
     found = {}
     for chosen in _SUBSETS:
-        plan = plan_auto(problem, chosen)
+        plan = plan_with(problem, chosen)
         if plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE]:
             check(plan, trace, IDEAL_EXECUTOR)
             found[chosen] = simulate(plan, trace, machine).step_ns
@@ -42,7 +42,7 @@ def test_updates_on_the_host_off_and_on_plan_the_same_problems(case: tuple[Trace
     trace, budget, machine = case
     problem = make_problem(trace, machine, budget, IDEAL_EXECUTOR)
     chosen = [*_WITH_UPDATES, *(subset - {"updated"} for subset in _WITH_UPDATES)]
-    plans = [plan_auto(problem, subset) for subset in chosen]
+    plans = [plan_with(problem, subset) for subset in chosen]
     fits = [plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE] for plan in plans]
     for plan, fit in zip(plans, fits, strict=True):
         if fit:

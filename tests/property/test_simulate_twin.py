@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.property.test_planner_properties import capabilities
 from tests.property.test_planner_properties import cases as feasible_cases
 from tests.property.test_planner_properties import machines as planner_machines
+from tests.support.simulate_reference import simulate_reference
 from tieroff.core.check.plan import check
 from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import Allocation, AllocationKind, Capabilities, HostUpdate, Plan, Repeat, Residency, Transfer
@@ -23,7 +24,6 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.simulate.options import SimulationOptions, with_blocking_evictions, with_clean_writes
-from tieroff.planner.simulate.reference import simulate_reference
 from tieroff.planner.simulate.simulator import simulate
 
 _TIERS = tuple(Tier)

@@ -15,7 +15,7 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace, validate
 from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.greedy import plan_greedy
-from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.auto.relaxed import plan_relaxed
 from tieroff.planner.bounds.bounds import lower_bound_ns, scope_of
 from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
@@ -161,7 +161,7 @@ def test_every_plan_of_an_updated_problem_is_one_of_the_first(case: tuple[Trace,
 def test_no_plan_is_slower_than_without_updates(case: tuple[Trace, _Budget, Machine]) -> None:
     trace, budget, machine = case
     problem = make_problem(trace, machine, budget, IDEAL_EXECUTOR)
-    with_them, without = plan_auto(problem), plan_auto(problem, GENERATORS - {"updated"})
+    with_them, without = plan_auto(problem), plan_with(problem, GENERATORS - {"updated"})
     fits = [plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE] for plan in (with_them, without)]
     assert fits[0] == fits[1]
     if not fits[0]:

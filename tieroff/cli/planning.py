@@ -96,13 +96,13 @@ def compare(
     """Plans one traced step with several policies, one row each; `auto` runs last and takes every plan as a candidate."""
     from tieroff.core.machine import load_machine
     from tieroff.planner.compare.rows import compare_rows
-    from tieroff.planner.policies import POLICIES
+    from tieroff.planner.policies import all_policies
     from tieroff.report.comparison import check_page
     from tieroff.tracing.files import load_trace
 
     if plot is not None:
         check_page(plot)
-    names = [name.strip() for name in policies.split(",")] if policies else sorted(POLICIES, key=lambda n: n == "auto")
+    names = [name.strip() for name in policies.split(",")] if policies else sorted(all_policies(), key=lambda n: n == "auto")
     step = load_trace(trace, execution_trace)
     loaded = load_machine(machine)
     budget = _budget(step, device_budget, host_budget, nvme_budget)

@@ -2,21 +2,19 @@
 
 The search is native (native/src/layout*.cpp). Buffers are placed one by one in several orders, each at the lowest free
 offset that suffices or in the tightest free range; orders are then improved by lifting to the front what ends too high.
-Up to 2,000 buffers, an exact search follows where that did not reach the bound or the capacity. The result is
-checked here by a sweep that knows nothing of how it was found.
+Up to 2,000 buffers, an exact search follows where that did not reach the bound or the capacity.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tieroff import _native
-from tieroff.errors import ConfigError, InfeasiblePlanError, InvalidPlanError
+from tieroff.errors import ConfigError, InfeasiblePlanError
 from tieroff.units import format_bytes
 
 _NS_PER_S = 1_000_000_000
@@ -71,17 +69,19 @@ def pack(
         capacity_bytes: the footprint must not be above it. The first layout within it is taken; without one the
             smallest that is found.
         alignment_bytes: every offset is a multiple of it.
-        time_limit_s: ends the search early; the first order is always tried.
+        time_limit_s: ends the search early, by the wall clock; the first order is always tried.
 
     Raises:
         ConfigError: a buffer whose lifetime or size is not positive, numbers too large, or an alignment below 1.
-        InfeasiblePlanError: no layout within the capacity was found.
+        InfeasiblePlanError: no layout is within the capacity (`is_proven`), or none was found before the search ended
+            (not `is_proven`; `needed_bytes` is then the smallest footprint found, which a longer search may go below).
     """
+    begun_s = time.monotonic()
     budget = SMALLEST if capacity_bytes is None else WITHIN
     items = [_checked(index, buffer) for index, buffer in enumerate(buffers)]
     layout = _pack(items, [0] * len(items), 0, capacity_bytes, alignment_bytes, time_limit_s, budget)
     if capacity_bytes is not None and layout.footprint_bytes > capacity_bytes:
-        raise _misses(capacity_bytes, layout)
+        raise _misses(capacity_bytes, layout, time.monotonic() - begun_s)
     return layout
 
 
@@ -156,22 +156,25 @@ def _pack(
         fit_budget=budget.steps,
         time_limit_ns=0 if time_limit_s is None else max(1, round(time_limit_s * _NS_PER_S)),
     )
-    _verify(items, above, ring, offsets, footprint, alignment_bytes)
     return Layout(tuple(offsets), footprint, bound)
 
 
-def _misses(capacity_bytes: int, layout: Layout) -> InfeasiblePlanError:
-    if layout.bound_bytes > capacity_bytes:
-        needed, why = layout.bound_bytes, "no layout is smaller, by what is live at once or by an exhaustive search"
+def _misses(capacity_bytes: int, layout: Layout, searched_s: float) -> InfeasiblePlanError:
+    within = f"a layout within {format_bytes(capacity_bytes)} ({capacity_bytes} bytes)"
+    is_proven = layout.bound_bytes > capacity_bytes
+    if is_proven:
+        needed = layout.bound_bytes
+        message = (
+            f"expected {within}, but none exists: any layout needs at least {needed} bytes, by what is live at once or by an "
+            "exhaustive search. Raise the capacity"
+        )
     else:
         needed = layout.footprint_bytes
-        why = f"the best layout found needs that; {layout.bound_bytes} is the least that any can need"
-    return InfeasiblePlanError(
-        f"expected a layout within {format_bytes(capacity_bytes)} ({capacity_bytes} bytes), but {needed} bytes "
-        f"are needed: {why}. Raise the capacity",
-        needed_bytes=needed,
-        available_bytes=capacity_bytes,
-    )
+        message = (
+            f"expected {within}, but none was found in {searched_s:.3g} s; one may exist: the smallest found takes {needed} "
+            f"bytes, and none can take less than {layout.bound_bytes}. Raise the capacity, or time_limit_s where it is given"
+        )
+    return InfeasiblePlanError(message, needed_bytes=needed, available_bytes=capacity_bytes, is_proven=is_proven)
 
 
 def _checked(index: int, buffer: Sequence[int]) -> Buffer:
@@ -179,31 +182,3 @@ def _checked(index: int, buffer: Sequence[int]) -> Buffer:
     if upper <= lower or size <= 0:
         raise ConfigError(f"buffer {index}: expected lower < upper and size > 0, got {(lower, upper, size)}")
     return lower, upper, size
-
-
-def _verify(items: list[Buffer], above: list[int], ring: int, offsets: list[int], footprint: int, alignment_bytes: int) -> None:
-    """Sweeps over time with the address ranges that are taken, sorted, and compares neighbours.
-
-    Raises:
-        InvalidPlanError: two buffers overlap, an offset is not aligned, or the footprint is not the highest end.
-    """
-    events: list[tuple[int, bool, int]] = []  # ends before begins
-    for index, (lower, upper, _) in enumerate(items):
-        pieces = ((lower, ring), (0, upper - ring)) if ring and upper > ring else ((lower, upper),)
-        events += itertools.chain.from_iterable(((a, True, index), (b, False, index)) for a, b in pieces)
-    taken: list[tuple[int, int, int]] = []
-    for _, begins, index in sorted(events):
-        offset = offsets[index]
-        entry = (offset, offset + items[index][2], index)
-        place = bisect_left(taken, entry)
-        if not begins:
-            taken.pop(place)
-            continue
-        if (place and taken[place - 1][1] > offset) or (place < len(taken) and taken[place][0] < entry[1]):
-            raise InvalidPlanError(f"layout: buffer {index} overlaps another one at offset {offset}", rule="layout")
-        taken.insert(place, entry)
-    highest = max((o + item[2] + a for o, item, a in zip(offsets, items, above, strict=True)), default=0)
-    if highest != footprint or any(offset < 0 or offset % alignment_bytes for offset in offsets):
-        raise InvalidPlanError(
-            f"layout: expected aligned offsets that end at {footprint}, got ends up to {highest}", rule="layout"
-        )

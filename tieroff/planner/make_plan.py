@@ -39,7 +39,7 @@ def make_plan(
         trace: the step to plan.
         machine: its links, and the bytes of tiers that `budget` does not name.
         budget: bytes per tier. 0 for a lower tier means: do not use it.
-        policy: a name in `tieroff.planner.policies.POLICIES`.
+        policy: the name of one, or "module:function" for one of another package; see `find_policy`.
         effort: "fast" or "high".
         capabilities: what the executor can do; `default_capabilities` if None.
 
@@ -94,7 +94,7 @@ def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlan
     if int(selection.usage[index]) <= problem.device_bytes:
         return InfeasiblePlanError(
             f"expected a plan within {format_bytes(problem.device_bytes)} of device memory, but what the rule of policy "
-            f"{policy!r} moves leaves {format_bytes(peak_bytes)} there at once; policies that may move more meet the "
+            f"{policy!r} moves leaves {format_bytes(peak_bytes)} there at once; policies that may move more can meet the "
             f"budget ('auto' does). A device budget of {peak_bytes} bytes would do for this one",
             needed_bytes=peak_bytes,
             available_bytes=problem.device_bytes,

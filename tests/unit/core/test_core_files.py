@@ -16,7 +16,6 @@ from tieroff.core.io.json_files import (
     load_plan,
     load_timeline,
     load_trace_json,
-    plan_digest,
     save_plan,
     save_timeline,
     save_trace,
@@ -205,13 +204,11 @@ _plans = st.builds(
 
 
 @given(plan=_plans)
-def test_any_plan_comes_back_equal_with_its_digest(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_plan_comes_back_equal(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any-plan.json"
     save_plan(plan, path)
     found = load_plan(path)
     assert found == plan
-    assert plan_digest(found) == plan_digest(plan)
-    assert plan_digest(replace(plan, step_ns=plan.step_ns + 1)) != plan_digest(plan)
 
 
 @given(data=st.data())

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +16,9 @@ from typer.main import get_command
 
 import tieroff
 from config_reference import PAGE, config_reference
-from tests.support.outside import published_trace
 from tieroff.cli import app
 from tieroff.config import Config
-from tieroff.core.check.plan import check
 from tieroff.core.io.json_files import load_plan
-from tieroff.core.machine import Machine
-from tieroff.core.plan import RUNTIME_EXECUTOR
-from tieroff.core.tensor import Tier
-from tieroff.planner.problem.problem import live_bytes, make_problem
 
 README_WORDS_MAX = 900
 _BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -155,17 +148,3 @@ def test_the_pages_build_strictly(project: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "site/tutorial/index.html").is_file()
-
-
-def test_the_policy_of_the_documentation_plans(project: Path) -> None:
-    (block,) = [block for block in blocks(project / "docs/writing-a-policy.md") if block.title]
-    names: dict[str, Any] = {}
-    exec(block.text, names)
-    trace = published_trace("BERT_Base-b256")
-    machine = Machine(name="fast", d2h_bytes_per_s=10**11, h2d_bytes_per_s=10**11)
-    budget = {Tier.DEVICE: int(live_bytes(trace).max()) * 3 // 4, Tier.HOST: 10**12, Tier.NVME: 0}
-    problem = make_problem(trace, machine, budget, RUNTIME_EXECUTOR)
-    plan = names["plan_longest"](problem)
-    check(plan, trace, RUNTIME_EXECUTOR)
-    assert plan.transfers
-    assert plan.peak_bytes[Tier.DEVICE] <= budget[Tier.DEVICE]

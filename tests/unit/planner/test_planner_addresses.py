@@ -16,7 +16,7 @@ from tieroff.core.plan import IDEAL_EXECUTOR, AllocationKind, Plan, Repeat, Resi
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.extended.addresses import file_layout, overshoot_bytes, plan_with_addresses, with_addresses
+from tieroff.planner.extended.addresses import overshoot_bytes, with_addresses
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.problem import live_bytes
 
@@ -114,77 +114,18 @@ def test_addresses_never_overlap_on_the_ring_and_prove_the_peak(case: tuple[Trac
     assert placed == with_addresses(plan, trace, alignment)
 
 
-@given(case=_held(), granule=st.sampled_from((1, 16)))
-def test_extents_never_overlap_on_the_ring_nor_while_a_load_reads_them(case: tuple[Trace, Plan], granule: int) -> None:
-    trace, plan = case
-    layout = file_layout(plan, trace, HOST, granule)
-    spans = _spans(plan, trace, layout.offsets, HOST)
-    assert all(first % granule == 0 for _, first, _ in spans)
-    ends = [-(-stop // granule) * granule for _, _, stop in spans]
-    assert layout.footprint_bytes == max(ends, default=0)
-    pairs = [(r, o) for r, o in zip(plan.residencies, layout.offsets, strict=True) if r.tier is HOST]
-    read_last = {(t.tensor, t.first_byte, t.ready_by % plan.op_count) for t in plan.transfers}
-    for (r, offset), end in zip(pairs, ends, strict=True):
-        if (r.tensor, r.first_byte, r.stop % plan.op_count) not in read_last:
-            continue
-        for (other, start), stop in zip(pairs, ends, strict=True):
-            begins_there = other is not r and other.start == r.stop % plan.op_count
-            assert not begins_there or stop <= offset or end <= start
-
-
-def test_extent_is_kept_until_the_load_that_ends_with_it_is_awaited() -> None:
-    tensors = tuple(Tensor(f"t{i}", 10, TensorClass.ACTIVATION) for i in range(2))
-    trace = Trace(tuple(Op(f"op{i}", 1) for i in range(4)), tensors)
-    held = (Residency(0, HOST, 0, 2), Residency(1, HOST, 2, 4))
-    plan = Plan("any", trace.digest, 4, {DEVICE: 0, HOST: 20}, {}, held, ())
-    assert file_layout(plan, trace, HOST, 1).footprint_bytes == 10
-    read = replace(plan, transfers=(Transfer(0, HOST, DEVICE, 1, 2, 0),))
-    assert file_layout(read, trace, HOST, 1).footprint_bytes == 20
-
-
 @settings(max_examples=60)
 @given(trace=_traces(), share=st.integers(50, 100))
-def test_plan_with_addresses_passes_the_checker_within_the_budget(trace: Trace, share: int) -> None:
+def test_plan_with_addresses_passes_the_checker_with_room_for_its_overshoot(trace: Trace, share: int) -> None:
     device_bytes = max(1, int(live_bytes(trace).max()) * share // 100)
 
-    def make(limit_bytes: int) -> Plan:
-        return make_plan(trace, _MACHINE, {DEVICE: limit_bytes, HOST: 10_000, NVME: 0}, "greedy", capabilities=IDEAL_EXECUTOR)
-
     try:
-        plan = plan_with_addresses(make, trace, device_bytes, alignment_bytes=1)
-    except InfeasiblePlanError as error:
-        assert error.needed_bytes > error.available_bytes == device_bytes
+        plan = make_plan(trace, _MACHINE, {DEVICE: device_bytes, HOST: 10_000, NVME: 0}, "greedy", capabilities=IDEAL_EXECUTOR)
+    except InfeasiblePlanError:
         return
+    plan = with_addresses(plan, trace, alignment_bytes=1)
+    plan = replace(plan, budget_bytes={**plan.budget_bytes, DEVICE: device_bytes + overshoot_bytes(plan)})
     check(plan, trace, IDEAL_EXECUTOR)
-    assert plan.peak_bytes[DEVICE] <= plan.budget_bytes[DEVICE] == device_bytes
-
-
-def test_plan_with_addresses_plans_for_less_until_they_fit_and_says_so_when_they_never_do() -> None:
-    """Three live at once, 2 of 4 bytes in a ring that no packing without a gap can hold: the budget has to fall."""
-    tensors = tuple(Tensor(f"t{i}", 4, TensorClass.ACTIVATION) for i in range(3))
-    trace = Trace(tuple(Op(f"op{i}", 1) for i in range(3)), tensors)
-    ring = tuple(Residency(i, DEVICE, i, i + 2) for i in range(3))  # each meets both others: 12 bytes, never 8
-    asked: list[int] = []
-
-    def make(limit_bytes: int) -> Plan:
-        asked.append(limit_bytes)
-        held = ring if limit_bytes >= 8 else ring[:2]
-        return Plan("any", trace.digest, 3, {DEVICE: limit_bytes}, {DEVICE: 8}, held, ())
-
-    plan = plan_with_addresses(make, trace, 8, alignment_bytes=4)
-    assert asked == [8, 4]
-    assert (plan.peak_bytes[DEVICE], plan.budget_bytes[DEVICE], len(plan.residencies)) == (8, 8, 2)
-
-    def refuse(limit_bytes: int) -> Plan:
-        if limit_bytes < 8:
-            raise InfeasiblePlanError("op 1 needs more", op="op 1", needed_bytes=8, available_bytes=limit_bytes)
-        return make(limit_bytes)
-
-    with pytest.raises(InfeasiblePlanError, match="between addresses: op 1 needs more") as caught:
-        plan_with_addresses(refuse, trace, 8, alignment_bytes=4)
-    assert (caught.value.op, caught.value.needed_bytes, caught.value.available_bytes) == ("op 1", 12, 8)
-    with pytest.raises(InfeasiblePlanError, match="still did not fit"):
-        plan_with_addresses(lambda limit: make(8), trace, 8, alignment_bytes=4)
 
 
 @pytest.mark.parametrize(("name", "share"), [("BERT_Base-b256", 35), ("VIT-b1024", 100), ("VIT-b1024", 70)])
@@ -194,7 +135,5 @@ def test_addresses_of_published_traces_take_at_most_a_percent_more_than_the_sum(
     plan = make_plan(trace, _MACHINE, budget, "greedy", capabilities=IDEAL_EXECUTOR)
     placed = with_addresses(plan, trace)
     assert plan.peak_bytes[DEVICE] <= placed.peak_bytes[DEVICE] <= 1.01 * plan.peak_bytes[DEVICE]
-    host = file_layout(plan, trace, HOST, 4096)
-    assert host.footprint_bytes <= 1.01 * plan.peak_bytes[HOST]
     roomy = {**plan.budget_bytes, DEVICE: placed.peak_bytes[DEVICE]}
     check(replace(placed, budget_bytes=roomy), trace, IDEAL_EXECUTOR)

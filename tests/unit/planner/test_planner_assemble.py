@@ -7,9 +7,10 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.problem.assemble import assemble, draft, find_runs
+from tieroff.planner.problem.assemble import assemble
 from tieroff.planner.problem.pieces import KEPT, Piece, Windows, make_windows
 from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.problem.runs import draft, find_runs
 from tieroff.planner.simulate.simulator import simulate
 
 _MACHINE = Machine(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, nvme_write_bytes_per_s=10**8, nvme_read_bytes_per_s=10**8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from tests.support.simulate_reference import simulate_reference
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -12,7 +13,6 @@ from tieroff.core.trace import Op, Trace
 from tieroff.planner.compare.rows import plan_row
 from tieroff.planner.layers import choose_modules, layer_runs, run_again
 from tieroff.planner.make_plan import make_plan
-from tieroff.planner.simulate.reference import simulate_reference
 from tieroff.planner.simulate.simulator import simulate
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.outside import outside
 from tieroff import _native
-from tieroff.errors import ConfigError, InfeasiblePlanError, InvalidPlanError
+from tieroff.errors import ConfigError, InfeasiblePlanError
 from tieroff.planner.layout import Budget, Layout, pack, pack_ring, padded
 
 Buffers = list[tuple[int, int, int]]
@@ -105,6 +105,7 @@ def test_pack_finds_the_smallest_footprint_of_few_buffers(buffers: Buffers, alig
         with pytest.raises(InfeasiblePlanError) as caught:
             pack(buffers, smallest - 1, alignment)
         assert (caught.value.needed_bytes, caught.value.available_bytes) == (smallest, smallest - 1)
+        assert caught.value.is_proven
 
 
 def _footprint(buffers: Buffers, above: Sequence[int], alignment: int, capacity: int, switches: dict[str, bool]) -> int:
@@ -148,8 +149,6 @@ def test_pack_meets_the_capacity_of_the_small_instance() -> None:
     layout = pack(buffers, capacity_bytes=12)
     _assert_sound(buffers, layout)
     assert layout.footprint_bytes == 12
-    with pytest.raises(InfeasiblePlanError):
-        pack(buffers, capacity_bytes=11)
 
 
 @pytest.mark.parametrize("name", ["iopddl-G_1", "somas_tensors-resnet50", "iopddl-S_1"])
@@ -167,9 +166,20 @@ def test_pack_takes_a_buffer_that_fills_the_capacity_though_it_is_not_aligned() 
 
 
 def test_pack_says_when_the_capacity_is_below_what_is_live_at_once() -> None:
-    with pytest.raises(InfeasiblePlanError, match="live at once") as caught:
+    with pytest.raises(InfeasiblePlanError, match=r"none exists: .* live at once") as caught:
         pack([(0, 2, 5), (1, 3, 6)], capacity_bytes=10)
-    assert (caught.value.needed_bytes, caught.value.available_bytes) == (11, 10)
+    assert (caught.value.needed_bytes, caught.value.available_bytes, caught.value.is_proven) == (11, 10, True)
+
+
+@pytest.mark.parametrize("name", ["A", "C", "E"])
+def test_pack_does_not_call_an_instance_infeasible_when_only_time_ran_out(name: str) -> None:
+    """These have layouts within the capacity, which take longer to find than a microsecond."""
+    buffers = _read(f"minimalloc/{name}.1048576.csv")
+    with pytest.raises(InfeasiblePlanError, match=r"none was found in .* s; one may exist") as caught:
+        pack(buffers, capacity_bytes=1048576, time_limit_s=1e-6)
+    assert not caught.value.is_proven
+    assert caught.value.needed_bytes > caught.value.available_bytes == 1048576
+    assert pack(buffers, capacity_bytes=caught.value.needed_bytes).footprint_bytes <= caught.value.needed_bytes
 
 
 def test_pack_refuses_empty_buffers_and_alignment() -> None:
@@ -188,13 +198,3 @@ def test_pack_refuses_empty_buffers_and_alignment() -> None:
 def test_pack_of_a_large_instance_is_sound_when_time_is_out() -> None:
     buffers = _read("minimalloc/F.1048576.csv")
     _assert_sound(buffers, pack(buffers, time_limit_s=0.0))
-
-
-@pytest.mark.parametrize(("offsets", "footprint"), [([0, 0], 6), ([0, 4], 10), ([0, 5], 12), ([0, -6], 5), ([1, 6], 12)])
-def test_pack_refuses_a_wrong_result_of_the_search(monkeypatch: pytest.MonkeyPatch, offsets: list[int], footprint: int) -> None:
-    def search(*_: object, **__: object) -> tuple[list[int], int, int, int, int]:
-        return offsets, footprint, 11, 0, 0
-
-    monkeypatch.setattr(_native, "pack", search)
-    with pytest.raises(InvalidPlanError, match="layout"):
-        pack([(0, 2, 5), (1, 3, 6)], alignment_bytes=5 if offsets == [1, 6] else 1)

@@ -11,7 +11,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.extended.recompute import find_candidates, remade_problems, remake
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
@@ -92,7 +92,7 @@ def test_auto_repeats_where_transfers_would_stall_and_does_not_with_the_switch_o
     timeline = simulate(plan, _CASE, _MACHINE)
     assert timeline.step_ns == _CASE.ideal_ns + 3
     assert timeline.recompute_ns == 3
-    moved = plan_auto(problem, GENERATORS - {"recomputed"})
+    moved = plan_with(problem, GENERATORS - {"recomputed"})
     check(moved, _CASE, IDEAL_EXECUTOR)
     assert not moved.repeats
     assert simulate(moved, _CASE, _MACHINE).step_ns > timeline.step_ns

@@ -14,9 +14,9 @@ from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, Ho
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.auto.floor import plan_floor
-from tieroff.planner.auto.portfolio import GENERATORS, plan_auto
+from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
-from tieroff.planner.problem.build import build_plan, plan_from
+from tieroff.planner.problem.assemble import build_plan, plan_from
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -49,7 +49,7 @@ def _changed(tensor: int, **changes: object) -> Trace:
 
 def test_the_cpu_updates_where_that_is_faster_by_an_exact_amount() -> None:
     """The state does not fit beside the activation: 100 ns out and 100 ns back, against 10 out, 20 on the CPU and 10 back."""
-    without = plan_auto(_problem(), GENERATORS - {"updated"})
+    without = plan_with(_problem(), GENERATORS - {"updated"})
     plan = plan_auto(_problem())
     check(plan, _CASE, IDEAL_EXECUTOR)
     assert (without.step_ns, without.host_updates) == (50 + 50 + 10 + 100 + 100, ())
@@ -197,6 +197,6 @@ def test_updates_on_the_host_make_a_recorded_step_faster(project: Path) -> None:
     peak = int(live_bytes(trace).max())
     machine = replace(_MACHINE, duplex_share=0.75)
     problem = make_problem(trace, machine, {DEVICE: peak // 2, HOST: 4 * peak, Tier.NVME: 0}, IDEAL_EXECUTOR)
-    plan, without = plan_auto(problem), plan_auto(problem, GENERATORS - {"updated"})
+    plan, without = plan_auto(problem), plan_with(problem, GENERATORS - {"updated"})
     check(plan, trace, IDEAL_EXECUTOR)
     assert plan.host_updates and plan.step_ns < 0.95 * without.step_ns

@@ -11,9 +11,9 @@ from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.extended.improve import improve
-from tieroff.planner.problem.assemble import draft
 from tieroff.planner.problem.pieces import KEPT, Piece, make_windows
 from tieroff.planner.problem.problem import Problem, make_problem
+from tieroff.planner.problem.runs import draft
 
 _MACHINE = Machine(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, nvme_write_bytes_per_s=10**8, nvme_read_bytes_per_s=10**8)
 

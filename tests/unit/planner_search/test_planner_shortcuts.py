@@ -17,9 +17,10 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.auto.greedy import greedy_selections
 from tieroff.planner.auto.portfolio import kept_windows, swept_windows
 from tieroff.planner.extended.recompute import remade_problems
-from tieroff.planner.problem.assemble import Draft, draft, plan_of, totals_of
+from tieroff.planner.problem.assemble import plan_of, totals_of
 from tieroff.planner.problem.pieces import fit
 from tieroff.planner.problem.problem import Problem, holds_within, make_problem
+from tieroff.planner.problem.runs import Draft, draft
 from tieroff.planner.simulate.simulator import simulate_totals
 from tieroff.tracing.files import load_trace
 from tieroff.units import TIB

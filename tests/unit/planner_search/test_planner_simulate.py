@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tieroff import _native
+from tests.support.simulate_reference import memory_per_op_reference, simulate_reference
 from tieroff.core.io.json_files import load_timeline, save_timeline
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Allocation, AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer
@@ -19,7 +19,6 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError, InvalidPlanError, TraceMismatchError
 from tieroff.planner.simulate import simulator as fast
 from tieroff.planner.simulate.options import SimulationOptions, with_blocking_evictions, with_clean_writes
-from tieroff.planner.simulate.reference import memory_per_op_reference, simulate_reference
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 _GB = 10**9

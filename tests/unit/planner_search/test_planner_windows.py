@@ -12,7 +12,7 @@ from tieroff.core.trace import Op, Trace
 from tieroff.planner.auto.select import Selection
 from tieroff.planner.auto.windows import make_moves
 from tieroff.planner.make_plan import make_plan
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Problem, Slot, make_problem
 
 # What leaves is copied until the step ends, what comes back is there at once.

@@ -237,7 +237,7 @@ def test_capuchin_swaps_all_the_same_where_ops_cannot_be_repeated() -> None:
 def test_capuchin_triggers_what_was_late_earlier() -> None:
     """50.8 ms less 10 lie within the op before."""
     problem = small_problem(25)
-    choice = capuchin.Choice(problem)
+    choice = capuchin.SwapChoice(problem)
     choice.run()
     late = choice.plan({_NAMES.index("x"): 10 * _NS_PER_MS})
     assert moves_of(late, problem) == {("x", "out", 2, 3), ("x", "in", 6, 8)}

@@ -1,16 +1,15 @@
-"""What policies say of themselves, how `compare` uses it, and that a policy is one file and one line."""
+"""What policies say of themselves, how they are found, how `compare` uses it, and that a policy is one file."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
-import torch
 
-import tieroff
 from tests.support.outside import published_trace
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
@@ -20,8 +19,8 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError
 from tieroff.planner import policies
 from tieroff.planner.compare.rows import Row, compare_rows
-from tieroff.planner.policies import OWN, POLICIES, find_declaration, find_policy
-from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
+from tieroff.planner.policies import all_policies, find_policy
+from tieroff.planner.policy import Assumptions, Decides, ModelOptions, Policy, policy
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import simulate
 from tieroff.units import GIB
@@ -43,37 +42,28 @@ _WITH_OPTIONS = {
 }
 
 _TOY = '''
-"""`toy`: the tensors that are idle for longest leave as soon as they are, and come back an op ahead."""
-
 from tieroff.core.plan import Plan
-from tieroff.planner.problem.build import Move, build_plan
-from tieroff.planner.policies.declaration import Declaration, ModelOptions
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem
 from tieroff.planner.simulate.options import SimulationOptions
 
-DECLARATION = Declaration(options=ModelOptions(SimulationOptions(has_exclusive_link=True)))
 
-
+@policy("toy", options=SimulationOptions(has_exclusive_link=True))
 def plan_toy(problem: Problem) -> Plan:
-    room = LowerRoom(problem)
-    usage, moves = problem.live.copy(), []
-    for unit in sorted(problem.units, key=lambda u: -max(s.stop - s.start for s in u.slots)):
-        if int(usage.max()) > problem.device_bytes and room.place(unit.tensors, problem.tiers):
-            for slot in unit.slots:
-                load = slot.stop if slot.is_boundary else max(slot.stop - 1, slot.start + 1)
-                moves.append(Move(slot, slot.start, load))
-                for start, stop in slot.pieces(problem.op_count):
-                    usage[start:stop] -= problem.size_bytes(slot.tensor)
+    room, moves = LowerRoom(problem), []
+    longest = max(problem.units, key=lambda unit: max(slot.stop - slot.start for slot in unit.slots))
+    if not problem.fits and room.place(longest.tensors, problem.tiers):
+        moves = [Move(slot, slot.start, max(slot.stop - 1, slot.start + 1)) for slot in longest.slots]
     return build_plan(problem, "toy", moves, room.tier_of)
 '''
 
 
 @pytest.fixture
 def _toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Adds a policy as anybody would: a file among the policies, and a line in their list."""
+    """Adds a policy as anybody would: a file among the policies, and nothing else."""
     (tmp_path / "toy.py").write_text(_TOY)
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
-    monkeypatch.setattr(policies, "POLICIES", MappingProxyType({**POLICIES, "toy": "tieroff.planner.policies.toy:plan_toy"}))
     yield
     sys.modules.pop("tieroff.planner.policies.toy", None)
 
@@ -89,8 +79,12 @@ _MACHINE = Machine(name="small", d2h_bytes_per_s=10**6, h2d_bytes_per_s=10**6)
 _BUDGET = {Tier.DEVICE: 20_000, Tier.HOST: 10**6}
 
 
-def test_policies_declare_when_they_decide_and_under_what_options() -> None:
-    declared = {name: find_declaration(name) for name in POLICIES}
+def _published() -> dict[str, Policy]:
+    return {name: one for name, one in all_policies().items() if one.is_published}
+
+
+def test_published_policies_declare_when_they_decide_and_under_what_options() -> None:
+    declared = _published()
     assert {name for name, one in declared.items() if one.decides is Decides.ONLINE} == _ONLINE
     assert {name: ", ".join(one.options.words()) for name, one in declared.items() if not one.is_common} == _WITH_OPTIONS
     assert {name: one.assumes.words() for name, one in declared.items() if one.assumes != Assumptions()} == {
@@ -105,21 +99,52 @@ def test_policies_declare_when_they_decide_and_under_what_options() -> None:
     }
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - OWN))
-def test_module_of_a_published_policy_declares_itself(name: str) -> None:
-    module = sys.modules[find_policy(name).__module__]
-    assert isinstance(module.DECLARATION, Declaration)
-    assert find_declaration(name) is module.DECLARATION
+def test_policies_are_found_by_name_and_published_ones_name_a_paper_that_their_module_cites() -> None:
+    assert len(_published()) >= 27
+    for name, one in all_policies().items():
+        assert find_policy(name) is one and one.name == name
+    for one in _published().values():
+        text = " ".join((sys.modules[one.make.__module__].__doc__ or "").split())
+        assert [word for word in re.findall(r"[A-Z]\w+", one.paper) if word not in text] == [], one.name
 
 
-def test_declaration_of_an_unknown_policy_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="the nearest is 'capuchin'"):
-        find_declaration("capuchim")
+@pytest.mark.parametrize(("name", "others"), [("auto", {"capuchin", "paging"}), ("vdnn-all", {"capuchin", "portfolio"})])
+def test_policy_is_found_without_loading_the_others(name: str, others: set[str]) -> None:
+    program = f"import sys; from tieroff.planner.policies import find_policy; find_policy({name!r}); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert others.isdisjoint(module.rpartition(".")[2] for module in loaded if module.startswith("tieroff.planner"))
+
+
+def test_policy_of_another_package_is_found_by_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_toys.py").write_text(_TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    [result] = compare_rows(_trace(), _MACHINE, _BUDGET, ["my_toys:plan_toy"])
+    assert (result.row.policy, result.row.status, result.row.options) == ("my_toys:plan_toy", "ok", "one way at a time")
+    for name, told in (
+        ("my_toys:plan", "'plan' in a module 'my_toys'"), ("no_toys:plan", "No module"), ("my_toys:Move", "under @policy"),
+        (":plan", "in a module ''"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            find_policy(name)
+
+
+@pytest.mark.usefixtures("_toy")
+def test_two_policies_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "toy_too.py").write_text(_TOY)
+    with pytest.raises(ConfigError, match=r"'toy' is declared twice, in tieroff.planner.policies.toy and in .*toy_too"):
+        all_policies()
+    sys.modules.pop("tieroff.planner.policies.toy_too", None)
+
+
+@pytest.mark.parametrize(("name", "more", "told"), [("My Toy", {}, "lower-case"), ("toy", {"published": True}, "the paper")])
+def test_declaration_that_cannot_be_is_refused(name: str, more: dict[str, bool], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        policy(name, **more)  # type: ignore[arg-type]
 
 
 def test_own_policies_run_under_the_common_model() -> None:
-    assert set(POLICIES) >= OWN
-    assert all(find_declaration(name) == Declaration() for name in OWN)
+    own = [all_policies()[name] for name in ("auto", "floor", "floor_mixed", "greedy", "relaxed")]
+    assert all(one.is_common and not one.is_published and one.assumes == Assumptions() for one in own)
 
 
 def test_faults_slow_links_down_to_their_bandwidth_and_no_further() -> None:
@@ -145,37 +170,6 @@ def test_toy_policy_is_planned_compared_and_marked() -> None:
         find_policy("toi")
 
 
-@pytest.mark.usefixtures("_toy")
-def test_toy_policy_trains_with_equal_losses() -> None:
-    def losses(policy: str | None) -> list[float]:
-        torch.manual_seed(0)
-        model: torch.nn.Module = torch.nn.Sequential(
-            *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6))
-        )
-        optimizer = torch.optim.AdamW(model.parameters())
-        if policy is not None:
-            budget = {"device": "60%", "host": "64MiB", "nvme": 0}
-            model = tieroff.wrap(model, optimizer, config={"budget": budget, "plan": {"min_bytes": 0, "policy": policy}})
-        try:
-            found: list[float] = []
-            for _ in range(5):
-                loss = model(torch.ones(256, 64)).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-            if policy is not None:
-                stats = tieroff.engine(model).stats()
-                assert (stats.phase, tieroff.engine(model).plan.policy) == ("planned", policy)
-                assert sum(stats.moved_bytes.values()) > 0
-        finally:
-            if policy is not None:
-                tieroff.unwrap(model)
-        return found
-
-    assert losses("toy") == losses(None)
-
-
 def _compared(cell: str, names: tuple[str, ...]) -> dict[str, tuple[Row, Plan | None]]:
     rate = round(15.754 * GIB)
     drive = round(3.2 * GIB)
@@ -193,7 +187,7 @@ def _compared(cell: str, names: tuple[str, ...]) -> dict[str, tuple[Row, Plan | 
     for name, (row, plan) in found.items():
         if plan is None or name == "auto":
             continue
-        options = find_declaration(name).options
+        options = find_policy(name).options
         own = simulate(plan, trace, options.machine(machine), options.simulation).step_ns / 1e9
         assert row.faithful_step_s == pytest.approx(own)
         assert row.step_s == pytest.approx(simulate(plan, trace, machine).step_ns / 1e9)

@@ -15,7 +15,7 @@ from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies import find_declaration, find_policy
+from tieroff.planner.policies import find_policy
 from tieroff.planner.problem.problem import make_problem
 from tieroff.units import GIB, NS_PER_S, TIB
 
@@ -76,7 +76,7 @@ def _times(cell: str) -> dict[str, float | None]:
             found[policy] = None
             continue
         check(plan, trace, IDEAL_EXECUTOR)
-        found[policy] = find_declaration(policy).faithful(plan, trace, _MACHINE).step_ns / NS_PER_S
+        found[policy] = find_policy(policy).faithful(plan, trace, _MACHINE).step_ns / NS_PER_S
     return found
 
 

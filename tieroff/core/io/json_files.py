@@ -8,7 +8,6 @@ Fields that no longer exist (`_REMOVED`) are accepted with the value that meant 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -107,11 +106,6 @@ def load_steps(path: str | Path) -> History:
 
 def _plan_error(message: str) -> InvalidPlanError:
     return InvalidPlanError(message, rule="file")
-
-
-def plan_digest(plan: Plan) -> str:
-    """Returns a hex digest of all that a plan says; equal plans have equal ones, here and read from a file."""
-    return hashlib.sha256(json.dumps(_encode(plan), sort_keys=True).encode()).hexdigest()[:32]
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Local search on greedy choices, for executors that move whole tensors and cross no end of the step.
+"""Local search on greedy choices, for executors that move whole tensors and nothing across the end of the step.
 
 A change begins where the step waits: at a unit that the wait is for, or that its link served a little before. The unit
 stays on the device, keeps one of its inner gaps, or goes to the other lower tier. Other units then leave until every op
-fits, and what is no longer needed away comes back. Each choice is swept into windows and simulated; a change is kept when
+fits, and units that no longer have to be away come back. Each choice is swept into windows and simulated; a change is kept when
 the step gets shorter, and early in the search also when it is a little longer.
 """
 
@@ -24,11 +24,11 @@ from tieroff.planner.auto.relaxed import relaxed_selection
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.auto.windows import make_moves
 from tieroff.planner.bounds.bounds import lower_bound_ns
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.simulator import simulate
 
-_WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units looked at, all changes together
+_WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units visited, over all changes
 _PER_ITEM = {"fast": 1, "high": 20}  # changes for every four ops or units: a small step has few that differ
 _SEARCHED_AT_MOST = {"fast": 6_000, "high": 300_000}  # ops and units: a few changes to a larger step are not worth their time
 _BEGINS = 2  # choices that the search begins with: that of the relaxation, and the best greedy ones

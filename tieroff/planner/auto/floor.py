@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from tieroff.core.plan import Plan
 from tieroff.planner.auto.select import Score, Selection, Selector, pressure_order
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Unit
 
 
@@ -59,13 +60,19 @@ def _place(problem: Problem, units: list[Unit], mixes_tiers: bool) -> Selection:
     return Selection(slots, room.tier_of, usage)
 
 
-def plan_floor(problem: Problem, *, mixes_tiers: bool = False) -> Plan:
+@policy("floor")
+def plan_floor(problem: Problem) -> Plan:
     """Returns the floor plan; it may be over the device's budget, which the caller checks."""
+    return _plan(problem, mixes_tiers=False)
+
+
+@policy("floor_mixed")
+def plan_floor_mixed(problem: Problem) -> Plan:
+    """Returns the floor plan with every second tensor in the NVMe tier, for tests of both lower tiers at once."""
+    return _plan(problem, mixes_tiers=True)
+
+
+def _plan(problem: Problem, *, mixes_tiers: bool) -> Plan:
     selection = floor_selection(problem, mixes_tiers=mixes_tiers)
     moves = [Move(slot, slot.start, slot.stop) for slot in selection.slots]
     return build_plan(problem, "floor", moves, selection.tier_of, copies_early=False)
-
-
-def plan_floor_mixed(problem: Problem) -> Plan:
-    """Returns the floor plan with every second tensor in the NVMe tier, for tests of both lower tiers at once."""
-    return plan_floor(problem, mixes_tiers=True)

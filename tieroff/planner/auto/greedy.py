@@ -10,7 +10,8 @@ from tieroff.planner.auto.best import Best
 from tieroff.planner.auto.floor import floor_selection, plan_floor
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.auto.windows import make_moves
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 
 # Share of the budget to choose for (the rest is room for windows), score, and reluctance to move what is persistent;
@@ -39,7 +40,7 @@ _LEADS = (0.02, 0.0, 0.1)  # of the step
 TOLERANCE = 0.005
 """Share of a step within which plans are equals: nobody measures durations better than that."""
 
-_WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units looked at, all candidates together
+_WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units visited, over all candidates
 _LARGE = 4_000  # ops and units, above which a candidate costs more than its share: the work itself shrinks then
 
 
@@ -52,6 +53,7 @@ def candidate_count(problem: Problem) -> int:
     return max(1, _WORK[problem.effort] * min(size, _LARGE) // size**2)
 
 
+@policy("greedy")
 def plan_greedy(problem: Problem) -> Plan:
     """Returns the fastest plan of the portfolio, by simulation; of those as good as it the one that moves least.
 

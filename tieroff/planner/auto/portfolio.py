@@ -1,11 +1,11 @@
 """`auto`: the planner's own policy, an anytime portfolio; the fastest plan by simulation wins.
 
-Windows come from greedy choices that are swept, then repaired and filled by the native search, and from the fractional
-relaxation, which is solved meanwhile; a local search goes on from the best. Choices are swept for the problem as it is
-and for those in which ever more tensors are made again (see `planner/extended/recompute.py`); the rest is done for the most
-promising of them. It ends early when a plan is as good as a lower bound, and is deterministic: what is tried depends on
-the problem alone. Where the executor updates on the host, the problem that updates leave is searched likewise, after it
-(see tieroff/planner/extended/host_updates.py), so that no plan is slower for it.
+Windows come from two sources: greedy choices that are swept, then repaired and filled by the native search; and the
+fractional relaxation, which is solved meanwhile. A local search continues from the best. Choices are swept for the original
+problem and for variants in which more and more tensors are recomputed (tieroff/planner/extended/recompute.py); the later
+stages run on the most promising of these. The search ends early when a plan is as good as a lower bound. It is deterministic:
+what is tried depends on the problem alone. Where the executor updates on the host, the problem that updates leave is searched
+afterwards in the same way (tieroff/planner/extended/host_updates.py), so host updates never make a plan slower.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from tieroff.planner.bounds.bounds import Scope, lower_bound_ns
 from tieroff.planner.extended.host_updates import can_update, updated_problems
 from tieroff.planner.extended.improve import improve
 from tieroff.planner.extended.recompute import Remade, remade_problems
-from tieroff.planner.problem.assemble import Draft, draft, plan_of, totals_of
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import build_plan, plan_of, totals_of
 from tieroff.planner.problem.pieces import KEPT, LOWER, Piece, Windows, fit, make_windows
 from tieroff.planner.problem.problem import Problem
+from tieroff.planner.problem.runs import Draft, draft
 
 GENERATORS = frozenset({"swept", "fitted", "relaxed", "recomputed", "improved", "updated"})
 
@@ -89,8 +90,14 @@ class _Found:
     draft: Draft
 
 
-def plan_auto(problem: Problem, generators: frozenset[str] = GENERATORS) -> Plan:
-    """Returns the best plan found; `generators` names those of GENERATORS that take part."""
+@policy("auto")
+def plan_auto(problem: Problem) -> Plan:
+    """Returns the best plan found."""
+    return plan_with(problem, GENERATORS)
+
+
+def plan_with(problem: Problem, generators: frozenset[str]) -> Plan:
+    """Returns the best plan that some of GENERATORS find."""
     if problem.fits:
         return build_plan(problem, "auto", [], {})
     repeats = problem.capabilities.repeats_ops and "recomputed" in generators
@@ -165,7 +172,7 @@ class _Search:
         self.best = Best(problem)
 
     def probe(self) -> None:
-        """Sweeps a first choice, to tell which of several searches is worth it."""
+        """Sweeps a first choice, which shows which of several searches is worth running."""
         self._sweep(self._ground, 1)
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
 """`relaxed`: plans rounded from the fractional relaxation; see tieroff/planner/bounds/relaxation.py and rounding.py.
 
-For executors that cross the end of the step and move every tensor on its own; for others it has no plan of its own.
+It serves executors that cross the end of the step and move every tensor on its own; for others it returns the floor plan.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tieroff.planner.auto.greedy import last_resort
 from tieroff.planner.auto.rounding import round_solution
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.bounds.relaxation import Group, Relaxation, check_points, column_count, group_tensors
-from tieroff.planner.problem.assemble import assemble
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import assemble, build_plan
 from tieroff.planner.problem.pieces import LOWER, Windows, fit
 from tieroff.planner.problem.problem import Problem
 
@@ -131,8 +131,9 @@ def relaxed_selection(problem: Problem) -> Selection | None:
     return Selector(problem).select(Score.TIME, problem.device_bytes, problem.tiers, first=first)
 
 
+@policy("relaxed")
 def plan_relaxed(problem: Problem) -> Plan:
-    """Returns the best plan rounded from the relaxation, the floor's where there is none."""
+    """Returns the best plan rounded from the relaxation, or the floor's if rounding gives none."""
     if problem.fits:
         return build_plan(problem, "relaxed", [], {})
     best = Best(problem)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tieroff import _native
 from tieroff.core.tensor import Tier
-from tieroff.planner.problem.build import last_dirty_writes
+from tieroff.planner.problem.assemble import last_dirty_writes
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Span, Unit, holds_within
 
 Weights = npt.NDArray[np.float64]
@@ -109,7 +109,7 @@ class _Choice:
         self.chosen: list[int] = []
         self.usage = problem.live.copy()
         self.room = LowerRoom(problem)
-        self._peak = 0  # an op that was over the line when it was last looked at
+        self._peak = 0  # an op that was over the line at the last check
 
     def leave(self, position: int, order: tuple[Tier, ...]) -> bool:
         """Has a unit leave, to the first tier of `order` with room; returns False where none has."""
@@ -124,7 +124,7 @@ class _Choice:
         return _native.most_bytes(self.usage, self._problem.idle_spans[position]) > self._line_bytes
 
     def is_over(self) -> bool:
-        """Returns whether any op is over the line; looks at all of them only when the one it found last is not any more."""
+        """Returns whether any op is over the line; scans all ops only when the one found last no longer is."""
         if self.usage.item(self._peak) <= self._line_bytes:
             self._peak = int(self.usage.argmax())
         return self.usage.item(self._peak) > self._line_bytes

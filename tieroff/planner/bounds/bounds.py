@@ -17,10 +17,10 @@ higher. A step is never shorter than its ops.
 Repeats: a byte made again takes no link, but a share of the run of an op that writes it: at least that op's duration
 over all bytes that it writes. With c the least such time per byte, E bytes to carry, rate r and g bytes made again, a
 step takes (E - g) / r or more, and compute + c g or more: at best (E c + compute) / (r c + 1), where both are equal.
-Updates on the host: such an op takes no time on the device, uses nothing there and leaves copies in the host valid. All
-of that is granted at once to every op of the optimizer, for nothing.
+Updates on the host: such an op takes no time on the device, uses nothing there and leaves copies in the host valid. The
+bound grants all of that to every op of the optimizer at no cost.
 
-Tensors that no op uses need not be on the device at any time, as far as the rules go, and are left out of what is live.
+Tensors that no op uses never have to be on the device; they do not count as live here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TIME_LIMIT_S = 90.0  # per attempt, a safety only
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What plans may do besides moving bytes, for a bound to hold for them.
+    """What plans may do in addition to moving bytes; a bound holds for plans of its scope.
 
     Attributes:
         repeats: run ops again.

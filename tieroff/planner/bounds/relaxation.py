@@ -15,9 +15,9 @@ uses between check points, latencies, whole tensors and the order of transfers a
 bound; averaging the steps of a plan whose steps differ is one too. Bytes on their way in count as away until they have
 arrived.
 
-Bytes that can be made again by repeating ops are, besides, away without any copy; a byte made again costs what a run of
-its cheapest op costs per byte that it writes, and links carry on meanwhile. Of plans that update on the host the
-program knows nothing: see `tieroff.planner.bounds.bounds`.
+Bytes that can be recomputed may also be away without any copy. A recomputed byte costs what a run of its cheapest op costs
+per byte that it writes, and links carry on meanwhile. The program does not model updates on the host; see
+`tieroff.planner.bounds.bounds`.
 
 [Note: what the host link carries]
 Let x and y be the bytes that its two directions carry for the HOST, over what each carries alone in the slot, u the same
@@ -209,7 +209,7 @@ class Relaxation:
         self._problem, self._count = problem, len(points)
         self._tiers = problem.tiers
         self._moves_below = moves_below and len(problem.tiers) == 2
-        # A column of 1 is a GiB or a second, less of both in a small problem: HiGHS tells no smaller parts than 1e-7.
+        # A column of 1 is a GiB or a second, less of both in a small problem: HiGHS ignores differences below 1e-7.
         peak, rates = int(problem.live.max()), [link.bytes_per_s for tier in self._tiers for link in problem.links(tier)]
         self._unit_bytes = min(float(GIB), max(1.0, peak / 16))
         self._unit_ns = min(float(NS_PER_S), max(1.0, float(problem.starts_ns[-1]) + peak * NS_PER_S / max(rates)))

@@ -1,4 +1,4 @@
-"""What a plan means for whoever buys or rents the machine: does it fit, how fast, what wears out, what would help."""
+"""What a plan means for whoever buys or rents the machine: whether it fits, how fast it is, drive wear, and what would help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tieroff.units import format_bytes, format_seconds
 TIME_LIMIT_S = 30.0
 """No plan is begun for a further question after this long."""
 
-# A step this near to its ideal is not worth a question, and a relief below this share is none.
+# A step this near to its ideal needs no advice, and a gain below this share is not worth mentioning.
 _NEAR = 1.005
 _WORTHWHILE = 0.01
 _LINKS = {
@@ -187,5 +187,5 @@ def advice(
         gain = 1 - relief.step_s / row.step_s
         lines.append(f"  {relief.what}: a step of {format_seconds(relief.step_s)} ({gain:.1%} less).")
     if left_out:
-        lines.append(f"Not looked at, for lack of time: {', '.join(left_out)}.")
+        lines.append(f"Not tried, for lack of time: {', '.join(left_out)}.")
     return lines

@@ -23,13 +23,13 @@ def forecast(plan: Plan, trace: Trace, machine: Machine, effort: str = "fast") -
 
     Args:
         plan: what runs.
-        trace: its trace, with the durations to foretell for.
+        trace: its trace, with the durations to predict for.
         machine: its links.
         effort: of the bound, see `best_bound_ns`.
 
     Raises:
         ConfigError: the machine has no link that the plan uses.
-        InvalidPlanError: the plan is none of this trace.
+        InvalidPlanError: the plan is not one for this trace.
     """
     step_ns = simulate(plan, trace, machine).step_ns
     problem = make_problem(trace, machine, dict(plan.budget_bytes), default_capabilities(trace))

@@ -14,8 +14,8 @@ from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.bounds.bounds import Scope, best_bound_ns, scope_of
 from tieroff.planner.make_plan import default_capabilities, plan_with_timeline
-from tieroff.planner.policies import find_declaration, find_policy
-from tieroff.planner.policies.declaration import Decides
+from tieroff.planner.policies import find_policy
+from tieroff.planner.policy import Decides
 from tieroff.planner.problem.problem import make_problem
 from tieroff.units import NS_PER_S
 
@@ -34,7 +34,7 @@ class Row:
         plan_s: time that planning and bounding took.
         kind: "static" or "on-line": when the policy decides.
         options: under what of its own, with commas, the policy's faithful time is simulated; empty where it has none.
-        faithful_step_s: predicted step under those options, see [Note: two times] in planner/policies/declaration.py.
+        faithful_step_s: predicted step under those options, see [Note: two times] in planner/policy.py.
             It is not to be compared with other rows where there are options.
         reason: why there is no plan.
     """
@@ -97,7 +97,7 @@ def plan_row(
         ConfigError: an unknown policy or effort, or a tier without links.
     """
     begin = time.perf_counter()
-    declared = find_declaration(policy)
+    declared = find_policy(policy)
     kind, options = declared.decides.value, ", ".join(declared.options.words())
     try:
         plan, timeline = plan_with_timeline(trace, machine, budget, policy, effort, capabilities)
@@ -146,7 +146,7 @@ def compare_rows(
 ) -> list[Result]:
     """Returns one result per policy, in the order asked for. `auto` runs last and takes every plan as a candidate.
 
-    `on_progress` is told what is being planned, and the share of the policies that is over.
+    `on_progress` receives what is being planned and the share of policies that are done.
 
     Raises:
         ConfigError: an unknown policy or effort, or a tier without links.

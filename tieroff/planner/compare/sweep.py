@@ -1,4 +1,4 @@
-"""Sweeps: one trace under several budgets, where more memory is never slower; and under durations that are not as planned."""
+"""Sweeps of one trace: over budgets, where more memory is never slower, and over durations other than the planned ones."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tieroff.core.lifetime import Lifetime
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.problem.build import peak_bytes
+from tieroff.planner.problem.assemble import peak_bytes
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.options import rerank
 from tieroff.planner.simulate.simulator import simulate

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from tieroff import _native
-from tieroff.planner.problem.assemble import link_rates
 from tieroff.planner.problem.pieces import LOWER, Windows
 from tieroff.planner.problem.problem import Problem
+from tieroff.planner.problem.runs import link_rates
 
 
 def improve(problem: Problem, windows: Windows, *, seed: int, work: int) -> Windows:

@@ -1,4 +1,4 @@
-"""Recompute of single ops: which activations are dropped in a gap and made again, and the problem that is left.
+"""Recompute of single ops: which activations are dropped in a gap and recomputed, and the problem that is left.
 
 [Note: remade problems]
 Where a tensor is made again at tick e, what lies before and after it are two tensors that have nothing to do with each

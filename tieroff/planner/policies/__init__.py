@@ -1,96 +1,85 @@
 """The policies by name. A policy takes a Problem and returns a Plan.
 
-To add one: a file beside this one with a function of that kind, and a line in POLICIES. A file whose policies decide
-while the step runs, or were published for other memory and links than the common model's, says so in a `DECLARATION`
-(tieroff/planner/policies/declaration.py); one without it is static and has no options of its own.
+To add one, put a file with a function under `@policy("name")` (tieroff/planner/policy.py) into this folder: there is no
+list to extend. A policy in a package of your own is named by "module:function" wherever a name is expected.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
+import pkgutil
+from types import ModuleType
 
-from tieroff.core.plan import Plan
 from tieroff.errors import ConfigError
-from tieroff.planner.problem.problem import Problem
-
-if TYPE_CHECKING:
-    from tieroff.planner.policies.declaration import Declaration
-
-Policy = Callable[[Problem], Plan]
-
-POLICIES: Mapping[str, str] = MappingProxyType(
-    {
-        "auto": "tieroff.planner.auto.portfolio:plan_auto",
-        "autoswap": "tieroff.planner.policies.search.autoswap:plan_autoswap",
-        "autoswap-aoa": "tieroff.planner.policies.search.autoswap:plan_autoswap_aoa",
-        "autoswap-doa": "tieroff.planner.policies.search.autoswap:plan_autoswap_doa",
-        "autoswap-swdoa": "tieroff.planner.policies.search.autoswap:plan_autoswap_swdoa",
-        "autoswap-wdoa": "tieroff.planner.policies.search.autoswap:plan_autoswap_wdoa",
-        "autotm-static": "tieroff.planner.policies.search.autotm:plan_autotm_static",
-        "autotm-sync": "tieroff.planner.policies.search.autotm:plan_autotm_sync",
-        "capuchin": "tieroff.planner.policies.activations.capuchin:plan_capuchin",
-        "deepum": "tieroff.planner.policies.online.deepum:plan_deepum",
-        "demand": "tieroff.planner.policies.online.demand:plan_demand",
-        "dragon": "tieroff.planner.policies.online.dragon:plan_dragon",
-        "flashneuron": "tieroff.planner.policies.activations.flashneuron:plan_flashneuron",
-        "floor": "tieroff.planner.auto.floor:plan_floor",
-        "floor_mixed": "tieroff.planner.auto.floor:plan_floor_mixed",
-        "g10": "tieroff.planner.policies.tiers.g10:plan_g10",
-        "greedy": "tieroff.planner.auto.greedy:plan_greedy",
-        "lms": "tieroff.planner.policies.activations.lms:plan_lms",
-        "mlp-offload": "tieroff.planner.policies.tiers.mlp_offload:plan_mlp_offload",
-        "oc-dnn": "tieroff.planner.policies.activations.oc_dnn:plan_oc_dnn",
-        "relaxed": "tieroff.planner.auto.relaxed:plan_relaxed",
-        "sentinel": "tieroff.planner.policies.online.sentinel:plan_sentinel",
-        "ssdtrain": "tieroff.planner.policies.activations.ssdtrain:plan_ssdtrain",
-        "superneurons": "tieroff.planner.policies.activations.superneurons:plan_superneurons",
-        "swapadvisor": "tieroff.planner.policies.search.swapadvisor:plan_swapadvisor",
-        "teraio": "tieroff.planner.policies.tiers.teraio:plan_teraio",
-        "tflms": "tieroff.planner.policies.activations.tflms:plan_tflms",
-        "vdnn-all": "tieroff.planner.policies.activations.vdnn:plan_vdnn_all",
-        "vdnn-conv": "tieroff.planner.policies.activations.vdnn:plan_vdnn_conv",
-        "vdnn-dyn": "tieroff.planner.policies.activations.vdnn:plan_vdnn_dyn",
-        "zero-infinity": "tieroff.planner.policies.tiers.zero:plan_zero_infinity",
-        "zero-offload": "tieroff.planner.policies.tiers.zero:plan_zero_offload",
-    }
-)
-"""Name -> "module:function"; a policy's module is loaded when it is asked for."""
-
-
-OWN = frozenset({"auto", "floor", "floor_mixed", "greedy", "relaxed"})
-"""Those that no one published: this project's."""
+from tieroff.planner import auto
+from tieroff.planner.policy import Policy
 
 
 def find_policy(name: str) -> Policy:
-    """Returns the policy of a name.
+    """Returns the policy of a name, or the one that "module:function" names.
+
+    Modules are imported until the policy is found. Those whose file name begins the policy's name come first, so that
+    a published policy costs the import of its own module, and `auto` that of its parts.
 
     Raises:
         ConfigError: there is none; the message names the nearest one.
     """
-    policy: Policy = getattr(_module(name), POLICIES[name].split(":")[1])
-    return policy
+    if ":" in name:
+        return _find_outside(name)
+    for module in sorted(_module_names(), key=lambda path: _rank(path, name)):
+        for policy in _declared(importlib.import_module(module)):
+            if policy.name == name:
+                return policy
+    known = sorted(all_policies())
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    raise ConfigError(f"unknown policy {name!r}; the nearest is {nearest[0]!r}, all are {', '.join(known)}")
 
 
-def find_declaration(name: str) -> Declaration:
-    """Returns what the policy of a name says of itself.
+def all_policies() -> dict[str, Policy]:
+    """Returns every policy of this package by name, in order of name; imports all of their modules.
 
     Raises:
-        ConfigError: there is none; the message names the nearest one.
+        ConfigError: two policies have one name.
     """
-    from tieroff.planner.policies.declaration import Declaration  # loads the simulator
+    found: dict[str, Policy] = {}
+    for module in _module_names():
+        for policy in _declared(importlib.import_module(module)):
+            if policy.name in found:
+                other = found[policy.name].make.__module__
+                raise ConfigError(f"policy {policy.name!r} is declared twice, in {other} and in {module}: rename one")
+            found[policy.name] = policy
+    return dict(sorted(found.items()))
 
-    declared: Declaration = getattr(_module(name), "DECLARATION", Declaration())
-    return declared
+
+def _module_names() -> list[str]:
+    """Returns the modules that may declare policies, by full name; `auto` and its parts first."""
+    own = pkgutil.walk_packages(auto.__path__, f"{auto.__name__}.")
+    others = pkgutil.walk_packages(__path__, f"{__name__}.")
+    shared = f"{__name__}.shared."
+    return [info.name for found in (own, others) for info in found if not (info.ispkg or info.name.startswith(shared))]
 
 
-def _module(name: str) -> ModuleType:
-    if name not in POLICIES:
-        nearest = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.0)
+def _rank(module: str, name: str) -> tuple[bool, bool]:
+    """Sorts modules by how likely they declare a policy."""
+    is_namesake = name.replace("-", "_").startswith(module.rpartition(".")[2])
+    return not is_namesake, not module.startswith(auto.__name__)
+
+
+def _declared(module: ModuleType) -> list[Policy]:
+    """Returns the policies that a module declares, without those that it imports."""
+    found = (value for value in vars(module).values() if isinstance(value, Policy))
+    return [policy for policy in found if policy.make.__module__ == module.__name__]
+
+
+def _find_outside(name: str) -> Policy:
+    module_name, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"expected a policy {function!r} in a module {module_name!r}, but {error}") from error
+    if not isinstance(found, Policy):
         raise ConfigError(
-            f"unknown policy {name!r}; the nearest is {nearest[0]!r}, all are {', '.join(sorted(POLICIES))}"
+            f"expected {name} to be a function under @policy (tieroff.planner.policy), got {type(found).__name__}"
         )
-    return importlib.import_module(POLICIES[name].split(":")[0])
+    return found

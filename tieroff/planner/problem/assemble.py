@@ -1,253 +1,182 @@
-"""From windows of pieces to a plan, for an executor that splits tensors and crosses the end of the step.
+"""From what was decided to a plan: moves of whole tensors (`build_plan`), or windows of pieces (`assemble`).
 
-[Note: runs]
-A run is a row of a piece's away gaps with no write between them: one copy below serves all of them, it is made once,
-after the last write before the first gap, and stays until the last load. A persistent piece that nothing writes has
-one run that goes round the ring, whose copy is never made nor dropped.
-
-[Note: the order of a link]
-Each link serves the transfer with the nearest deadline of those that can be issued; `dispatch` plays that through. A
-transfer is then issued no earlier than those that its link served before it, so that the fixed order of the plan is
-also the order of issue.
+`build_plan` keeps to the ticks that each move names and to one place below per tensor: it serves every executor. `assemble`
+has the links' order decide when copies and loads are issued (tieroff/planner/problem/runs.py), splits tensors and crosses the
+end of the step, for an executor that can.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from tieroff import _native
+from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import WHOLE, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.problem.build import plan_from
 from tieroff.planner.problem.pieces import LOWER, Piece, Windows
-from tieroff.planner.problem.problem import Bytes, Problem
+from tieroff.planner.problem.problem import Bytes, Problem, Slot, Span, held_bytes
+from tieroff.planner.problem.runs import Draft, draft, held_on_ring
 from tieroff.planner.simulate.simulator import simulate_rows
-from tieroff.units import NS_PER_S
-
-_STEPS = 3  # until the links' backlog at the step's end has settled, nearly always
-_ROUNDS = 4
 
 
-@dataclass(slots=True)
-class Runs:
-    """Copies in lower tiers and the gaps that they serve, as arrays; see [Note: runs].
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A tensor is off the device over [release_at, load_at) within a slot.
 
-    Attributes:
-        gap: windows' gaps in which bytes are away, in order.
-        of_gap: run of each of them.
-        piece, tier: of each run; the tier is an index into LOWER.
-        is_copied: False for runs whose copy is never made.
-        copy_from: tick from which the copy out can be issued.
-        release: tick by which the copy is complete: the first gap's release.
-        stop: tick up to which the copy takes room.
+    `slot.start <= release_at <= load_at <= slot.stop`; equal only at the boundary, where
+    `release_at <= n <= load_at` unless the executor can cross the step's end.
     """
 
-    gap: Bytes
-    of_gap: Bytes
-    piece: Bytes
-    tier: Bytes
-    is_copied: Bytes
-    copy_from: Bytes
-    release: Bytes
-    stop: Bytes
+    slot: Slot
+    release_at: int
+    load_at: int
 
 
-def find_runs(problem: Problem, windows: Windows) -> Runs:
-    """Returns the runs of all pieces, each in the tier in which its gaps spend most time."""
+def last_dirty_writes(problem: Problem, slots: list[Slot]) -> list[int | None]:
+    """Returns, for each moved slot of one tensor in order, the last write since the moved slot before it.
+
+    None means that the copy below is still valid: the drop is free. A write in the step before counts as negative.
+    """
+    if not slots:
+        return []
+    tensor = slots[0].tensor
     op_count = problem.op_count
-    gap = np.flatnonzero(windows.is_away)
-    piece, stop = windows.piece[gap], windows.stop[gap]
-    is_first = np.append(True, piece[1:] != piece[:-1])[: len(gap)]
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(gap))[: len(first)] - 1
-    before = np.append(0, stop[:-1])[: len(gap)]
-    is_persistent = np.array([tensor.is_persistent for tensor in problem.trace.tensors], bool)[windows.tensor[piece[first]]]
-    before[first] = np.where(is_persistent, stop[last] - op_count, 0)
-    is_copied = windows.copy_from[gap] > before
-    begins = is_copied | is_first
-    run = np.cumsum(begins) - 1
-    # The first gaps of a piece belong to the copy that its last run made in the step before.
-    turn = first[~is_copied[first] & (run[first] != run[last])]
-    target = np.arange(run[-1] + 1 if len(run) else 0)
-    target[run[turn]] = run[last[np.searchsorted(first, turn)]]
-    shift = np.where(target[run] != run, op_count, 0)
-    heads = np.flatnonzero(begins)
-    is_kept = target == np.arange(len(target))
-    number = np.cumsum(is_kept) - 1
-    of_gap = number[target[run]]
-    heads = heads[is_kept]
-    # A load is awaited after residencies have ended at its tick, so its source stays for one op more.
-    ends = stop + 1 - windows.is_last[gap] + shift
-    stops = np.zeros(len(heads), np.int64)
-    np.maximum.at(stops, of_gap, ends)
-    time = np.zeros((len(heads), len(LOWER)), np.int64)
-    np.add.at(time, (of_gap, windows.tier[gap]), windows.away_stop[gap] - windows.away_start[gap])
-    return Runs(
-        gap=gap,
-        of_gap=of_gap,
-        piece=piece[heads],
-        tier=np.argmax(time, axis=1),
-        is_copied=is_copied[heads],
-        copy_from=np.maximum(windows.copy_from[gap[heads]], windows.start[gap[heads]] - op_count),
-        release=windows.away_start[gap[heads]],
-        stop=stops,
+    writes = problem.trace.lifetimes[tensor].writes
+    is_persistent = problem.trace.tensors[tensor].is_persistent
+    ring = [*(w - op_count for w in writes), *writes] if is_persistent else writes
+    since = slots[-1].stop - op_count if is_persistent else 0
+    result: list[int | None] = []
+    for slot in slots:
+        position = bisect_left(ring, slot.start)
+        result.append(ring[position - 1] if position and ring[position - 1] >= since else None)
+        since = slot.stop
+    return result
+
+
+def _transfers_of(problem: Problem, moves: list[Move], tier: Tier, copies_early: bool) -> list[Transfer]:
+    op_count = problem.op_count
+    tensor = moves[0].slot.tensor
+    transfers: list[Transfer] = []
+    for move, write in zip(moves, last_dirty_writes(problem, [m.slot for m in moves]), strict=True):
+        if write is not None:
+            issue = min(write + 1, move.release_at) if copies_early else move.release_at
+            if not problem.capabilities.wraps:
+                issue = max(issue, 0)
+            shift = _shift(issue, move.release_at, op_count)
+            transfers.append(Transfer(tensor, Tier.DEVICE, tier, issue + shift, move.release_at + shift, 0))
+        if move.slot.is_last:
+            continue
+        shift = _shift(move.load_at, move.slot.stop, op_count)
+        if move.slot.is_boundary and move.load_at == op_count:
+            shift = -op_count
+        transfers.append(Transfer(tensor, tier, Tier.DEVICE, move.load_at + shift, move.slot.stop + shift, 0))
+    return transfers
+
+
+def _shift(start: int, stop: int, op_count: int) -> int:
+    """Returns what brings `start` into [0, n), where a synchronous event at the step's end stays there."""
+    if start < 0:
+        return op_count
+    if start > op_count or (start == op_count and stop > start):
+        return -op_count
+    return 0
+
+
+def _stays_above(problem: Problem, moves: list[Move]) -> list[Residency]:
+    op_count = problem.op_count
+    tensor = moves[0].slot.tensor
+    life = problem.trace.lifetimes[tensor]
+    if problem.trace.tensors[tensor].is_persistent:
+        starts = [moves[-1].load_at - op_count] + [m.load_at for m in moves[:-1]]
+        stops = [m.release_at for m in moves]
+    else:
+        starts = [life.birth] + [m.load_at for m in moves if not m.slot.is_last]
+        stops = [m.release_at for m in moves] + [life.death] * (not moves[-1].slot.is_last)
+    residencies: list[Residency] = []
+    for start, stop in zip(starts, stops, strict=True):
+        shift = op_count if start < 0 else -op_count if start >= op_count else 0
+        residencies.append(Residency(tensor, Tier.DEVICE, start + shift, stop + shift))
+    return residencies
+
+
+def _by_issue(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    """Numbers the transfers of each link in the order of issue: synchronous copies out first, then by deadline."""
+
+    def key(transfer: Transfer) -> tuple[int, bool, int, int]:
+        is_first = transfer.target is not Tier.DEVICE and transfer.issue_at == transfer.ready_by
+        return transfer.issue_at, not is_first, transfer.ready_by, transfer.tensor
+
+    count: dict[str, int] = {}
+    ranked: list[Transfer] = []
+    for t in sorted(transfers, key=key):
+        link = LINK_NAMES[t.source, t.target]
+        rank = count.get(link, 0)
+        count[link] = rank + 1
+        ranked.append(Transfer(t.tensor, t.source, t.target, t.issue_at, t.ready_by, rank))
+    return tuple(ranked)
+
+
+def peak_bytes(problem: Problem, residencies: list[Residency]) -> dict[Tier, int]:
+    """Returns the peak of each tier over the ops, the device's with the ops' transient bytes."""
+    tensors = problem.trace.tensors
+    rows: dict[Tier, list[Span]] = {tier: [] for tier in Tier}
+    for r in residencies:
+        rows[r.tier].append((r.start, r.stop, (r.stop_byte or tensors[r.tensor].size_bytes) - r.first_byte))
+    used = {tier: held_bytes(spans, problem.op_count) for tier, spans in rows.items()}
+    used[Tier.DEVICE] += np.array([op.transient_bytes for op in problem.trace.ops], np.int64)
+    return {tier: int(line.max(initial=0)) for tier, line in used.items()}
+
+
+def plan_from(problem: Problem, policy: str, residencies: list[Residency], transfers: Sequence[Transfer]) -> Plan:
+    """Returns the plan of a problem with these residencies, and transfers that are ranked."""
+    return Plan(
+        policy=policy,
+        trace_digest=problem.trace.digest,
+        op_count=problem.op_count,
+        budget_bytes=dict(problem.budget),
+        peak_bytes=peak_bytes(problem, residencies),
+        residencies=tuple(residencies),
+        transfers=tuple(transfers),
+        skipped=dict(problem.skipped),
     )
 
 
-@dataclass(slots=True)
-class Jobs:
-    """Transfers: `link` by number as in dispatch.hpp, ticks as there; copies out first, by run, then loads, by gap."""
+def build_plan(
+    problem: Problem,
+    policy: str,
+    moves: list[Move],
+    tier_of: dict[int, Tier],
+    *,
+    copies_early: bool = True,
+) -> Plan:
+    """Returns the plan that carries out the moves and keeps every other tensor on the device.
 
-    link: Bytes
-    issue_from: Bytes
-    ready_by: Bytes
-    size_bytes: Bytes
-    piece: Bytes
-    source: Bytes  # run of a copy out, position in `Runs.gap` of a load
-    out_count: int
-    issue_at: Bytes  # the tick that it gets
-    order: Bytes  # transfers of a link in order of service
-
-
-def make_jobs(problem: Problem, windows: Windows, runs: Runs) -> Jobs:
-    """Returns the transfers of all runs."""
-    outs = np.flatnonzero(runs.is_copied)
-    loads = np.flatnonzero(windows.is_last[runs.gap] == 0)
-    gaps = runs.gap[loads]
-    release = runs.release[outs]
-    from_ = np.maximum(np.minimum(runs.copy_from[outs], release), release - problem.op_count)
-    piece = np.concatenate([runs.piece[outs], windows.piece[gaps]])
-    sizes = np.array([p.size_bytes for p in windows.pieces], np.int64)
-    return Jobs(
-        link=np.concatenate([runs.tier[outs], 2 + runs.tier[runs.of_gap[loads]]]),
-        issue_from=np.concatenate([from_, windows.away_stop[gaps]]),
-        ready_by=np.concatenate([release, windows.stop[gaps]]),
-        size_bytes=sizes[piece],
-        piece=piece,
-        source=np.concatenate([outs, loads]),
-        out_count=len(outs),
-        issue_at=np.zeros(len(piece), np.int64),
-        order=np.zeros(len(piece), np.int64),
-    )
-
-
-def link_rates(problem: Problem) -> tuple[list[float], list[float]]:
-    """Returns bytes per ns and latency in ns of the links by number as in dispatch.hpp, 0 for those there are not."""
-    rates, latencies = [0.0] * 4, [0.0] * 4
-    for number, tier in enumerate(LOWER):
-        if tier in problem.tiers:
-            for link, offset in zip(problem.links(tier), (0, 2), strict=True):
-                rates[number + offset] = link.bytes_per_s / NS_PER_S
-                latencies[number + offset] = float(link.latency_ns)
-    return rates, latencies
-
-
-def dispatch(problem: Problem, jobs: Jobs, step_count: int = _STEPS) -> int:
-    """Gives every transfer its tick and its place; returns about how long a step takes, in ns."""
-    machine = problem.machine
-    step_ns, _, served, start_tick = _native.dispatch(
-        np.diff(problem.starts_ns), jobs.link, jobs.issue_from, jobs.ready_by, jobs.size_bytes, *link_rates(problem),
-        machine.nvme_shares_host_link, machine.duplex_share, step_count,
-    )  # fmt: skip
-    op_count = problem.op_count
-    place = start_tick % op_count
-    jobs.order = np.lexsort((served, place, jobs.link))
-    available = place - (start_tick - jobs.issue_from)
-    for link in range(4):
-        mine = jobs.order[jobs.link[jobs.order] == link]
-        if len(mine):
-            line = np.concatenate([available[mine] - op_count, available[mine]])
-            latest = np.maximum.accumulate(line)[len(mine) :]
-            jobs.issue_at[mine] = np.maximum(latest, available[mine]) - available[mine] + jobs.issue_from[mine]
-    return round(step_ns)
-
-
-def _stays(problem: Problem, runs: Runs, jobs: Jobs) -> tuple[Bytes, Bytes]:
-    """Returns, per run, the ticks over which its copy takes room, counted from this step's start; (0, n): always."""
-    op_count = problem.op_count
-    start, stop = np.zeros(len(runs.piece), np.int64), np.full(len(runs.piece), op_count, np.int64)
-    outs = jobs.source[: jobs.out_count]
-    start[outs] = jobs.issue_at[: jobs.out_count]
-    # What is copied as the step ends is held from its last op on: a stay that began with the next step would be empty.
-    start[outs[(start[outs] == runs.release[outs]) & (start[outs] % op_count == 0)]] -= 1
-    stop[outs] = np.minimum(runs.stop[outs], start[outs] + op_count)
-    return start, stop
-
-
-def _line(op_count: int, start: Bytes, stop: Bytes, size_bytes: Bytes) -> Bytes:
-    """Returns the sum per op of bytes that are held over [start, stop), at most once round the ring."""
-    first = start % op_count
-    change = np.zeros(2 * op_count + 1, np.int64)
-    np.add.at(change, first, size_bytes)
-    np.subtract.at(change, first + stop - start, size_bytes)
-    line = np.cumsum(change)
-    return line[:op_count] + line[op_count : 2 * op_count]
-
-
-@dataclass(slots=True)
-class Draft:
-    """Windows with the order of their transfers: all of a plan but its form.
-
-    Attributes:
-        estimate_ns: about the step time of the plan.
+    A copy out is made only where the tensor was written since its last one; it is issued right after that write, or
+    at the release if not `copies_early`.
     """
-
-    windows: Windows
-    runs: Runs
-    jobs: Jobs
-    start: Bytes  # of the stay below of each run
-    stop: Bytes
-    estimate_ns: int
-
-
-def draft(problem: Problem, windows: Windows) -> Draft | None:
-    """Returns the draft of windows, or None when the lower tiers have no room for it."""
-    windows = _merged(windows)
-    runs = find_runs(problem, windows)
-    for _ in range(_ROUNDS):
-        jobs = make_jobs(problem, windows, runs)
-        estimate_ns = dispatch(problem, jobs)
-        start, stop = _stays(problem, runs, jobs)
-        found = _relieve(problem, windows, runs, start, stop)
-        if found is None:
-            return None
-        if not found:
-            tier = np.where(windows.is_away, windows.tier, -1)
-            tier[runs.gap] = runs.tier[runs.of_gap]
-            return Draft(replace(windows, tier=tier), runs, jobs, start, stop, estimate_ns)
-    return None
-
-
-def _relieve(problem: Problem, windows: Windows, runs: Runs, start: Bytes, stop: Bytes) -> bool | None:
-    """Moves runs from HOST to NVME, those that stay longest first, until the host has room.
-
-    Returns:
-        True when runs moved, False when none had to, None when there is no room.
-    """
-    op_count, granule = problem.op_count, problem.capabilities.granule_bytes
-    sizes = np.array([piece.size_bytes for piece in windows.pieces], np.int64)[runs.piece]
-    sizes = -(-sizes // granule) * granule
-    host, nvme = (
-        _line(op_count, start[runs.tier == number], stop[runs.tier == number], sizes[runs.tier == number])
-        for number in range(len(LOWER))
-    )
-    has_moved = False
-    while int(host.max(initial=0)) > problem.budget[Tier.HOST]:
-        op = int(np.argmax(host))
-        stays = np.where((runs.tier == 0) & ((op - start) % op_count < stop - start), stop - start, 0)
-        best = int(np.argmax(stays)) if len(stays) else -1
-        if best < 0 or not stays[best] or Tier.NVME not in problem.tiers:
-            return None
-        covered = np.arange(start[best], stop[best]) % op_count
-        host[covered] -= sizes[best]
-        nvme[covered] += sizes[best]
-        runs.tier[best] = 1
-        has_moved = True
-    return has_moved if int(nvme.max(initial=0)) <= problem.budget[Tier.NVME] else None
+    by_tensor: dict[int, list[Move]] = {}
+    for move in sorted(moves, key=lambda m: (m.slot.tensor, m.slot.start, m.slot.stop)):
+        by_tensor.setdefault(move.slot.tensor, []).append(move)
+    residencies: list[Residency] = []
+    transfers: list[Transfer] = []
+    for tensor, life in enumerate(problem.trace.lifetimes):
+        own = by_tensor.get(tensor)
+        if own is None:
+            residencies.append(Residency(tensor, Tier.DEVICE, life.birth, life.death))
+            continue
+        mine = _transfers_of(problem, own, tier_of[tensor], copies_early)
+        transfers += mine
+        residencies += _stays_above(problem, own)
+        start, stop = 0, problem.op_count
+        if not problem.trace.tensors[tensor].is_persistent:
+            start, stop = mine[0].issue_at, life.death
+        residencies.append(Residency(tensor, tier_of[tensor], start, stop))
+    return plan_from(problem, policy, residencies, _by_issue(transfers))
 
 
 def plan_of(problem: Problem, policy: str, drafted: Draft) -> Plan:
@@ -325,19 +254,34 @@ def _residency(problem: Problem, piece: Piece, tier: Tier, start: int, stop: int
 
 
 def _ordered_transfers(problem: Problem, drafted: Draft) -> list[Transfer]:
-    """Returns the transfers ranked by link: by tick of issue, awaited ones first, then in order of service."""
     pieces = drafted.windows.pieces
     ends = [(Tier.DEVICE, tier) for tier in LOWER] + [(tier, Tier.DEVICE) for tier in LOWER]
     return [
         Transfer(
             pieces[p].tensor, ends[n][0], ends[n][1], start, stop, rank, pieces[p].first_byte, _stop_byte(problem, pieces[p])
         )
-        for n, p, start, stop, rank in zip(*(column.tolist() for column in _ranked(problem, drafted)), strict=True)
+        for n, p, start, stop, rank in zip(*(column.tolist() for column in _in_order(problem, drafted)), strict=True)
     ]
 
 
-def _ranked(problem: Problem, drafted: Draft) -> tuple[Bytes, ...]:
-    """Returns link, piece, tick of issue, tick by which it is complete, and rank of each transfer, in order."""
+class _Ordered(NamedTuple):
+    """Transfers in order of link and rank; a column each.
+
+    Attributes:
+        link: by number as in dispatch.hpp.
+        piece: index into the windows' pieces.
+        issue_at, ready_by, rank: as in `Transfer`.
+    """
+
+    link: Bytes
+    piece: Bytes
+    issue_at: Bytes
+    ready_by: Bytes
+    rank: Bytes
+
+
+def _in_order(problem: Problem, drafted: Draft) -> _Ordered:
+    """Returns the transfers of a draft, ranked by link: by tick of issue, awaited ones first, then in order of service."""
     op_count, jobs = problem.op_count, drafted.jobs
     position = np.empty(len(jobs.order), np.int64)
     position[jobs.order] = np.arange(len(jobs.order))
@@ -348,7 +292,7 @@ def _ranked(problem: Problem, drafted: Draft) -> tuple[Bytes, ...]:
     keys = np.lexsort((position, ready, ~is_first, issue, jobs.link))
     link = jobs.link[keys]
     ranks = np.arange(len(keys)) - np.searchsorted(link, link)
-    return link, jobs.piece[keys], issue[keys], ready[keys], ranks
+    return _Ordered(link, jobs.piece[keys], issue[keys], ready[keys], ranks)
 
 
 def totals_of(problem: Problem, drafted: Draft, repeats: Sequence[Repeat], trace: Trace) -> tuple[int, dict[str, int]] | None:
@@ -363,11 +307,12 @@ def totals_of(problem: Problem, drafted: Draft, repeats: Sequence[Repeat], trace
     """
     if int((problem.live - _away_bytes(problem, drafted)).max(initial=0)) > problem.device_bytes:
         return None
-    link, piece, *ticks = _ranked(problem, drafted)
+    order = _in_order(problem, drafted)
     sizes = np.array([p.size_bytes for p in drafted.windows.pieces], np.int64)
-    is_out = link < len(LOWER)
-    lower = 1 + link % len(LOWER)
-    rows = np.column_stack([np.where(is_out, 0, lower), np.where(is_out, lower, 0), *ticks, sizes[piece]])
+    is_out = order.link < len(LOWER)
+    lower = 1 + order.link % len(LOWER)
+    ends = np.where(is_out, 0, lower), np.where(is_out, lower, 0)
+    rows = np.column_stack([*ends, order.issue_at, order.ready_by, order.rank, sizes[order.piece]])
     return simulate_rows(rows, repeats, trace, problem.machine)
 
 
@@ -376,34 +321,4 @@ def _away_bytes(problem: Problem, drafted: Draft) -> Bytes:
     windows, runs, jobs = drafted.windows, drafted.runs, drafted.jobs
     begin = windows.stop[runs.gap]  # of those whose life ends: the end
     begin[jobs.source[jobs.out_count :]] = jobs.issue_at[jobs.out_count :]
-    return _line(problem.op_count, windows.away_start[runs.gap], begin, windows.size_bytes[runs.gap])
-
-
-def _merged(windows: Windows) -> Windows:
-    """Returns the same windows with neighbouring pieces of a tensor that move alike as one piece."""
-    tensor = windows.tensor
-    is_next = np.append(False, tensor[1:] == tensor[:-1])[: len(tensor)]
-    if not is_next.any():
-        return windows
-    is_away = windows.is_away
-    rows = np.column_stack([np.where(is_away, a, -1) for a in (windows.away_start, windows.away_stop, windows.tier)])
-    counts = np.bincount(windows.piece, minlength=len(tensor))
-    # All pieces of a tensor have as many gaps.
-    gap_of_next = np.flatnonzero(is_next[windows.piece])
-    differs = (rows[gap_of_next] != rows[gap_of_next - counts[windows.piece[gap_of_next]]]).any(axis=1)
-    is_new = ~is_next
-    is_new[windows.piece[gap_of_next[differs]]] = True
-    owner = np.cumsum(is_new) - 1
-    sizes = np.zeros(owner[-1] + 1, np.int64)
-    np.add.at(sizes, owner, np.array([piece.size_bytes for piece in windows.pieces], np.int64))
-    kept = is_new[windows.piece]
-    pieces = [
-        piece if piece.size_bytes == size else replace(piece, size_bytes=size)
-        for piece, size in zip((windows.pieces[i] for i in np.flatnonzero(is_new)), sizes.tolist(), strict=True)
-    ]
-    columns = {
-        name: np.ascontiguousarray(getattr(windows, name)[kept])
-        for name in ("start", "stop", "away_start", "away_stop", "tier", "is_last", "copy_from")
-    }
-    mine = owner[windows.piece[kept]]
-    return Windows(tuple(pieces), piece=mine, size_bytes=sizes[mine], **columns)
+    return held_on_ring(problem.op_count, windows.away_start[runs.gap], begin, windows.size_bytes[runs.gap])

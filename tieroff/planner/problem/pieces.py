@@ -15,7 +15,7 @@ import numpy as np
 from tieroff import _native
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.tensor import Tier
-from tieroff.planner.problem.problem import Bytes, Problem
+from tieroff.planner.problem.problem import Bytes, Problem, ring_sum
 from tieroff.units import NS_PER_S
 
 LOWER = (Tier.HOST, Tier.NVME)
@@ -107,12 +107,7 @@ def _write_before(problem: Problem, life: Lifetime) -> int:
 
 def required_bytes(problem: Problem, windows: Windows) -> Bytes:
     """Returns the bytes at each op with every piece away over the whole of its gaps."""
-    op_count = problem.op_count
-    change = np.zeros(2 * op_count + 1, np.int64)
-    np.subtract.at(change, windows.start, windows.size_bytes)
-    np.add.at(change, windows.stop, windows.size_bytes)
-    line = np.cumsum(change)
-    return problem.live + line[:op_count] + line[op_count : 2 * op_count]
+    return problem.live - ring_sum(problem.op_count, windows.start, windows.stop, windows.size_bytes)
 
 
 def fit(problem: Problem, windows: Windows, *, repair: str, passes: str, lead_ns: int, device_bytes: int) -> Windows | None:

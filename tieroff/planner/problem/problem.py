@@ -178,7 +178,7 @@ class Problem:
 
 
 def holds_within(usage: Bytes, spans: list[Span], limit_bytes: int) -> bool:
-    """Returns whether bytes can be held besides with no op over a limit; adds them to the usage if so."""
+    """Returns whether bytes can be held in addition with no op over a limit; if so, adds them to the usage."""
     if _native.hold_bytes(usage, spans) <= limit_bytes:
         return True
     _native.drop_bytes(usage, spans)
@@ -194,10 +194,14 @@ def live_bytes(trace: Trace) -> Bytes:
 
 def held_bytes(spans: Iterable[Span], op_count: int) -> Bytes:
     """Returns the sum per op of the bytes of spans, in time linear in their number and that of the ops."""
-    rows = np.array(list(spans), np.int64).reshape(-1, 3)
+    return ring_sum(op_count, *np.array(list(spans), np.int64).reshape(-1, 3).T)
+
+
+def ring_sum(op_count: int, start: Bytes, stop: Bytes, size_bytes: Bytes) -> Bytes:
+    """Returns the sum per op of sizes that are held over [start, stop) on the line [0, 2 n], which goes round the ring."""
     change = np.zeros(2 * op_count + 1, np.int64)
-    np.add.at(change, rows[:, 0], rows[:, 2])
-    np.subtract.at(change, rows[:, 1], rows[:, 2])
+    np.add.at(change, start, size_bytes)
+    np.subtract.at(change, stop, size_bytes)
     line = np.cumsum(change)
     return line[:op_count] + line[op_count : 2 * op_count]
 
@@ -282,15 +286,15 @@ def make_problem(
 class LowerRoom:
     """Room taken in the lower tiers at each op, while a policy decides who goes where.
 
-    What takes room at every op is kept as one number, and so is the most room that the others take: most of what a
-    training step moves is persistent, and looking at all ops for each tensor would take time with their product.
+    Bytes that take room at every op are kept as one number, and so is the peak of the others: most of what a training step
+    moves is persistent, and visiting all ops for each tensor would take time proportional to their product.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._taken = {tier: np.zeros(problem.op_count, np.int64) for tier in problem.tiers}
         self._most = dict.fromkeys(problem.tiers, 0)  # of `_taken`
-        self._always = dict.fromkeys(problem.tiers, 0)  # bytes that are taken at every op, besides
+        self._always = dict.fromkeys(problem.tiers, 0)  # bytes taken at every op, in addition to `_taken`
         self.tier_of: dict[int, Tier] = {}
 
     def place(self, tensors: tuple[int, ...], order: tuple[Tier, ...]) -> bool:

@@ -17,7 +17,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """What to assume besides the plan and the machine.
+    """What the simulator assumes in addition to the plan and the machine.
 
     Attributes:
         has_exclusive_link: the link between device and host carries one transfer at a time, either way, in order of

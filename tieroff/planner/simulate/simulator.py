@@ -1,7 +1,7 @@
 """The simulator: what a plan takes on a machine, in integer nanoseconds.
 
-`tieroff/planner/simulate/reference.py` defines it and is the one to read; here the same is done by the native module,
-equal to the last digit.
+The native module does the work. `tests/support/simulate_reference.py` does the same in plain Python: it defines every time,
+its notes explain them, and tests hold the two to the last digit.
 """
 
 from __future__ import annotations

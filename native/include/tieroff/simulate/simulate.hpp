@@ -1,4 +1,4 @@
-// What a plan takes on a machine, in integer nanoseconds: the twin of tieroff/planner/simulate/reference.py, whose notes
+// What a plan takes on a machine, in integer nanoseconds: the twin of tests/support/simulate_reference.py, whose notes
 // define it. The two agree to the last digit. Plain data in, plain data out, so that a search calls it as it is.
 #pragma once
 

@@ -34,27 +34,26 @@ import numpy as np
 
 from tieroff.core.plan import Plan, Repeat, Residency
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.planner.policies.declaration import Declaration, ModelOptions
 from tieroff.planner.policies.shared.copies import issued_at_start, release_when_copied, retimed
 from tieroff.planner.policies.shared.lineage import Lineage, Lineages
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import memory_per_op, simulate
 
 OPTIONS = SimulationOptions(has_exclusive_link=True)
 
-DECLARATION = Declaration(options=ModelOptions(OPTIONS))
-
 _FEEDBACK_PERCENT = 5
 _ROUNDS = 10
 
 
+@policy("capuchin", paper="Peng et al., ASPLOS 2020", published=True, options=OPTIONS)
 def plan_capuchin(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:
         return build_plan(problem, "capuchin", [], {})
-    choice = Choice(problem)
+    choice = SwapChoice(problem)
     choice.run()
     lead_ns: dict[int, int] = {}
     best: Plan | None = None
@@ -73,7 +72,7 @@ def plan_capuchin(problem: Problem) -> Plan:
     return best if best is not None else choice.plan({})
 
 
-class Choice:
+class SwapChoice:
     """Who is swapped and who is recomputed."""
 
     def __init__(self, problem: Problem) -> None:

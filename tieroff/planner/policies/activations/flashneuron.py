@@ -35,18 +35,17 @@ import numpy as np
 
 from tieroff.core.plan import Allocation, AllocationKind, Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Assumptions, Declaration
 from tieroff.planner.policies.shared.copies import issued_at_start, retimed
 from tieroff.planner.policies.shared.reading import saved_slots, turn_of
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import Assumptions, policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 from tieroff.units import MIB
-
-DECLARATION = Declaration(assumes=Assumptions(compresses=True))
 
 _MIN_BYTES = MIB
 
 
+@policy("flashneuron", paper="Bae et al., FAST 2021", published=True, assumes=Assumptions(compresses=True))
 def plan_flashneuron(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, by addresses too."""
     if problem.fits:

@@ -26,12 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tieroff.core.plan import Plan
-from tieroff.planner.policies.declaration import Decides, Declaration
 from tieroff.planner.policies.shared.paging import FROM_IDLE, Paging, build_paged
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Decides, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
-
-DECLARATION = Declaration(Decides.ONLINE)
 
 
 class _Lms(Paging):
@@ -44,6 +42,7 @@ class _Lms(Paging):
         return queue
 
 
+@policy("lms", paper="IBM LMS, TensorFlow 2.2", published=True, decides=Decides.ONLINE)
 def plan_lms(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, which the caller checks."""
     if problem.fits:

@@ -22,18 +22,15 @@ update.
 from __future__ import annotations
 
 from tieroff.core.plan import Plan
-from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
 from tieroff.planner.policies.shared.paging import Paging, build_paged
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Assumptions, Decides, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.options import SimulationOptions
 
 AHEAD = 1
 
 OPTIONS = SimulationOptions(writes_clean=True)
-
-DECLARATION = Declaration(Decides.ONLINE, ModelOptions(OPTIONS), Assumptions(has_faults=True, has_pages=True))
-
 
 class _OcDnn(Paging):
     def fetch_ahead(self, tick: int) -> None:
@@ -44,6 +41,14 @@ class _OcDnn(Paging):
             self.prefetch(tensor, keeps)
 
 
+@policy(
+    "oc-dnn",
+    paper="Awan et al., HiPC 2018",
+    published=True,
+    decides=Decides.ONLINE,
+    options=OPTIONS,
+    assumes=Assumptions(has_faults=True, has_pages=True),
+)
 def plan_oc_dnn(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, which the caller checks."""
     if problem.fits:

@@ -27,18 +27,17 @@ from __future__ import annotations
 import numpy as np
 
 from tieroff.core.plan import Plan
-from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.shared.copies import copied_ns, release_when_copied, usage_without
 from tieroff.planner.policies.shared.reading import layers, saved_slots, turn_of
-from tieroff.planner.problem.build import Move, build_plan, last_dirty_writes
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan, last_dirty_writes
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 from tieroff.units import NS_PER_S
-
-DECLARATION = Declaration()
 
 _STEP_PER_FORWARD = 3  # backward is taken to last twice as long as forward
 
 
+@policy("ssdtrain", paper="Wu et al., DAC 2025", published=True)
 def plan_ssdtrain(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:

@@ -37,14 +37,12 @@ import numpy as np
 from tieroff.core.plan import Plan, Repeat, Residency
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Op
-from tieroff.planner.policies.declaration import Decides, Declaration
 from tieroff.planner.policies.shared.paging import Paging, Span, build_paged
 from tieroff.planner.policies.shared.reading import turn_of
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Decides, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Bytes, Problem, Slot
 from tieroff.planner.simulate.simulator import memory_per_op
-
-DECLARATION = Declaration(Decides.ONLINE)
 
 RECOMPUTED = (
     *("pool", "norm", "lrn", "dropout", "relu", "gelu", "erf", "silu", "tanh", "sigmoid"),
@@ -192,6 +190,7 @@ def _cached_slots(problem: Problem) -> list[Slot]:
     return [slot for slot in of_kind if not tensors[slot.tensor].is_persistent]
 
 
+@policy("superneurons", paper="Wang et al., PPoPP 2018", published=True, decides=Decides.ONLINE)
 def plan_superneurons(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, which the caller checks."""
     if problem.fits:

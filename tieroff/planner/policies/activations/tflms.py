@@ -34,12 +34,10 @@ from dataclasses import dataclass
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
-from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.shared.copies import usage_without
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
-
-DECLARATION = Declaration()
 
 _MEMORY_SHARE = 0.9
 _LEVELS_BACK = 10
@@ -54,6 +52,7 @@ class _Setting:
     sync_mode: int = 0
 
 
+@policy("tflms", paper="Le et al., ISMM 2019", published=True)
 def plan_tflms(problem: Problem) -> Plan:
     """Returns the plan of the tuned setting; it may be over the device's budget."""
     if problem.fits:

@@ -33,13 +33,11 @@ from dataclasses import dataclass
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.shared.copies import retimed
 from tieroff.planner.policies.shared.reading import is_weighted, layers, saved_slots, turn_of
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
-
-DECLARATION = Declaration()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +51,19 @@ class _Layers:
     backward: list[tuple[int, int, int]]
 
 
+@policy("vdnn-all", paper="Rhu et al., MICRO 2016", published=True)
 def plan_vdnn_all(problem: Problem) -> Plan:
     """Returns the plan that moves the inputs of every layer; it may be over the device's budget."""
     return _plan(problem, "vdnn-all", only_weighted=False)
 
 
+@policy("vdnn-conv", paper="Rhu et al., MICRO 2016", published=True)
 def plan_vdnn_conv(problem: Problem) -> Plan:
     """Returns the plan that moves the inputs of convolutions; it may be over the device's budget."""
     return _plan(problem, "vdnn-conv", only_weighted=True)
 
 
+@policy("vdnn-dyn", paper="Rhu et al., MICRO 2016", published=True)
 def plan_vdnn_dyn(problem: Problem) -> Plan:
     """Returns CONV's plan if it fits, else ALL's; it may be over the device's budget."""
     plan = _plan(problem, "vdnn-dyn", only_weighted=True)

@@ -24,18 +24,15 @@ are within the window of op 4: m comes back there, n where there is room, in B a
 from __future__ import annotations
 
 from tieroff.core.plan import Plan
-from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
 from tieroff.planner.policies.shared.paging import Paging, build_paged
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Assumptions, Decides, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.options import SimulationOptions
 
 WINDOW = 8
 
 OPTIONS = SimulationOptions(writes_clean=True)
-
-DECLARATION = Declaration(Decides.ONLINE, ModelOptions(OPTIONS), Assumptions(has_faults=True, has_pages=True))
-
 
 class _DeepUm(Paging):
     def fetch_ahead(self, tick: int) -> None:
@@ -48,6 +45,14 @@ class _DeepUm(Paging):
                     return
 
 
+@policy(
+    "deepum",
+    paper="Jung et al., ASPLOS 2023",
+    published=True,
+    decides=Decides.ONLINE,
+    options=OPTIONS,
+    assumes=Assumptions(has_faults=True, has_pages=True),
+)
 def plan_deepum(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, which the caller checks."""
     if problem.fits:

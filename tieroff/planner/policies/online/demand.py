@@ -25,9 +25,9 @@ then n leave while it waits, and the updates wait for them.
 from __future__ import annotations
 
 from tieroff.core.plan import Plan
-from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration, ModelOptions
 from tieroff.planner.policies.shared.paging import Paging, build_paged
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Assumptions, Decides, ModelOptions, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.units import GIB
@@ -36,11 +36,14 @@ FAULT_BYTES_PER_S = round(1.7 * GIB)
 
 OPTIONS = SimulationOptions(writes_clean=True, eviction_blocks=True)
 
-DECLARATION = Declaration(
-    Decides.ONLINE, ModelOptions(OPTIONS, FAULT_BYTES_PER_S), Assumptions(has_faults=True, has_pages=True)
+@policy(
+    "demand",
+    paper="UVM, as in G10, MICRO 2023",
+    published=True,
+    decides=Decides.ONLINE,
+    options=ModelOptions(OPTIONS, FAULT_BYTES_PER_S),
+    assumes=Assumptions(has_faults=True, has_pages=True),
 )
-
-
 def plan_demand(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, which the caller checks."""
     if problem.fits:

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Assumptions, Decides, Declaration
 from tieroff.planner.policies.shared.paging import FROM_IDLE, Paging, build_paged
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import Assumptions, Decides, policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Problem
-
-DECLARATION = Declaration(Decides.ONLINE, assumes=Assumptions(has_faults=True, has_pages=True))
 
 READ_AHEAD = 2
 
@@ -83,6 +81,13 @@ def _spilled(problem: Problem, moves: list[Move]) -> frozenset[int]:
     return frozenset(spilled)
 
 
+@policy(
+    "dragon",
+    paper="Markthub et al., SC 2018",
+    published=True,
+    decides=Decides.ONLINE,
+    assumes=Assumptions(has_faults=True, has_pages=True),
+)
 def plan_dragon(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget, which the caller checks."""
     if problem.fits:

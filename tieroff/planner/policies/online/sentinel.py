@@ -34,23 +34,21 @@ from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Assumptions, Declaration, ModelOptions
 from tieroff.planner.policies.shared.copies import release_when_copied, retimed, usage_without
 from tieroff.planner.policies.shared.reading import layers, turn_of
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import Assumptions, policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import simulate
 
 OPTIONS = SimulationOptions(writes_clean=True)
 
-DECLARATION = Declaration(options=ModelOptions(OPTIONS), assumes=Assumptions(has_pages=True))
-
 _LENGTHS_AT_MOST = 24
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Trial:
     is_over: bool
     is_slow: bool
     step_ns: int
@@ -65,6 +63,9 @@ class _Candidate:
         return over, self.is_slow, self.step_ns, self.moved_bytes, self.length
 
 
+@policy(
+    "sentinel", paper="Ren et al., HPCA 2021", published=True, options=OPTIONS, assumes=Assumptions(has_pages=True)
+)
 def plan_sentinel(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:
@@ -85,7 +86,7 @@ def _lengths(count: int) -> list[int]:
     return sorted({min(count, max(1, round(ratio**i))) for i in range(_LENGTHS_AT_MOST)})
 
 
-def _try(problem: Problem, cuts: list[int], length: int) -> _Candidate:
+def _try(problem: Problem, cuts: list[int], length: int) -> _Trial:
     starts = cuts[::length]
     room = LowerRoom(problem)
     moves: list[Move] = []
@@ -102,7 +103,7 @@ def _try(problem: Problem, cuts: list[int], length: int) -> _Candidate:
     plan = replace(plan, step_ns=timeline.step_ns)
     is_over = plan.peak_bytes[Tier.DEVICE] > problem.device_bytes
     is_slow = _is_slow(problem, moves, starts)
-    return _Candidate(is_over, is_slow, plan.step_ns, sum(timeline.moved_bytes.values()), length, plan)
+    return _Trial(is_over, is_slow, plan.step_ns, sum(timeline.moved_bytes.values()), length, plan)
 
 
 def _short_lived(problem: Problem, cuts: list[int]) -> set[int]:

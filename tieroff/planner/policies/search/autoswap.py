@@ -57,9 +57,9 @@ import numpy.typing as npt
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.select import idle_ns
-from tieroff.planner.policies.declaration import Declaration, ModelOptions
 from tieroff.planner.policies.shared.swaps import double_starts_ns, none_empty, take_away, with_companions, with_copies_at_gaps
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import simulate
@@ -68,7 +68,6 @@ log = logging.getLogger("tieroff")
 
 OPTIONS = SimulationOptions(writes_clean=True)
 
-DECLARATION = Declaration(options=ModelOptions(OPTIONS))
 MIN_BYTES = 2**20  # verified
 SEARCH_PLANS = 50  # default, not verified
 _SEARCH_WORK = 250_000  # ops and units looked at, all plans together
@@ -79,29 +78,34 @@ Reals = npt.NDArray[np.float64]
 DOA, AOA, WDOA, SWDOA = np.eye(4)
 
 
+@policy("autoswap-doa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_doa(problem: Problem) -> Plan:
     """Returns the plan that takes the longest absences first."""
-    return _Candidates(problem).plan("autoswap-doa", DOA)
+    return _Absences(problem).plan("autoswap-doa", DOA)
 
 
+@policy("autoswap-aoa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_aoa(problem: Problem) -> Plan:
     """Returns the plan that takes the largest areas of absence first."""
-    return _Candidates(problem).plan("autoswap-aoa", AOA)
+    return _Absences(problem).plan("autoswap-aoa", AOA)
 
 
+@policy("autoswap-wdoa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_wdoa(problem: Problem) -> Plan:
     """Returns the plan that takes absences by how far over the limit the load is meanwhile."""
-    return _Candidates(problem).plan("autoswap-wdoa", WDOA)
+    return _Absences(problem).plan("autoswap-wdoa", WDOA)
 
 
+@policy("autoswap-swdoa", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap_swdoa(problem: Problem) -> Plan:
     """Returns the plan of the same score on the load that earlier choices leave."""
-    return _Candidates(problem).plan("autoswap-swdoa", SWDOA)
+    return _Absences(problem).plan("autoswap-swdoa", SWDOA)
 
 
+@policy("autoswap", paper="Zhang et al., arXiv 2019", published=True, options=OPTIONS)
 def plan_autoswap(problem: Problem) -> Plan:
     """Returns the fastest plan of the mixed scores tried."""
-    candidates = _Candidates(problem)
+    candidates = _Absences(problem)
     count = max(_SEARCH_PLANS_AT_LEAST, min(SEARCH_PLANS, _SEARCH_WORK // (problem.op_count + len(problem.units) + 1)))
     if count < SEARCH_PLANS:
         log.info("autoswap: a search of %d plans instead of %d; its best is taken", count, SEARCH_PLANS)
@@ -137,13 +141,13 @@ def _key(problem: Problem, plan: Plan) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Absence:
     unit: Unit
     crossing: tuple[Slot, ...]
     leaving: tuple[Slot, ...]
 
 
-class _Candidates:
+class _Absences:
     """The candidates of a problem with what their scores are made of."""
 
     def __init__(self, problem: Problem) -> None:
@@ -161,12 +165,12 @@ class _Candidates:
             self._doa[index] += absence
             self._aoa[index] += float(spare) * size if spare >= 0 else spare / size
 
-    def _find(self) -> Iterator[_Candidate]:
+    def _find(self) -> Iterator[_Absence]:
         problem = self._problem
         for unit in problem.units:
             crossing = tuple(slot for slot in unit.slots if self._crosses(slot))
             if any(problem.size_bytes(slot.tensor) >= MIN_BYTES for slot in crossing):
-                yield _Candidate(unit, crossing, with_companions(problem, unit, crossing))
+                yield _Absence(unit, crossing, with_companions(problem, unit, crossing))
 
     def _crosses(self, slot: Slot) -> bool:
         return any(start <= self._peak < stop for start, stop in slot.pieces(self._problem.op_count))

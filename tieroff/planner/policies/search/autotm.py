@@ -40,12 +40,10 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.auto.select import transfer_ns
 from tieroff.planner.bounds.linear import run_highs
 from tieroff.planner.extended.addresses import overshoot_bytes, with_addresses
-from tieroff.planner.policies.declaration import Declaration
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.simulator import memory_per_op
-
-DECLARATION = Declaration()
 
 DEFRAGMENTATION_OPS = 10  # verified
 DEFRAGMENTATION_PERCENT = 10  # verified
@@ -57,11 +55,13 @@ _TIME_LIMIT_S = 20.0  # a safety only
 Reals = npt.NDArray[np.float64]
 
 
+@policy("autotm-static", paper="Hildebrand et al., ASPLOS 2020", published=True)
 def plan_autotm_static(problem: Problem) -> Plan:
     """Returns the plan in which every tensor lives in one tier."""
     return _plan(problem, "autotm-static", _static_columns(problem))
 
 
+@policy("autotm-sync", paper="Hildebrand et al., ASPLOS 2020", published=True)
 def plan_autotm_sync(problem: Problem) -> Plan:
     """Returns the plan that moves tensors between their uses, one move at a time."""
     return _plan(problem, "autotm-sync", _sync_columns(problem))

@@ -35,15 +35,13 @@ from dataclasses import dataclass
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Assumptions, Declaration
 from tieroff.planner.policies.shared.classes import Classes, Pool
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Assumptions, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.simulator import simulate
 
 log = logging.getLogger("tieroff")
-
-DECLARATION = Declaration(assumes=Assumptions(reorders=True))
 
 POPULATION = 16
 GENERATIONS = 6
@@ -54,6 +52,7 @@ _INDIVIDUALS_AT_LEAST = 8
 _SEED = 0
 
 
+@policy("swapadvisor", paper="Huang et al., ASPLOS 2020", published=True, assumes=Assumptions(reorders=True))
 def plan_swapadvisor(problem: Problem) -> Plan:
     """Returns the plan of the best individual found."""
     if problem.fits or not problem.units:

@@ -23,7 +23,7 @@ import numpy as np
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.policies.shared.swaps import double_starts_ns, none_empty, with_companions, with_copies_at_gaps
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot
 
 Classes = tuple[tuple[int, int], ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tieroff.planner.problem.build import Move
+from tieroff.planner.problem.assemble import Move
 from tieroff.planner.problem.problem import Problem
 
 _OPS_AT_MOST = 64  # in one lineage

@@ -14,7 +14,7 @@ import numpy as np
 
 from tieroff.core.plan import Plan, Residency, Transfer
 from tieroff.core.tensor import Tier
-from tieroff.planner.problem.build import Move, build_plan, peak_bytes
+from tieroff.planner.problem.assemble import Move, build_plan, peak_bytes
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import rerank
 
@@ -29,11 +29,6 @@ def age(slot: Slot, op: int, op_count: int) -> int:
 def least_recent(slot: Slot, op: int, op_count: int) -> int:
     """Sorts gaps by last use, the oldest first."""
     return -age(slot, op, op_count)
-
-
-def farthest_use(slot: Slot, op: int, op_count: int) -> int:
-    """Sorts gaps by next use, the last first."""
-    return op - slot.stop if slot.start <= op else op + op_count - slot.stop
 
 
 class Moves:

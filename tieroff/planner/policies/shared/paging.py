@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.problem.build import Move, build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.options import rerank
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tieroff.core.plan import Plan, Transfer
 from tieroff.core.tensor import Tier
-from tieroff.planner.problem.build import Move, peak_bytes
+from tieroff.planner.problem.assemble import Move, peak_bytes
 from tieroff.planner.problem.problem import Bytes, Problem, Slot, Unit
 from tieroff.planner.simulate.options import rerank
 

@@ -40,17 +40,15 @@ import numpy as np
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.select import idle_ns
-from tieroff.planner.policies.declaration import Assumptions, Declaration, ModelOptions
 from tieroff.planner.policies.shared.ledger import Amounts, Ledger
 from tieroff.planner.policies.shared.overflow import Moves, least_recent
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import Assumptions, policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Problem, Slot, Unit
 from tieroff.planner.simulate.options import SimulationOptions
 
 OPTIONS = SimulationOptions(writes_clean=True)
 """What the authors' simulator does with the plan."""
-
-DECLARATION = Declaration(options=ModelOptions(OPTIONS), assumes=Assumptions(has_faults=True, has_pages=True))
 
 _LINE = 0.99  # of the device's budget
 _DELTA = 0.5  # margin of a transfer's estimate
@@ -68,7 +66,7 @@ class _Window:
     is_booked: bool
 
 
-class _Greedy:
+class _G10Greedy:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._starts = problem.starts_ns
@@ -178,11 +176,18 @@ class _Greedy:
             self.moves.put(window.slot, window.release_at, max(load, window.release_at + 1))
 
 
+@policy(
+    "g10",
+    paper="Zhang et al., MICRO 2023",
+    published=True,
+    options=OPTIONS,
+    assumes=Assumptions(has_faults=True, has_pages=True),
+)
 def plan_g10(problem: Problem) -> Plan:
     """Returns G10's plan; it may be over the device's budget, which the caller checks."""
     if problem.fits or not problem.units:
         return build_plan(problem, "g10", [], {})
-    greedy = _Greedy(problem)
+    greedy = _G10Greedy(problem)
     greedy.run()
     greedy.load_early()
     greedy.moves.evict_where_over(problem.tiers, least_recent)

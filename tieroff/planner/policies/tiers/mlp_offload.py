@@ -22,12 +22,10 @@ from __future__ import annotations
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.tiers.zero import state_moves, state_units
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Unit
-
-DECLARATION = Declaration()
 
 _GROUP_BYTES = 1
 
@@ -49,6 +47,7 @@ def _updated_last(problem: Problem, unit: Unit) -> int:
     return max(problem.trace.lifetimes[tensor].required[-1][1] for tensor in unit.tensors)
 
 
+@policy("mlp-offload", paper="MLP-Offload, SC 2025", published=True)
 def plan_mlp_offload(problem: Problem) -> Plan:
     """Returns MLP-Offload's plan; it may be over the device's budget, which the caller checks."""
     if problem.fits or not problem.units:

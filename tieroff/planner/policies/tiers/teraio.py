@@ -31,17 +31,15 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.select import Selection, transfer_ns
 from tieroff.planner.auto.windows import make_moves
-from tieroff.planner.policies.declaration import Declaration
 from tieroff.planner.policies.shared.ledger import Ledger
-from tieroff.planner.problem.build import build_plan
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot, Unit
-
-DECLARATION = Declaration()
 
 _Window = tuple[Slot, int, int]
 
 
-class _Greedy:
+class _TeraIoGreedy:
     """The choice of gaps. `whole` is what is on the device with the chosen ones away from their start to their end."""
 
     def __init__(self, problem: Problem) -> None:
@@ -123,11 +121,12 @@ class _Greedy:
                 self._ledger.book(tier, load_at, size, leaves=False)
 
 
+@policy("teraio", paper="TeraIO, NeurIPS 2025", published=True)
 def plan_teraio(problem: Problem) -> Plan:
     """Returns TeraIO's plan; it may be over the device's budget, which the caller checks."""
     if problem.fits or not problem.units:
         return build_plan(problem, "teraio", [], {})
-    greedy = _Greedy(problem)
+    greedy = _TeraIoGreedy(problem)
     greedy.run(is_timed=True)
     greedy.run(is_timed=False)
     selection = Selection(tuple(greedy.slots), greedy.room.tier_of, greedy.whole)

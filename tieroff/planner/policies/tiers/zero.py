@@ -38,13 +38,11 @@ import numpy as np
 
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.planner.policies.declaration import Declaration
-from tieroff.planner.problem.build import Move, build_plan, peak_bytes
+from tieroff.planner.policy import policy
+from tieroff.planner.problem.assemble import Move, build_plan, peak_bytes
 from tieroff.planner.problem.problem import LowerRoom, Problem, Slot, Unit
 from tieroff.planner.simulate.options import rerank
 from tieroff.units import NS_PER_S
-
-DECLARATION = Declaration()
 
 _PERSISTENT_ELEMENTS = 10**5
 _BUCKET_ELEMENTS = 5 * 10**7
@@ -190,6 +188,7 @@ def _serve(problem: Problem, plan: Plan, updates: list[_Update]) -> Plan:
     return replace(plan, residencies=tuple(residencies), transfers=rerank(ordered), host_updates=host_updates, peak_bytes=peaks)
 
 
+@policy("zero-offload", paper="Ren et al., ATC 2021", published=True)
 def plan_zero_offload(problem: Problem) -> Plan:
     """Returns ZeRO-Offload's plan; it may be over the device's budget, which the caller checks."""
     if problem.fits or Tier.HOST not in problem.tiers:
@@ -208,6 +207,7 @@ def plan_zero_offload(problem: Problem) -> Plan:
     return _serve(problem, plan, updates) if updates else plan
 
 
+@policy("zero-infinity", paper="Rajbhandari et al., SC 2021", published=True)
 def plan_zero_infinity(problem: Problem) -> Plan:
     """Returns ZeRO-Infinity's plan; it may be over the device's budget, which the caller checks."""
     if problem.fits or not problem.units:

@@ -1,4 +1,4 @@
-"""What a policy says of itself: when it decides, and what its authors take memory and links to be.
+"""A policy: a function from a Problem to a Plan, with its name and what it says of itself.
 
 [Note: two times]
 Every policy's plan is simulated twice. The common-model time takes the same machine for all, so rows can be compared with
@@ -8,6 +8,8 @@ simulator, does with the plan. A policy without options of its own has one time.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -15,8 +17,12 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
+from tieroff.errors import ConfigError
+from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import simulate
+
+_NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 
 
 class Decides(StrEnum):
@@ -55,7 +61,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What to simulate a plan under besides the common model.
+    """Where the simulation of a plan differs from the common model.
 
     Attributes:
         simulation: see there.
@@ -84,18 +90,31 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
-    """One per module of policies, as its `DECLARATION`; see [Note: two times].
+class Policy:
+    """A policy as `policy` declares it; calling it makes the plan. See [Note: two times].
 
     Attributes:
+        name: what configs, the command line and tables call it.
+        make: the function; its plan may be over the device's budget, which the caller checks.
+        paper: authors, venue and year; "" for a policy that comes from no paper.
+        is_published: it is a port of a published system, so its module works out its plan of the ten ops of
+            tests/golden/ten_ops.py, and docs/policies.md has a paragraph and table rows for it.
         decides: when.
         options: what its faithful time is simulated under.
-        assumes: what its authors' system does besides.
+        assumes: what its authors' system does that plans here do not say.
     """
 
+    name: str
+    make: Callable[[Problem], Plan]
+    paper: str = ""
+    is_published: bool = False
     decides: Decides = Decides.STATIC
     options: ModelOptions = field(default_factory=ModelOptions)
     assumes: Assumptions = field(default_factory=Assumptions)
+
+    def __call__(self, problem: Problem) -> Plan:
+        """Returns the plan of a problem."""
+        return self.make(problem)
 
     @property
     def is_common(self) -> bool:
@@ -109,3 +128,35 @@ class Declaration:
             TraceMismatchError, ConfigError, InvalidPlanError: as `simulate` does.
         """
         return simulate(plan, trace, self.options.machine(machine), self.options.simulation)
+
+
+def policy(
+    name: str,
+    *,
+    paper: str = "",
+    published: bool = False,
+    decides: Decides = Decides.STATIC,
+    options: ModelOptions | SimulationOptions | None = None,
+    assumes: Assumptions | None = None,
+) -> Callable[[Callable[[Problem], Plan]], Policy]:
+    """Returns a decorator that makes a policy of a function from a Problem to a Plan.
+
+    Args:
+        name: lower-case words joined by "-" or "_".
+        paper, published, decides, assumes: as in `Policy`.
+        options: as in `Policy`; options of the simulator alone will do.
+
+    Raises:
+        ConfigError: the name has another form, or a published policy names no paper.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f'expected lower-case words joined by "-" or "_" as the name of a policy, got {name!r}')
+    if published and not paper:
+        raise ConfigError(f"expected the paper of policy {name!r}, which is declared as published")
+    if isinstance(options, SimulationOptions):
+        options = ModelOptions(options)
+
+    def declare(make: Callable[[Problem], Plan]) -> Policy:
+        return Policy(name, make, paper, published, decides, options or ModelOptions(), assumes or Assumptions())
+
+    return declare
