@@ -25,6 +25,9 @@ LINK_NAMES = {
 }
 
 
+_FLAGS = ("nvme_shares_host_link", "has_fp32_matrix_cores")
+_COUNTS = ("compute_units", "fp32_lanes_per_unit")
+_FIGURES = ("device_power_w", "process_nm")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -63,10 +66,17 @@ class Machine:
         fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
             and fp16), in operations per second; 0 if unknown. Op times of a model that never ran come from these.
         device_memory_bytes_per_s: what the device's own memory reads and writes per second, 0 if unknown.
+        device_type: such as "cuda"; "" if unknown.
+        compute_units: streaming multiprocessors or compute units, 0 if unknown.
+        fp32_lanes_per_unit: fp32 operations (multiply and add) that a unit begins per clock, 0 if unknown.
+        has_fp32_matrix_cores: its fp32 peak is that of matrix cores.
+        device_power_w: what the board may draw, 0 if unknown.
+        process_nm: of the chip, 0 if unknown.
         nvme_endurance_bytes: bytes that may be written to all drives together over their life, 0 if unknown.
         kernel: the system that it was measured under.
         dirs: tables per directory, by absolute path. `engine` is the fastest there; see `FOLDER_TEXTS` for what else is
             checked. Other keys are kept as they are.
+        clock: what `tieroff calibrate` measured or a fit found of the device's kernels, by name.
     """
 
     name: str = ""
@@ -89,9 +99,16 @@ class Machine:
     fp32_flops_per_s: float = 0.0
     bf16_flops_per_s: float = 0.0
     device_memory_bytes_per_s: int = 0
+    device_type: str = ""
+    compute_units: int = 0
+    fp32_lanes_per_unit: int = 0
+    has_fp32_matrix_cores: bool = False
+    device_power_w: float = 0.0
+    process_nm: float = 0.0
     nvme_endurance_bytes: int = 0
     kernel: str = ""
     dirs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    clock: dict[str, float] = field(default_factory=dict)
 
     def has_tier(self, tier: Tier) -> bool:
         """True when both links between the device and a lower tier have a bandwidth."""
@@ -171,9 +188,15 @@ def _convert(key: str, value: object, where: str) -> object:
         if not 0 < share <= 1:
             raise ConfigError(f"{where}: expected duplex_share above 0 and at most 1, got {value!r}")
         return share
-    if key == "nvme_shares_host_link" and not isinstance(value, bool):
+    if key in _FLAGS and not isinstance(value, bool):
         raise ConfigError(f"{where}: expected {key} as true or false, got {value!r}")
-    if key in ("name", "measured", "kernel"):
+    if key in _COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{where}: expected {key} as a whole number >= 0, got {value!r}")
+        return value
+    if key in _FIGURES:
+        return _number(key, value, where)
+    if key in ("name", "measured", "kernel", "device_type"):
         if not hasattr(value, "isoformat") and not isinstance(value, str):
             raise ConfigError(f"{where}: expected {key} as text, got {value!r}")
         return str(value)
@@ -207,7 +230,9 @@ def machine_from_mapping(values: dict[str, Any], where: str = "machine") -> Mach
     known: dict[str, Any] = {}
     dirs: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
+        if key == "clock" and isinstance(value, dict):
+            known[key] = {name: _number(f"[clock] {name}", figure, where) for name, figure in value.items()}
+        elif isinstance(value, dict):
             tables = value if key == "dirs" else {key: value}
             dirs.update({name: _folder(name, table, where) for name, table in tables.items()})
         elif key not in names:
@@ -272,11 +297,18 @@ def _toml_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _toml_value(key)
 
 
+def _is_left_out(key: str) -> bool:
+    """True for a key that is not written when its value says "unknown"."""
+    return key.endswith("_bytes_per_s") or key in (*_COUNTS, *_FIGURES, "device_type", "has_fp32_matrix_cores")
+
+
 def machine_to_toml(machine: Machine) -> str:
     """Returns the text of a machine.toml."""
-    values = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name != "dirs"}
-    present = {key: value for key, value in values.items() if value or not key.endswith("_bytes_per_s")}
+    values = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name not in ("dirs", "clock")}
+    present = {key: value for key, value in values.items() if value or not _is_left_out(key)}
     lines = [f"{key} = {_toml_value(value)}" for key, value in present.items()]
+    if machine.clock:
+        lines += ["", "[clock]", *(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in machine.clock.items())]
     for name, table in machine.dirs.items():
         lines += ["", f"[dirs.{_toml_value(name)}]"]
         lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items()]

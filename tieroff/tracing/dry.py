@@ -2,12 +2,12 @@
 
 The model is built on the meta device and stepped with fake tensors, which have shapes, types and storages but no memory.
 The step goes through the same ticks as one of a wrapped model, and the same recorder follows its storages; only durations
-are estimated. Fake tensors say that they lie on the CPU: torch then takes the kernels of the CPU, among them the attention
-that keeps no matrix of scores.
+are estimated. Fake tensors say that they lie on the CPU; `kernels` says where torch runs other kernels elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import weakref
 from collections import OrderedDict, deque
@@ -26,7 +26,9 @@ from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, ConfigError, TieroffError
-from tieroff.tracing.fakes import FakeRecorder, Fakes
+from tieroff.tracing.clock.model import Clock
+from tieroff.tracing.fakes import FakeRecorder, Fakes, Prices
+from tieroff.tracing.kernels import DeviceKernels, run_backward, use_device_updates
 from tieroff.tracing.roofline import Roofline
 
 MIN_BYTES = 64 << 10
@@ -42,12 +44,16 @@ class DryModel:
         inputs: a tuple of its arguments, or a mapping of its keyword arguments.
         loss: from what the model returns to a scalar; None: the sum of all of it, in fp32.
         optimizer: from parameters to a `torch.optim.Optimizer`; None: `torch.optim.AdamW` with its defaults.
+        autocast: the type that forward and loss run under `torch.autocast` with; None: without.
+        rounds: forward and backward passes per update, whose gradients add up.
     """
 
     model: torch.nn.Module
     inputs: tuple[Any, ...] | Mapping[str, Any]
     loss: Callable[[Any], torch.Tensor] | None = None
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    autocast: torch.dtype | None = None
+    rounds: int = 1
 
 
 def find_factory(text: str) -> Callable[[], Any]:
@@ -71,27 +77,36 @@ def find_factory(text: str) -> Callable[[], Any]:
     return factory
 
 
-def dry_trace(factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN_BYTES, name: str = "") -> Trace:
+def dry_trace(
+    factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN_BYTES, name: str = "", kernels: str = "cpu",
+    prices: Prices | None = None,
+) -> Trace:  # fmt: skip
     """Returns the trace of one step (forward, backward, update, gradients cleared) without materialising anything.
 
     Args:
         factory: makes a `DryModel`, or a tuple (model, inputs); it is called with the meta device as torch's default.
-        machine: whose arithmetic and memory give the op times, as a roofline; `meta["durations"]` says so.
+        machine: whose arithmetic and memory give the op times, by the clock of an accelerator or, for kernels of the CPU,
+            as a roofline; `meta["durations"]` says which.
         min_bytes: smaller tensors are not listed; they count as transient bytes.
         name: what the trace is called; the model's class when empty.
+        kernels: "cpu", or any other type of device: the kernels of an accelerator.
+        prices: what ops take, in place of the machine's.
 
     Raises:
         ConfigError: the machine has no figures for a roofline.
         CaptureError: the factory returns something else, or the step cannot run on tensors without values.
     """
-    roofline = Roofline.of(machine)
+    is_accelerated = kernels != "cpu"
+    if prices is None:
+        prices = Clock.of(machine) if is_accelerated else Roofline.of(machine)
     try:
         with torch.device("meta"):
             made = _checked(factory())
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes = Fakes()
             made = replace(made, model=fakes.take_over(made.model), inputs=tree_map(fakes.of, made.inputs))
-            trace = _DryStep(made, roofline, min_bytes, fakes).run(name or type(made.model).__name__)
+            step = _DryStep(made, prices, min_bytes, fakes, is_accelerated=is_accelerated)
+            trace = step.run(name or type(made.model).__name__)
     except TieroffError:
         raise
     except Exception as error:
@@ -99,10 +114,11 @@ def dry_trace(factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN
             f"expected a training step that runs on tensors without values, but {type(error).__name__}: {error}. A step "
             "that depends on values (a branch, a shape, a print) cannot be planned dry: trace a real step instead"
         ) from error
+    named = machine.name or "without a name"
     return replace(
         trace,
         origin="dry",
-        meta={**trace.meta, "durations": f"estimated: roofline of machine {machine.name or 'without a name'}"},
+        meta={**trace.meta, "durations": f"estimated: {'clock' if is_accelerated else 'roofline'} of machine {named}"},
     )
 
 
@@ -119,6 +135,8 @@ def _checked(made: Any) -> DryModel:
             "expected the inputs as a tuple of arguments or a mapping of keyword arguments, got "
             f"{type(made.inputs).__name__}"
         )
+    if made.rounds < 1:
+        raise CaptureError(f"expected 1 round of forward and backward per update or more, got {made.rounds}")
     return made
 
 
@@ -162,15 +180,17 @@ class _Parameters(dict[str, Any]):
 class _DryStep:
     """One step of a model on fake tensors, tick by tick as the executor would see it."""
 
-    def __init__(self, made: DryModel, roofline: Roofline, min_bytes: int, fakes: Fakes) -> None:
-        self._made, self._min_bytes = made, max(min_bytes, 1)
+    def __init__(
+        self, made: DryModel, prices: Prices, min_bytes: int, fakes: Fakes, *, is_accelerated: bool
+    ) -> None:
+        self._made, self._min_bytes, self._is_accelerated = made, max(min_bytes, 1), is_accelerated
         self._names = {id(p): name for name, p in made.model.named_parameters()}
         self._parameters = list(made.model.parameters())
         self._positions = {id(p): i for i, p in enumerate(self._parameters) if self._is_listed(p)}
         self._by_storage = {
             p.untyped_storage()._cdata: self._positions[id(p)] for p in self._parameters if id(p) in self._positions
         }
-        self._recorder = FakeRecorder(roofline, fakes)
+        self._recorder = FakeRecorder(prices, fakes)
         self._fixed: set[int] = set()
         self._known: dict[int, tuple[StorageWeakRef, tuple[str, int], int]] = {}
         self._living: dict[tuple[str, int], int] = {}
@@ -184,14 +204,18 @@ class _DryStep:
         made, recorder = self._made, self._recorder
         make = made.optimizer if made.optimizer is not None else torch.optim.AdamW
         optimizer = make(made.model.parameters())
+        if self._is_accelerated:
+            use_device_updates(optimizer)
         self._watch()
         recorder.start()
         try:
             for position in self._positions.values():
                 recorder.accesses["param", position] = []
                 recorder.bind(self._parameters[position].untyped_storage(), ("param", position))
-            loss = self._forward()
-            loss.backward()
+            with DeviceKernels() if self._is_accelerated else contextlib.nullcontext():
+                for _ in range(made.rounds):
+                    loss = self._forward()
+                    run_backward(loss)
             self._update(optimizer)
         finally:
             recorder.stop()
@@ -206,10 +230,12 @@ class _DryStep:
         self._fixed = {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         self._tick("forward", "forward")
         self._is_forward = True
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            out = made.model(*args, **kwargs)
-        self._is_forward = False
-        loss: Any = made.loss(out) if made.loss is not None else _sum(out)
+        casts = torch.autocast("cpu", made.autocast) if made.autocast is not None else contextlib.nullcontext()
+        with casts:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                out = made.model(*args, **kwargs)
+            self._is_forward = False
+            loss: Any = made.loss(out) if made.loss is not None else _sum(out)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError(
@@ -328,6 +354,8 @@ class _DryStep:
         if grad is None or not _is_whole(grad):
             return
         key = ("gradient", position)
+        if key in self._recorder.accesses:  # of an earlier round: the new one was added to it
+            return
         self._recorder.bind(grad.untyped_storage(), key)
         self._recorder.arrived(key)
         self._recorded.append(

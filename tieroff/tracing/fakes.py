@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import _push_mode
 from torch.utils._pytree import tree_iter, tree_map
 
 from tieroff.tracing.recorder import Life, StepRecorder
-from tieroff.tracing.roofline import Roofline
+
+
+class Prices(Protocol):
+    """Knows what an aten op takes."""
+
+    def duration_ns(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        """Returns the estimated time of one call, in ns."""
 
 
 class Fakes:
@@ -56,11 +62,11 @@ class FakeRecorder(StepRecorder):
         is_updating: the optimizer runs, whose counts of steps may be read as numbers though nobody knows them.
     """
 
-    def __init__(self, roofline: Roofline, fakes: Fakes) -> None:
+    def __init__(self, prices: Prices, fakes: Fakes) -> None:
         super().__init__(torch.device("cpu"))
         self._counter = None  # fake kernels take no scratch
         self._fakes = fakes
-        self._roofline = roofline
+        self._prices = prices
         self.spent_ns: list[int] = []
         self.accesses: dict[Hashable, list[int]] = {}
         self.is_updating = False
@@ -90,6 +96,8 @@ class FakeRecorder(StepRecorder):
         self._arrivals[key] = self.op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # a fake tensor is asked for its device, more often than it is computed with
+            return func(*args, **(kwargs or {}))
         if any(_is_meta(leaf) for leaf in tree_iter((args, kwargs))):  # one that the factory made: a loss's targets, say
             args, kwargs = tree_map(self._fakes.of, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -103,7 +111,7 @@ class FakeRecorder(StepRecorder):
             out = 1.0 if args[0].is_floating_point() else 1
         self._now += 1
         if self.spent_ns:
-            self.spent_ns[self.op] += self._roofline.duration_ns(func, args, kwargs, out)
+            self.spent_ns[self.op] += self._prices.duration_ns(func, args, kwargs, out)
         return out
 
     def _held(self, life: Life, count: int) -> list[tuple[int, int]]:

@@ -254,7 +254,8 @@ class StepRecorder(TorchDispatchMode):
         del self._alive[key]
 
     def _sweep(self) -> None:
-        for key, life in [(k, v) for k, v in self._alive.items() if v.ref.expired()]:
+        expired = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` asks, by two calls more
+        for key, life in [(k, v) for k, v in self._alive.items() if expired(v.ref.cdata)]:
             self._bury(key, life)
 
     # -- the trace -----------------------------------------------------------------------------------------------

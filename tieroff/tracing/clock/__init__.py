@@ -1,0 +1,1 @@
+"""What ops take on a GPU that is not at hand: a model of its kernels, fitted to steps that others measured."""
