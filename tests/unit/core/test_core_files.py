@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieroff.core.io.json_files import (
-    load_plan,
-    load_timeline,
-    load_trace_json,
-    save_plan,
-    save_timeline,
-    save_trace,
-)
+from tieroff.core.io.json_files import load_plan, load_timeline, load_trace_json, save_plan, save_timeline, save_trace
 from tieroff.core.plan import Allocation, AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan

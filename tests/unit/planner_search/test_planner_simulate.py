@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.simulate_reference import memory_per_op_reference, simulate_reference
+from tieroff import _native
 from tieroff.core.io.json_files import load_timeline, save_timeline
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Allocation, AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer

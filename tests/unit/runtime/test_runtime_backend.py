@@ -15,7 +15,7 @@ from torch import nn
 import tieroff
 from tieroff._native import PagePool
 from tieroff.core.tensor import Tier
-from tieroff.runtime.backend import base as backends
+from tieroff.runtime.backend import cpu as backends
 from tieroff.runtime.backend.cpu import CpuBackend
 
 MIB = 2**20

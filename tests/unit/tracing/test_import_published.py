@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.published import published
+from tests.support.outside import outside
 from tieroff.cli import app
 from tieroff.core.machine import load_machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError
-from tieroff.planner.policies import POLICIES
 from tieroff.planner.compare.rows import compare_rows
+from tieroff.planner.policies import all_policies
 from tieroff.tracing.files import load_trace
 from tieroff.tracing.profiler.join import load_profile
 
@@ -29,7 +29,7 @@ WRITES_DIFFER = {"aten::mul": 161, "aten::_foreach_add_": 2, "aten::_foreach_mul
 
 @pytest.fixture(scope="module")
 def files() -> tuple[Path, Path]:
-    return published("gpu", "kineto", "nccl_data.json.gz"), published("gpu", "kineto", "resnet_1gpu_et.json.gz")
+    return outside("gpu/kineto/nccl_data.json.gz"), outside("gpu/kineto/resnet_1gpu_et.json.gz")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def imported(files: tuple[Path, Path]) -> Trace:
 
 @pytest.fixture(scope="module")
 def reference() -> Trace:
-    return load_trace(published("gpu", "trace_resnet50_a100"))
+    return load_trace(outside("gpu/trace_resnet50_a100"))
 
 
 def compute(trace: Trace) -> list[Op]:
@@ -95,7 +95,7 @@ def test_every_policy_takes_the_imported_trace(project: Path, imported: Trace) -
     """Each gives a plan that its simulation accepts, or says which budget it would need."""
     machine = load_machine(project / "configs/machines/a100_40gb.toml")
     budget = {Tier.DEVICE: imported.peak_bytes * 19 // 20}
-    found = compare_rows(imported, machine, budget, sorted(POLICIES))
+    found = compare_rows(imported, machine, budget, sorted(all_policies()))
     refused = {result.row.policy: result.row.reason for result in found if result.plan is None}
     assert all("would do for this one" in reason for reason in refused.values()), refused
     assert len(found) - len(refused) >= 25
@@ -113,15 +113,15 @@ def test_plan_takes_both_files(project: Path, files: tuple[Path, Path]) -> None:
 
 
 def test_another_programs_execution_trace_is_refused(files: tuple[Path, Path]) -> None:
-    other = published("gpu", "kineto", "hf_GPT2_et.json.tar.gz")
+    other = outside("gpu/kineto/hf_GPT2_et.json.tar.gz")
     with pytest.raises(CaptureError, match=r"expected an execution trace of the program in .*nccl_data.json.gz, but record"):
         load_profile(files[0], other)
 
 
 def test_archive_of_several_ranks_is_refused() -> None:
-    archive = published("gpu", "kineto", "dlrm_kineto.tar.gz")
+    archive = outside("gpu/kineto/dlrm_kineto.tar.gz")
     with pytest.raises(CaptureError, match="expected one file in the archive, got 8"):
-        load_profile(archive, published("gpu", "kineto", "dlrm_pytorch_et.tar.gz"))
+        load_profile(archive, outside("gpu/kineto/dlrm_pytorch_et.tar.gz"))
 
 
 @pytest.mark.parametrize("rank", range(8))
