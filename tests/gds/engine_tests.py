@@ -283,7 +283,7 @@ def test_compatibility_mode_is_told(nvme: FileStore, tmp_path: Path, caplog: pyt
 
 def test_status_of_a_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     status = gds_status([tmp_path / "missing"])[0]
-    assert status.path == "none" and "nothing there" in status.reason
+    assert status.path == "none" and "does not exist" in status.reason
     assert list(tmp_path.iterdir()) == []
 
 
