@@ -1,4 +1,4 @@
-"""The config a person writes: TOML, a mapping or a `Config`, checked before anything else happens."""
+"""The user's config: TOML, a mapping or a `Config`, validated before anything else happens."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _ANY_SIZE = 'bytes like "6GiB" or 4096'
 
 
 def _key(default: object, expected: str, meaning: str) -> Any:
-    """Returns a pydantic field that knows what an error says was expected, and what the reference says of it."""
+    """Returns a pydantic field with the text for errors (`expected`) and for the config reference (`meaning`)."""
     return Field(default=default, description=meaning, json_schema_extra={"expected": expected})
 
 
@@ -121,60 +121,61 @@ class _Table(BaseModel):
 
 
 class Budget(_Table):
-    """Limits per tier. A key that is left out stands for what the machine has."""
+    """Limits per tier. Without a key, the limit is what the machine has."""
 
     device: Share | None = _key(
         None,
         'bytes like "6GiB" or a share like "25%"',
-        "Device memory that the step may take; a share is one of the step's peak of live bytes with nothing moved. On the CPU "
-        "backend bytes are resident bytes, and what the process itself takes comes off. Left out: the device's free memory.",
+        "Device memory for the tensors of a step. A share refers to the step's peak of live bytes with nothing moved. On the "
+        "CPU backend, bytes are resident bytes, and memory that the process takes apart from tensors is subtracted. Left out: "
+        "the device's free memory.",
     )
     host: Size | None = _key(
         None,
         _ANY_SIZE,
-        "Pinned host memory, a hard limit. Left out: on CUDA a share of the memory that this process may still use; on the CPU "
-        "backend 0, since there the device tier is ordinary memory already.",
+        "Pinned host memory, a hard limit. Left out: on CUDA half of the memory that this process may still use; on the CPU "
+        "backend 0, because the device tier is ordinary memory there.",
     )
     nvme: Size | None = _key(
-        None, _ANY_SIZE, "Room in the folders. Left out: 0 without `[nvme] dirs`, else what they have free, less a margin."
+        None, _ANY_SIZE, "Room in the folders. Left out: 0 without `[nvme] dirs`, else their free space less a margin."
     )
     keep_freed: bool = _key(
         True,
         "true or false",
-        "On the CPU backend freed memory is kept within the budget and given again, torch's large tensors included, since "
-        "memory fresh from the system is slow. `false` has it leave the process at once, and leaves torch's calls of the C "
-        "library alone: for memory profilers that are started while the process runs.",
+        "The CPU backend reuses freed memory within the budget, also that of torch's large tensors, because fresh memory from "
+        "the kernel is slow. `false` returns freed memory at once and does not redirect torch's calls into the C library: "
+        "needed for memory profilers that are attached to the running process.",
     )
 
 
 class Nvme(_Table):
-    """Where and how the NVMe tier is kept. Without `dirs` there is none, and the other keys have no effect."""
+    """The NVMe tier. Without `dirs` there is none, and the other keys have no effect."""
 
     dirs: Annotated[tuple[Path, ...], BeforeValidator(_to_dirs)] = _key(
         (),
         "a list of folders, each named once",
-        "Folders on local drives, relative to the working directory; extents are striped over them in proportion to their "
-        "measured speed. Nothing is left in them after a run, however it ends.",
+        "Folders on local drives, relative to the working directory. Extents are striped over them in proportion to their "
+        "measured speed. Nothing remains in them after a run, however it ends.",
     )
     engine: EngineName = _key(
         "auto",
         f"one of {', '.join(get_args(EngineName))}",
-        "How files are read and written. `auto` takes `threads`, or what the machine file found faster in these folders.",
+        "The I/O engine. `auto` takes `threads`, or the engine that the machine file names as faster in these folders.",
     )
     staging: Size = _key(
         64 * 2**20,
         _ANY_SIZE,
-        "Bounce buffers between device and drive, part of the host budget; with `host = 0` the only host memory that is taken.",
+        "Bounce buffers between device and drive, part of the host budget; with `host = 0` the only host memory in use.",
     )
     checksum: Checksum = _key(
         "warmup",
         f"one of {', '.join(get_args(Checksum))}",
-        "Which reads are compared with the checksum of what was written: none, those of the first steps, or all.",
+        "Which reads are compared with the checksum of the written bytes: none, those of the first steps, or all.",
     )
 
 
 class Planning(_Table):
-    """How the plan is made and what it may decide."""
+    """How the plan is made, and what it may do."""
 
     policy: Annotated[str, Field(min_length=1)] = _key(
         "auto", '"auto" or the name of a policy', "`auto`, or the name of a published policy."
@@ -186,45 +187,45 @@ class Planning(_Table):
         get_args(Cover), f"a list out of {', '.join(get_args(Cover))}", "The classes of tensors that may move."
     )
     recompute: bool = _key(
-        True, "true or false", "Whether a plan may run modules of `recompute_layers` again instead of moving what they made."
+        True, "true or false", "Whether a plan may run modules of `recompute_layers` again instead of moving their outputs."
     )
     recompute_layers: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] = _key(
         (),
         'a list of names such as "blocks.0" or patterns such as "blocks.*"',
-        "Modules that may run again in backward, where `auto` finds that faster. Their forward has to compute the same again "
-        "and change nothing outside of them, as for torch.utils.checkpoint; what can be seen of that is checked.",
+        "Modules that may run again in backward if `auto` finds that faster. Their forward must compute the same again and "
+        "change nothing outside of them, as for torch.utils.checkpoint. tieroff checks this as far as it can observe it.",
     )
     update_in_backward: bool = _key(
         False,
         "true or false",
-        "Updates parameters in backward, as soon as the gradients of a bucket are final: they need not be kept, and the "
-        "optimizer's transfers overlap with backward. For loops with one backward per step and nothing between it and the "
-        "optimizer's step: no clipping, no GradScaler, no accumulation, no change of options. A loop that does otherwise gets "
-        "an error, when some parameters have been updated.",
+        "Updates parameters in backward as soon as the gradients of a bucket are final. Gradients need not be kept, and the "
+        "optimizer's transfers overlap with backward. Only for loops with one backward per step and nothing between backward "
+        "and the optimizer's step: no clipping, no GradScaler, no accumulation, no change of options. Any other loop gets an "
+        "error, after some parameters have been updated.",
     )
     exact: bool = _key(
-        True, "true or false", "Whether numbers have to be those of the plain run; `explain()` says where they may differ."
+        True, "true or false", "Whether numbers must equal those of the plain run; `explain()` says where they may differ."
     )
     min_bytes: Size = _key(64 * 2**10, _ANY_SIZE, "Smaller tensors never move; 0 moves everything that can.")
     machine: FilePath | None = _key(
         None,
         "the path of a file written by `tieroff probe`",
-        "What was measured of this machine. Left out: the links are measured for a few seconds at the start.",
+        "Measurements of this machine. Left out: the links are measured for a few seconds at the start.",
     )
 
 
 class Config(_Table):
-    """Everything that a run can be told. Immutable; `model_copy(update=...)` makes a changed one."""
+    """All settings of a run. Immutable; `model_copy(update=...)` returns a changed copy."""
 
     device: Device = _key(
-        "auto", f"one of {', '.join(get_args(Device))}", "Where to compute; `auto` is CUDA where there is one."
+        "auto", f"one of {', '.join(get_args(Device))}", "Where to compute; `auto` is CUDA if a device is available."
     )
     compute_dtype: ComputeType | None = _key(
         None,
         f"one of {', '.join(get_args(ComputeType))}",
-        "The type that parameters and floating inputs of the model's forward are cast to for computing, while parameters, "
-        "gradients and optimizer state stay as they are: mixed precision as FSDP2 has it with "
-        "`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` on the root. Left out: no cast.",
+        "Forward casts parameters and floating inputs to this type. Parameters, gradients and optimizer state keep theirs. It "
+        "equals FSDP2's mixed precision with `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` on "
+        "the root. Left out: no cast.",
     )
     budget: Budget = _key(Budget(), "a table", Budget.__doc__ or "")
     nvme: Nvme = _key(Nvme(), "a table", Nvme.__doc__ or "")
@@ -232,7 +233,7 @@ class Config(_Table):
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None) -> Config:
-        """Returns the config that a source holds.
+        """Returns the config from a source.
 
         Args:
             source: a `Config`, a mapping with the keys of the TOML file, the path of such a file, or None: then the
@@ -240,7 +241,7 @@ class Config(_Table):
                 else the defaults.
 
         Raises:
-            ConfigError: the file is missing or no TOML, a key is unknown, or a value has the wrong type.
+            ConfigError: the file is missing or not TOML, a key is unknown, or a value has the wrong type.
         """
         if isinstance(source, Config):
             return source
@@ -272,9 +273,9 @@ class Config(_Table):
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"{origin}: expected a readable config file, got: {reason}") from error
+            raise ConfigError(f"{origin}: cannot read this config file: {reason}") from error
         except ValueError as error:  # TOMLDecodeError, with line and column, or UnicodeDecodeError
-            raise ConfigError(f"{origin}: expected TOML, got: {error}") from error
+            raise ConfigError(f"{origin}: not valid TOML: {error}") from error
         return cls._from_mapping(content, origin)
 
     @classmethod
@@ -286,13 +287,13 @@ class Config(_Table):
 
 
 def _describe(error: ValidationError, origin: str) -> Iterator[str]:
-    """Yields one line per wrong key or value: where it is, what was expected and what was found."""
+    """Yields one line per wrong key or value: its place, the expected and the given value."""
     for problem in error.errors():
         *tables, key = [str(part) for part in problem["loc"] if isinstance(part, str)] or ["config"]
         table = _table_at(tables)
         where = f"{origin}: {_dotted(tables, key)}"
         if problem["type"] == "extra_forbidden":
-            yield f"{where} is no known key{_nearest(key, tables)}"
+            yield f"{where} is not a known key{_nearest(key, tables)}"
         elif table is None or key not in table.model_fields:
             yield f"{where}: {problem['msg']}"
         else:
@@ -300,7 +301,7 @@ def _describe(error: ValidationError, origin: str) -> Iterator[str]:
 
 
 def _expected(table: type[_Table], key: str) -> str:
-    """Returns what a key takes, in words."""
+    """Returns the text for errors of what a key takes."""
     extra = table.model_fields[key].json_schema_extra
     assert isinstance(extra, dict)
     return str(extra["expected"])

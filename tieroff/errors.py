@@ -1,4 +1,4 @@
-"""Every error that tieroff raises on purpose. Each says what was expected, what was found, where, and what to do."""
+"""Every error that tieroff raises on purpose. A message names the option or call, then the fact, then the remedy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ class TieroffError(Exception):
 
 
 class ConfigError(TieroffError):
-    """A config file, mapping or argument that cannot be used as it stands."""
+    """A config file, mapping or argument that cannot be used."""
 
 
 class CaptureError(TieroffError):
-    """A step that cannot be traced, or a trace file that cannot be read."""
+    """A step that cannot be recorded, or a trace file that cannot be read."""
 
 
 class InfeasiblePlanError(TieroffError):
     """No plan fits the budget.
 
     Attributes:
-        op: index and name of the op that binds.
+        op: index and name of the op that does not fit.
         needed_bytes: bytes that the op needs at once.
-        available_bytes: bytes that the budget leaves it.
+        available_bytes: bytes that the budget leaves for it.
         is_proven: True when nothing can fit; False when a search ended before it found anything that fits.
     """
 
@@ -47,8 +47,8 @@ class CheckpointError(TieroffError):
     """A checkpoint that cannot be read, or does not fit the model.
 
     Attributes:
-        missing: what the model has and the checkpoint has not.
-        unexpected: what the checkpoint has and the model has not.
+        missing: names that the model has and the checkpoint lacks.
+        unexpected: names that the checkpoint has and the model lacks.
     """
 
     def __init__(self, message: str, *, missing: tuple[str, ...] = (), unexpected: tuple[str, ...] = ()) -> None:
@@ -62,17 +62,17 @@ class TraceMismatchError(TieroffError):
 
 
 class StateError(TieroffError):
-    """A call at a moment, or on an object, that does not allow it."""
+    """A call that the object does not allow in its current state."""
 
 
 class StoreError(TieroffError, OSError):
-    """A transfer to or from a lower tier that did not do what was asked.
+    """A failed transfer to or from a lower tier.
 
     Attributes:
         path: file or folder; empty for memory.
         offset: byte offset in the file.
-        size_bytes: bytes asked for.
-        done_bytes: bytes that were moved before it failed.
+        size_bytes: bytes requested.
+        done_bytes: bytes moved before the failure.
         errno: the system's error number, or None.
     """
 

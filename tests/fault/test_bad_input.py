@@ -55,15 +55,15 @@ def assert_untouched(model: Any, before: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"budget": {"devise": "25%"}}, r"\[budget\].devise is no known key; did you mean \[budget\].device\?"),
-        ({"buget": {}}, "buget is no known key; did you mean budget"),
+        ({"budget": {"devise": "25%"}}, r"\[budget\].devise is not a known key; did you mean \[budget\].device\?"),
+        ({"buget": {}}, "buget is not a known key; did you mean budget"),
         ({"budget": {"device": [1]}}, r"\[budget\].device: expected bytes.*got \[1\]"),
         ({"plan": {"recompute": "yes"}}, r"\[plan\].recompute: expected true or false, got 'yes'"),
         ({"nvme": {"dirs": "/tmp"}}, r"\[nvme\].dirs: expected a list of folders.*got '/tmp'"),
         ({"plan": {"policy": "flor"}}, "flor"),
         ({"budget": {"nvme": "1GiB"}}, r"\[budget\].nvme is set but \[nvme\].dirs is empty"),
         ({"device": "cuda"}, "torch sees no CUDA device"),
-        ("missing.toml", "missing.toml: expected a readable config file"),
+        ("missing.toml", "missing.toml: cannot read this config file"),
         (3, "expected a path, a mapping or a Config, got int"),
     ],
 )

@@ -41,8 +41,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if not single.exists() and not index.exists():
             there = sorted(entry.name for entry in path.iterdir())[:8]
             raise CheckpointError(
-                f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {path}, got {', '.join(there) or 'an empty folder'}; "
-                "name the file itself if it is called otherwise"
+                f"{path}: no {WEIGHTS_FILE} or {INDEX_FILE} in this folder, but {', '.join(there) or 'an empty folder'}; "
+                "name the file itself if it has another name"
             )
         found = _open(single if single.exists() else index)
     else:
@@ -59,12 +59,12 @@ def _open(path: Path) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for name, file in weight_map.items():
         if name not in shards[file].tensors:
-            raise CheckpointError(f"expected {name} in {path.parent / file}, as {path.name} says, got a file without it")
+            raise CheckpointError(f"{path}: the index puts {name} in {path.parent / file}, which does not hold it")
         tensors[name] = shards[file].tensors[name]
     for shard in shards.values():
         for name, tensor in shard.tensors.items():
             if tensors.setdefault(name, tensor).path != shard.path:
-                raise CheckpointError(f"expected {name} in one file, got it in {tensors[name].path} and {shard.path}")
+                raise CheckpointError(f"{path}: {name} is in two files, {tensors[name].path} and {shard.path}")
     return Checkpoint(path, {shard.path: shard for shard in shards.values()}, tensors)
 
 
@@ -72,15 +72,15 @@ def read_index(path: Path) -> dict[str, str]:
     """Returns an index's mapping from tensors to files in its folder.
 
     Raises:
-        CheckpointError: it is missing or no index, or names a path outside its folder.
+        CheckpointError: the file is missing or not an index, or names a path outside its folder.
     """
     weight_map = _document(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) and file for file in weight_map.values()):
-        raise CheckpointError(f'expected "weight_map" in {path} to map names of tensors to names of files, got something else')
+        raise CheckpointError(f'{path}: "weight_map" does not map names of tensors to names of files')
     for name, file in weight_map.items():
         parts = PurePosixPath(file)
         if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(f"expected {path} to name files in its own folder, got {file!r} for {name}: it is not read")
+            raise CheckpointError(f"{path}: {file!r} for {name} is not in the index's own folder; it is not read")
     return weight_map
 
 
@@ -88,19 +88,19 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"expected an index, got {path}, which is missing") from error
+        raise CheckpointError(f"{path}: this index is missing") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"expected an index in JSON, got {path}: {error}") from error
+        raise CheckpointError(f"{path}: this index is not readable JSON: {error}") from error
     if not isinstance(document, dict):
-        raise CheckpointError(f"expected an index in JSON, got {path}, which holds a {type(document).__name__}")
+        raise CheckpointError(f"{path}: expected a JSON object, got a {type(document).__name__}")
     return document
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
-    """Returns what the writer of an index noted; {} when nothing.
+    """Returns the metadata of an index; {} if it has none.
 
     Raises:
-        CheckpointError: it is missing or no index.
+        CheckpointError: the file is missing or not an index.
     """
     metadata = _document(path).get("metadata")
     return metadata if isinstance(metadata, dict) else {}

@@ -57,18 +57,17 @@ def load_weights(
         model: wrapped or not, on the meta device, elsewhere, or partly.
         path: a `.safetensors` file, an index (`….index.json`), or a folder with `model.safetensors` or
             `model.safetensors.index.json`.
-        strict: refuse a checkpoint that lacks something of the model or has something more. Of tied parameters one
-            name is enough.
+        strict: refuse a checkpoint with missing or unexpected names. Of tied parameters one name is enough.
         convert: allow other types in the checkpoint; its values are rounded to the model's.
         on_progress: called with (bytes loaded, bytes in all) after each tensor.
 
     Returns:
-        What is missing and what is unexpected; both are empty under `strict`.
+        Missing and unexpected names; both are empty under `strict`.
 
     Raises:
-        CheckpointError: files are missing, truncated or contradictory, or are another model's. Nothing was changed.
+        CheckpointError: files are missing, truncated or contradictory, or belong to another model. Nothing was changed.
         StoreError: a drive failed; tensors loaded until then have their new values.
-        StateError: a parameter on the meta device cannot be filled, since hooks or weak references hang on it.
+        StateError: a parameter on the meta device has hooks or weak references and cannot be filled.
     """
     checkpoint = open_checkpoint(Path(path))
     targets = targets_of(model)
@@ -78,8 +77,8 @@ def load_weights(
     unexpected = [name for name in checkpoint.tensors if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"expected the weights of this {type(model).__name__} in {path}, got others: "
-            f"missing {_shown(missing)}; unexpected {_shown(unexpected)}; strict=False loads what there is",
+            f"load_weights: {path} does not match this {type(model).__name__}: missing {_shown(missing)}; unexpected "
+            f"{_shown(unexpected)}; strict=False loads what matches",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
         )
@@ -112,9 +111,9 @@ def _match(targets: Iterable[Target], checkpoint: Checkpoint, convert: bool) -> 
                 wrong.append(f"{name} is {code}, the checkpoint's is {stored.code}")
     if wrong:
         raise CheckpointError(
-            f"expected the shapes and types of this model in {checkpoint.path}, got others: {'; '.join(wrong[:_SHOWN])}"
+            f"load_weights: {checkpoint.path} has other shapes or types than this model: {'; '.join(wrong[:_SHOWN])}"
             f"{f' and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''}. Build the model as it was saved, or, "
-            "where only types differ, convert=True or model.to(dtype)"
+            "if only types differ, use convert=True or model.to(dtype)"
         )
     return chosen
 
@@ -129,18 +128,18 @@ def _check_fillable(chosen: Iterable[Target]) -> None:
         tensor = target.tensor
         if tensor.is_meta and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
             raise StateError(
-                f"expected {target.name}, on the meta device, without hooks, got some, which would be lost: register them "
-                "after tieroff.load_weights"
+                f"load_weights: {target.name} is on the meta device and has hooks, which would be lost; register them after "
+                "tieroff.load_weights"
             )
         if tensor.is_meta and isinstance(tensor, torch.nn.Parameter) and weakref.getweakrefcount(tensor):
             raise StateError(
-                f"expected {target.name}, on the meta device, without weak references, got some, which torch does not let a "
-                "tensor with new memory keep: load before anything refers to it"
+                f"load_weights: {target.name} is on the meta device and has weak references, which torch cannot keep when a "
+                "tensor gets memory; load before anything refers to it"
             )
         if not target.owners and not isinstance(tensor, torch.nn.Parameter):
             raise StateError(
-                f"expected {target.name} to be a parameter or a buffer, got what a hook of the model puts in its state dict: "
-                "use load_state_dict"
+                f"load_weights: {target.name} is neither a parameter nor a buffer, a hook of the model adds it to the state "
+                "dict; use load_state_dict"
             )
 
 
@@ -148,8 +147,8 @@ def _check_optimizer(engine: Engine) -> None:
     state = engine.optimizer.state.values() if engine.optimizer is not None else ()
     if any(isinstance(value, torch.Tensor) and value.is_meta for entries in state for value in entries.values()):
         raise StateError(
-            "expected optimizer state with values, got some on the meta device: it was loaded while the parameters lay there, "
-            "and torch puts it beside them; load the weights first, then make or load the optimizer's state again"
+            "load_weights: the optimizer has state on the meta device, because it was loaded while the parameters were there; "
+            "load the weights first, then make or load the optimizer's state again"
         )
 
 
@@ -160,8 +159,8 @@ def _check_tied(targets: Iterable[Target], checkpoint: Checkpoint) -> None:
         for other in stored[1:]:
             if not torch.equal(_read(checkpoint, stored[0]), _read(checkpoint, other)):
                 raise CheckpointError(
-                    f"expected {stored[0].name} and {other.name} to be the same in {checkpoint.path}, since this model ties "
-                    "them, got different values: untie them in the model, or remove one from the checkpoint"
+                    f"load_weights: this model ties {stored[0].name} and {other.name}, but {checkpoint.path} has different "
+                    "values for them; untie them in the model, or remove one from the checkpoint"
                 )
 
 

@@ -64,7 +64,7 @@ def save_weights(
     """
     limit_bytes = parse_bytes(max_shard_bytes)
     if limit_bytes == 0:
-        raise ConfigError("expected max_shard_bytes above 0, got 0")
+        raise ConfigError("save_weights: max_shard_bytes must be above 0")
     tensors, metadata = _named(model)
     shards = _shards(tensors, limit_bytes)
     path = Path(folder)
@@ -75,8 +75,8 @@ def save_weights(
     before = _Predecessor.of(path)
     if len(shards) > 1 and (path / WEIGHTS_FILE).exists() and path / WEIGHTS_FILE not in before.files:
         raise CheckpointError(
-            f"expected a folder without a {WEIGHTS_FILE} of other origin, got {path}: it would be read instead of the "
-            f"{len(shards)} shards; move it away, or save elsewhere"
+            f"save_weights: {path} holds a {WEIGHTS_FILE} of other origin, which would be read instead of the {len(shards)} "
+            "shards; move it away, or save elsewhere"
         )
     written = _write(shards, metadata, path, _releasing(model, sum(size_of(t) for _, t in tensors), on_progress))
     before.remove(but=written)
@@ -95,7 +95,7 @@ def _named(model: torch.nn.Module) -> tuple[Named, dict[str, str]]:
         if target.tensor.is_meta:
             hollow.append(target.name)
     if hollow:
-        raise CheckpointError(f"expected values to save, got {len(hollow)} tensors on the meta device, such as {hollow[0]}")
+        raise CheckpointError(f"save_weights: {len(hollow)} tensors are on the meta device, without values: {hollow[0]}, ...")
     return tensors, metadata
 
 
@@ -211,8 +211,8 @@ class _Staging:
             _sync_folder(self.folder)
         except OSError as error:
             raise StoreError(
-                f"expected {self.folder} on the drive, got {error.strerror}: the new checkpoint is in place, but a power loss "
-                "might undo that; what was there before is left beside it",
+                f"save_weights: cannot sync {self.folder}: {error.strerror}; the new checkpoint is in place, but a power loss "
+                "might undo that; the previous one remains beside it",
                 path=str(self.folder),
                 errno=error.errno,
             ) from error
@@ -229,13 +229,13 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Predecessor:
-    """The checkpoint that the folder holds, as far as this library wrote it: files in the order of removal."""
+    """The files of the folder's checkpoint that this library wrote, in the order of removal."""
 
     files: tuple[Path, ...]
 
     @classmethod
     def of(cls, folder: Path) -> _Predecessor:
-        """Looks, and takes nothing on trust: what is unreadable or of other origin is left alone."""
+        """Reads the folder; unreadable files and those of other origin are left alone."""
         files: list[Path] = []
         single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
         with suppress(CheckpointError, StoreError):
@@ -247,18 +247,18 @@ class _Predecessor:
         return cls(tuple(files))
 
     def remove(self, but: Sequence[Path]) -> None:
-        """Removes them, but for those whose names were taken over; what cannot be removed is told, not an error."""
+        """Removes the files except those whose names the new checkpoint uses; a failure is logged, not raised."""
         for path in self.files:
             if path not in but:
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:
-                    log.warning("%s, of the checkpoint before, could not be removed: %s", path, error)
+                    log.warning("%s, of the previous checkpoint, could not be removed: %s", path, error)
 
 
 def _failed(action: str, path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"expected to {action} {path}, got {error.strerror or error}; what was there before is as it was",
+        f"save_weights: cannot {action} {path}: {error.strerror or error}; the previous checkpoint is unchanged",
         path=str(path),
         errno=error.errno,
     )

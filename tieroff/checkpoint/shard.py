@@ -27,13 +27,13 @@ _CODES = {
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Returns what the format calls a type.
+    """Returns the format's name of a type.
 
     Raises:
-        CheckpointError: it has no name for it.
+        CheckpointError: the format has no name for it.
     """
     if dtype not in _CODES:
-        raise CheckpointError(f"expected a type that safetensors files can hold, got {dtype}; save it with torch.save")
+        raise CheckpointError(f"safetensors files cannot hold {dtype}; save it with torch.save")
     return _CODES[dtype]
 
 
@@ -84,10 +84,10 @@ class Shard:
 
         Raises:
             CheckpointError: the file was replaced or changed since its header was read.
-            StoreError: the drive did not give the bytes.
+            StoreError: the drive did not return the bytes.
         """
         if _identity_of(self.path) != self._identity:
-            raise CheckpointError(f"expected {self.path} as it was when loading began, got another file: load again")
+            raise CheckpointError(f"{self.path}: another file since loading began; load again")
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with _opened(self.path) as file:
@@ -113,16 +113,16 @@ def _opened(path: Path) -> Iterator[safe_open]:
 
 @contextmanager
 def _telling(path: Path, action: str) -> Iterator[None]:
-    """Turns what the library and the system raise into errors that name the file."""
+    """Turns errors of the library and the system into errors that name the file."""
     try:
         yield
     except SafetensorError as error:
         raise CheckpointError(
-            f"expected a whole safetensors file, got {path}: {error} ({_size_of(path)} bytes, on {action}); it is truncated "
-            "or something else: fetch or save it again"
+            f"{path}: not a whole safetensors file: {error} ({_size_of(path)} bytes, on {action}); it is truncated or "
+            "something else: fetch or save it again"
         ) from error
     except OSError as error:
-        message = f"expected to {action}, {path}, got {error.strerror or error}"
+        message = f"{path}: {action}: {error.strerror or error}"
         raise StoreError(message, path=str(path), errno=error.errno) from error
 
 
@@ -132,7 +132,7 @@ def _size_of(path: Path) -> int:
 
 def _identity_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
-        raise CheckpointError(f"expected a safetensors file, got {path}, which is {'a folder' if path.is_dir() else 'missing'}")
+        raise CheckpointError(f"{path}: expected a safetensors file, but it is {'a folder' if path.is_dir() else 'missing'}")
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -51,12 +51,12 @@ def targets_of(model: torch.nn.Module) -> list[Target]:
 def _check_plain(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            f"expected tensors in the model's state dict, got a {type(value).__name__} for {name} (extra state of a module): "
-            "safetensors files hold none; use torch.save(model.state_dict())"
+            f"{name} in the model's state dict is a {type(value).__name__} (extra state of a module), which safetensors files "
+            "cannot hold; use torch.save(model.state_dict())"
         )
     kind = type(value.detach())
     if kind is not torch.Tensor or value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise CheckpointError(
-            f"expected plain tensors in the model's state dict, got a {kind.__name__} ({value.layout}) for {name}; sharded "
-            "ones are saved with torch.distributed.checkpoint, others with torch.save"
+            f"{name} in the model's state dict is a {kind.__name__} ({value.layout}), not a plain tensor; save sharded ones "
+            "with torch.distributed.checkpoint, others with torch.save"
         )

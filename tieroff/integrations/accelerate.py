@@ -15,7 +15,7 @@ try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    raise ConfigError(f"expected accelerate, but {error}: pip install 'tieroff[accelerate]'") from error
+    raise ConfigError(f"accelerate is not installed: {error}; pip install 'tieroff[accelerate]'") from error
 
 
 def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None) -> Any:
@@ -37,7 +37,7 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None
     for kind, name in ((torch.nn.Module, "module"), (torch.optim.Optimizer, "optimizer")):
         count = sum(isinstance(item, kind) for item in objects)
         if count != 1:
-            raise StateError(f"expected one {name} among the objects to prepare, got {count}: a wrapped model has one of each")
+            raise StateError(f"prepare: expected one {name} among the objects to prepare, got {count}; a wrapped model has one")
     prepared = accelerator.prepare(*objects)
     model = next(item for item in prepared if isinstance(item, torch.nn.Module))
     optimizer = next(item for item in prepared if isinstance(item, torch.optim.Optimizer))

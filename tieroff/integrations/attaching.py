@@ -25,8 +25,8 @@ def torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
         inner = inner.optimizer  # type: ignore[attr-defined]
     if not isinstance(inner, torch.optim.Optimizer):
         raise StateError(
-            f"expected a torch.optim.Optimizer in the trainer, got {type(optimizer).__name__}: tieroff steps torch's "
-            "optimizers; turn DeepSpeed or the like off, or train without tieroff"
+            f"the trainer's optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer; turn DeepSpeed or the like "
+            "off, or train without tieroff"
         )
     return inner
 
@@ -64,17 +64,17 @@ def attach(model: torch.nn.Module, optimizer: object, config: ConfigSource, devi
     if made.device.type != device.type:
         unwrap(model)
         raise ConfigError(
-            f"expected one device, got {device.type} for the trainer and {made.device.type} for tieroff: set device in the "
-            "config, or the trainer's own; tieroff knows cpu and cuda"
+            f"device: the trainer uses {device.type} and tieroff {made.device.type}; set device in the config, or the "
+            "trainer's; tieroff supports cpu and cuda"
         )
     return made
 
 
 def check_ranks(model: torch.nn.Module, config: ConfigSource) -> None:
-    """Returns if the homes of parameters may change their device although a trainer may have made DDP of the model.
+    """Checks that parameters may move although the trainer may have wrapped the model in DDP.
 
     Raises:
-        StateError: they would. DDP listens on nodes that belong to a parameter's device, and would miss every gradient.
+        StateError: they may not. DDP listens on nodes of a parameter's device and would miss every gradient.
     """
     is_spread = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not is_spread or torch.distributed.get_world_size() == 1 or all(p.is_cpu for p in model.parameters()):
@@ -82,7 +82,7 @@ def check_ranks(model: torch.nn.Module, config: ConfigSource) -> None:
     covered = sorted({"parameters", "gradients"} & set(Config.load(config).plan.cover))
     if covered:
         raise StateError(
-            f"expected [plan] cover without {' and '.join(covered)} for a model that a trainer spreads over several GPUs, "
-            "since DDP would lose the gradients of parameters that move; leave them out of cover (activations and "
-            "optimizer state still move), or call tieroff.wrap before the trainer sees the model"
+            f"[plan] cover includes {' and '.join(covered)}, but the trainer spreads the model over several GPUs, and DDP "
+            "would lose the gradients of parameters that move; leave them out of cover (activations and optimizer state still "
+            "move), or call tieroff.wrap before the trainer sees the model"
         )

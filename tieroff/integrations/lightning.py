@@ -13,7 +13,7 @@ from tieroff.runtime.engine import Engine
 try:
     from lightning.pytorch.callbacks import Callback
 except ImportError as error:
-    raise ConfigError(f"expected lightning, but {error}: pip install 'tieroff[lightning]'") from error
+    raise ConfigError(f"lightning is not installed: {error}; pip install 'tieroff[lightning]'") from error
 
 log = logging.getLogger("tieroff")
 
@@ -45,13 +45,13 @@ class TieroffCallback(Callback):
         """
         if not pl_module.automatic_optimization:
             raise StateError(
-                "expected automatic optimization: a training_step that calls backward and step itself has no forward of its "
-                "own; call tieroff.wrap(self.model, optimizer) on the inner model in on_train_start instead of this callback"
+                "TieroffCallback needs automatic optimization: a training_step that calls backward and step has no separate "
+                "forward; call tieroff.wrap(self.model, optimizer) on the inner model in on_train_start instead"
             )
         if getattr(pl_module, "_compiler_ctx", None) is not None:
-            raise StateError("expected a module that is not compiled: compiled code runs past tieroff; leave torch.compile out")
+            raise StateError("TieroffCallback: the module is compiled, which bypasses tieroff; leave torch.compile out")
         if len(trainer.optimizers) != 1:
-            raise StateError(f"expected one optimizer, got {len(trainer.optimizers)}: a wrapped model has one")
+            raise StateError(f"TieroffCallback: expected one optimizer, got {len(trainer.optimizers)}; a wrapped model has one")
         self.engine = attach(pl_module, trainer.optimizers[0], self.config, trainer.strategy.root_device)
         self.engine.begin_in("training_step")
 

@@ -15,7 +15,7 @@ from tieroff.runtime.engine import Engine
 try:
     from transformers.trainer_callback import TrainerCallback
 except ImportError as error:
-    raise ConfigError(f"expected transformers, but {error}: pip install 'tieroff[transformers]'") from error
+    raise ConfigError(f"transformers is not installed: {error}; pip install 'tieroff[transformers]'") from error
 
 log = logging.getLogger("tieroff")
 
@@ -24,8 +24,8 @@ class TieroffCallback(TrainerCallback):
     """Has a `transformers.Trainer` train within a memory budget: `Trainer(..., callbacks=[TieroffCallback(config)])`.
 
     The model is wrapped when training begins, after the trainer has made its optimizer or read it from a checkpoint. It
-    stays wrapped when training ends, since the whole of it with its optimizer's state need not fit the device: evaluate,
-    predict and save go on as they are, and `tieroff.unwrap(model)` gives a plain model.
+    stays wrapped when training ends, because model and optimizer state need not fit the device: evaluate,
+    predict and save work as before, and `tieroff.unwrap(model)` gives a plain model.
 
     Attributes:
         engine: of the model, once training has begun; None before.
@@ -43,19 +43,19 @@ class TieroffCallback(TrainerCallback):
 
         Raises:
             ConfigError: the config cannot be used on this machine.
-            StateError: the trainer is set up in a way that tieroff cannot train under, or the model cannot be wrapped.
+            StateError: tieroff does not support the trainer's settings, or the model cannot be wrapped.
             StoreError: a folder is missing, read-only or too small.
         """
         if args.n_gpu > 1:
             raise StateError(
-                f"expected one process per GPU, got one for {args.n_gpu} of them: torch.nn.DataParallel makes copies that no "
-                "budget covers; start with `tieroff launch` or torchrun, or show the process one GPU (CUDA_VISIBLE_DEVICES)"
+                f"one process uses {args.n_gpu} GPUs: torch.nn.DataParallel makes copies that no budget covers; start with "
+                "`tieroff launch` or torchrun, or show the process one GPU (CUDA_VISIBLE_DEVICES)"
             )
         if args.torch_compile:
-            raise StateError("expected torch_compile=False: the compiled copy of the model is called past tieroff")
+            raise StateError("torch_compile=True: calls of the compiled copy would bypass tieroff; set torch_compile=False")
         self.engine = attach_accelerated(model, optimizer, self.config, args.device)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Says what was done."""
+        """Logs what the plan did."""
         if self.engine is not None and not self.engine.is_closed:
             log.info("%s", self.engine.explain())

@@ -43,12 +43,12 @@ from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
 
 _SHUTDOWN_S = 5
-"""How long ranks have to end after they were told to; then they are killed."""
+"""How long ranks may take to end before they are killed."""
 
 _MEASURE_S = 1.5
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# What the agent says of ranks that fail is in the summary, once.
+# The summary repeats what the agent logs of failing ranks.
 _NOISY = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 
 
@@ -109,7 +109,7 @@ def launch(request: Request) -> Outcome:
     nproc = request.nproc or max(gpus, 1)
     if device == "cuda" and nproc > gpus:
         raise ConfigError(
-            f'expected a GPU for each of {nproc} ranks, but torch sees {gpus}; ask for fewer, or set device = "cpu"'
+            f'--nproc-per-node {nproc}: torch sees {gpus} GPUs, and each rank needs one; ask for fewer, or set device = "cpu"'
         )
     folder = Path(tempfile.mkdtemp(prefix="tieroff-launch-", dir=request.log_dir)).resolve()
     path = folder / CONFIG_FILE
@@ -211,8 +211,8 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 def _nothing_left() -> Iterator[None]:
     """Ends what the ranks started and left running.
 
-    Orphans below this process become its children, so that it finds them. Signals that come while it does so are not for
-    anybody any more: everything is being ended.
+    Orphans below this process become its children, so that it finds them. Signals that arrive meanwhile are ignored, because
+    everything is being ended.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # The agent answers signals in the main thread only, and leaves its answers in place.
@@ -224,7 +224,7 @@ def _nothing_left() -> Iterator[None]:
         for number in answers:
             signal.signal(number, signal.SIG_IGN)
         while left := set(psutil.Process().children(recursive=True)) - known:
-            known |= left  # whoever does not end now is in the kernel's hands
+            known |= left  # a process that does not end now is stuck in the kernel
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()

@@ -24,7 +24,7 @@ def launch(
     log_dir: Annotated[Path | None, typer.Option("--log-dir", help="Where to make the folder of logs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document; rank 0's output goes to its log.")] = False,
 ) -> None:
-    """Runs a script in several ranks of this machine, as torchrun does, and says at the end what each of them did.
+    """Runs a script in several ranks of this machine, as torchrun does, and prints a summary of each rank at the end.
 
     Rank 0 has this command's own input and output, the others write to the folder of logs.
     """

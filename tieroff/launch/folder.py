@@ -1,7 +1,7 @@
-"""The folder of one launch: what the launcher tells its ranks, and what they leave for its summary.
+"""The folder of one launch: the launcher's settings for its ranks, and the ranks' figures for its summary.
 
     config.toml     the config of every rank, with the machine's budgets written out
-    machine.toml    what was measured for all ranks, when the config names no machine file
+    machine.toml    measured for all ranks, if the config names no machine file
     launch.json     the launcher's process and the CPUs of each rank
     rank-N/         stdout.log, stderr.log (rank 0 has the launcher's own), error.json, account.json
 """
@@ -28,7 +28,7 @@ def rank_folder(folder: Path, local_rank: int) -> Path:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes a file that is whole whenever somebody reads it, also when this process is killed meanwhile."""
+    """Writes a file atomically: readers see it whole or not at all, even if this process is killed."""
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
     os.replace(draft, path)

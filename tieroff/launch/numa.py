@@ -72,5 +72,5 @@ def places(
 
 
 def bind(cpus: Iterable[int]) -> None:
-    """Has this process, and what it starts from now on, run on these CPUs only."""
+    """Binds this process, and what it starts from now on, to these CPUs."""
     os.sched_setaffinity(0, cpus)

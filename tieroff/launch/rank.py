@@ -1,6 +1,6 @@
 """One rank: started by the launcher, runs the script as `python script.py` would, and keeps an account of it.
 
-Nothing heavy is imported before the script runs: what it sets before it imports torch has to count.
+Nothing heavy is imported before the script runs, so that settings made before `import torch` take effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STEPS_KEPT = 101
 
 @dataclass
 class _Followed:
-    """What is known of one engine: figures only, so that nothing keeps the engine or its model alive."""
+    """Figures of one engine; no reference, so that nothing keeps the engine or its model alive."""
 
     model: str
     device: str
@@ -97,7 +97,7 @@ class Account:
             self.write()
 
     def write(self) -> None:
-        """Writes what is known now."""
+        """Writes the current figures."""
         self._written_s = time.monotonic()
         try:
             write_json(self._path, {"peak_bytes": _peak_bytes(), "engines": [followed.row() for followed in self._followed]})
@@ -123,7 +123,7 @@ def _note_error(path: Path, error: BaseException) -> None:
 
 
 def _end_with(launcher_pid: int) -> None:
-    """Has the system kill this process when the launcher ends, in whatever way that happens."""
+    """Makes the kernel kill this process when the launcher ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher_pid:  # it ended before the system was asked
         os._exit(1)
@@ -133,10 +133,10 @@ def main() -> None:
     """Runs `FOLDER SCRIPT ARGS…` of the command line."""
     folder, script, *arguments = sys.argv[1:]
     local_rank = Ranks.here().local_rank
-    told = read_json(Path(folder) / LAUNCH_FILE)
-    _end_with(told["pid"])
-    if told["cpus"] is not None:
-        numa.bind(told["cpus"][local_rank])
+    launch = read_json(Path(folder) / LAUNCH_FILE)
+    _end_with(launch["pid"])
+    if launch["cpus"] is not None:
+        numa.bind(launch["cpus"][local_rank])
     own = rank_folder(Path(folder), local_rank)
     account = Account(own / ACCOUNT_FILE)
     on_wrap.set(account.open)

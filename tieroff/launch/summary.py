@@ -88,7 +88,7 @@ def summarize(folder: Path, count: int, failures: Mapping[int, Failure], ended_b
 def first_cause(failures: Mapping[int, Failure], raised_s: Mapping[int, float]) -> int | None:
     """Returns the rank whose failure came first; None without failures.
 
-    The agent ends the others with SIGTERM, so a rank that ended by it without an error of its own comes last. A rank that
+    The agent ends the others with SIGTERM, so a rank that SIGTERM ended without its own error comes last. A rank that
     was killed is noticed a moment after its peers have lost their connection to it, so of failures at about the same time
     the killed one counts as the first. SIGABRT is how libraries end a process that lost a peer.
 
@@ -131,7 +131,7 @@ def _reason(own: Path, exitcode: int) -> str:
         return _short(str(error["message"]["message"]))
     if exitcode < 0:
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
-        more = " (by somebody, or by the system when memory ran out)" if exitcode == -signal.SIGKILL else ""
+        more = " (by a user, or by the kernel when memory ran out)" if exitcode == -signal.SIGKILL else ""
         return f"killed by {name}{more}"
     for name in (STDERR_FILE, STDOUT_FILE):
         log = own / name
@@ -146,7 +146,7 @@ def _short(text: str) -> str:
 
 
 def as_document(outcome: Outcome) -> dict[str, Any]:
-    """Returns the outcome as JSON has it; with an `error` when the launch failed."""
+    """Returns the outcome as JSON data, with an `error` if the launch failed."""
     rows = [
         {
             "rank": row.rank, "status": row.status, "reason": row.reason, "log": row.log, "peak_bytes": row.peak_bytes,

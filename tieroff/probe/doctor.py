@@ -1,4 +1,4 @@
-"""What this machine can do for a run, and why not."""
+"""What this machine can do for a run, and why it cannot do the rest."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _CUFILE = ("nvidia-cufile", "nvidia-cufile-cu12")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that is there or not.
+    """One property of the machine.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         is_ok: it can be used.
         detail: version or value, or the reason why it cannot.
     """
@@ -48,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class EnginePath:
-    """How bytes reach a folder by one engine, found by writing some there and reading them back.
+    """How bytes reach a folder by one engine, found by writing some bytes there and reading them back.
 
     Attributes:
         engine: its name.
@@ -86,7 +86,7 @@ class FolderPath:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that `tieroff doctor` says."""
+    """Everything that `tieroff doctor` prints."""
 
     facts: tuple[Fact, ...]
     dirs: tuple[FolderPath, ...]
@@ -180,7 +180,7 @@ def _round_trip(engine: Engine, file: OpenFile) -> str:
     )
     if failed:
         return failed
-    return "" if source[:size] == target[:size] else "what was read is not what was written"
+    return "" if source[:size] == target[:size] else "read other bytes than were written"
 
 
 def _failure(transfer: Transfer, what: str) -> str:

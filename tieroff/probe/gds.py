@@ -1,4 +1,4 @@
-"""How the gds engine reaches a folder, as it says itself."""
+"""How the gds engine reaches a folder, as reported by cuFile and the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tier holds when no budget is given."""
+"""Default budgets of the lower tiers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from tieroff.storage.limits import host_limit_bytes
 
 HOST_SHARE = 0.5
-"""Share of the memory that is left which pinned memory takes: the rest is for the data loader, the page cache and the
-program itself."""
+"""Pinned memory takes this share of what is left. The rest is for the data loader, the page cache and the program."""
 
 FOLDER_MARGIN_SHARE = 0.05
 FOLDER_MARGIN_BYTES = 2**30
-"""What is left free in a folder: the larger of a share of its free bytes and a GiB."""
+"""Left free in a folder: the larger of a share of its free bytes and a GiB."""
 
 
 def default_host_bytes() -> int:

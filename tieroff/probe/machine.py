@@ -1,4 +1,4 @@
-"""The machine that measurements describe: what its tiers hold and what its links move."""
+"""Turns measurements into a Machine: bytes per tier, bandwidth per link."""
 
 from __future__ import annotations
 

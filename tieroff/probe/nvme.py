@@ -83,7 +83,7 @@ class NvmeRates:
 
 
 def touched_memory(size_bytes: int) -> Memory:
-    """Returns memory whose pages are there, so that no transfer waits for them."""
+    """Returns memory with populated pages, so that no transfer waits for them."""
     buffer = allocate(size_bytes)
     ctypes.memset(buffer.address, 1, buffer.size_bytes)
     return buffer
@@ -162,7 +162,7 @@ class Track:
         half: int | None = None,
         fresh_from: int = 0,
     ) -> Slice:
-        """Returns what was moved with `depth` transfers under way, round and round over the blocks that are filled.
+        """Returns what was moved with `depth` transfers in flight, round and round over the filled blocks.
 
         Buffered files are read once at most, after their pages were dropped: the second time they lie in memory.
 
@@ -252,8 +252,8 @@ class Track:
             return
         where = ", ".join(file.path for file in self._files)
         raise StoreError(
-            f"expected to {kind} {size_bytes} bytes in {where} to measure {self.engine.name}, got "
-            f"{transfer.done_bytes}: {os.strerror(number)}; see the system's log for this drive",
+            f"measuring {self.engine.name}: {kind} of {size_bytes} bytes in {where}: {transfer.done_bytes} bytes done: "
+            f"{os.strerror(number)}; see the system's log for this drive",
             path=where,
             size_bytes=size_bytes,
             done_bytes=transfer.done_bytes,
@@ -269,17 +269,17 @@ class Track:
 def open_track(
     dirs: Sequence[Path], engine: str, file_bytes: int, make_memory: Callable[[int], Memory] = touched_memory
 ) -> Iterator[Track]:
-    """Gives a track on new files of a size, one per folder, and leaves nothing of it behind.
+    """Yields a track on new files of a size, one per folder, which leave nothing behind.
 
     Raises:
-        ConfigError: the engine is not to be had, or a folder is missing, read-only or too small.
+        ConfigError: the engine is not available, or a folder is missing, read-only or too small.
         StoreError: a file could not be made.
     """
     with ExitStack() as stack:
         chosen = choose(engine)
         stack.callback(chosen.close)  # idempotent; here for when a file cannot be made
         opened = [stack.enter_context(_opened(folder, file_bytes, is_direct=chosen.is_direct)) for folder in dirs]
-        stack.callback(chosen.close)  # before the files are closed: it ends the transfers that are under way
+        stack.callback(chosen.close)  # before the files are closed: it ends the transfers in flight
         track = Track(opened, chosen, make_memory=make_memory)  # held here: its memory outlives the transfers
         yield track
 
@@ -303,8 +303,8 @@ def _preallocate(file: OpenFile, size_bytes: int) -> None:
         files.preallocate(file, 0, size_bytes)
     except OSError as error:
         raise StoreError(
-            f"expected room for a file of {format_bytes(size_bytes)} in {file.path}, got {error.strerror}: free some space "
-            "there, or name another folder",
+            f"cannot make a file of {format_bytes(size_bytes)} in {file.path}: {error.strerror}; free some space there, or "
+            "name another folder",
             path=file.path,
             size_bytes=size_bytes,
             errno=error.errno,
@@ -320,7 +320,7 @@ def measure_dirs(dirs: Sequence[Path], engine: str, seconds: float) -> NvmeRates
         seconds: time to spend, roughly.
 
     Raises:
-        ConfigError: the engine is not to be had, or a folder is missing, read-only or too small.
+        ConfigError: the engine is not available, or a folder is missing, read-only or too small.
         StoreError: a transfer failed.
     """
     block, depth = QUICK_BLOCK_BYTES, QUICK_DEPTH

@@ -30,26 +30,26 @@ FILE_BYTES_MIN = 64 * MIB
 """Of one engine's file in one folder. A smaller one is refused: too few blocks, and the drive's own memory holds it."""
 
 GRID = tuple((size, depth) for size in (MIB // 4, MIB, 4 * MIB, 16 * MIB) for depth in (1, 4))
-"""Sizes of transfers, and how many are under way at once."""
+"""Sizes of transfers, and how many are in flight at once."""
 
 BUFFERED_GRID = ((4 * MIB, 4),)
-"""Buffered engines are a last resort: one cell, and one round apart from the others, tell what they cost."""
+"""Buffered engines are a last resort: one cell and one separate round measure them."""
 
 ROUNDS = 9
 GAIN_MIN = 1.03
-"""How much faster than `threads` another engine has to be to be named the best: by less, noise would choose."""
+"""How much faster than `threads` another engine must be to be named the best; below that, noise would choose."""
 
 LINK_SHARE, MEMORY_SHARE, CHECKSUM_SHARE = 0.1, 0.03, 0.03
 FILL_TIME_SHARE, GRID_TIME_SHARE, ROUNDS_TIME_SHARE = 0.15, 0.4, 0.45
 """Of the whole time, and of one folder's."""
 
 Report = Callable[[str, float], None]
-"""Told what is being measured, and the share of the time that is over."""
+"""Called with what is being measured and the share of the time that has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Bandwidth at one size of transfers, with so many under way."""
+    """Bandwidth at one size of transfers, with `depth` in flight."""
 
     block_bytes: int
     depth: int
@@ -181,9 +181,8 @@ class _Subject:
 def survey(device: str, dirs: Sequence[Path], seconds: float, report: Report = lambda what, share: None) -> Survey:
     """Returns what folders and links do now.
 
-    In each folder every engine gets a file of its own, written once before anything is timed. All of them are measured in
-    turn, slice by slice, so that a drive whose speed changes meanwhile changes for all. Nothing stays in the folders,
-    however this ends.
+    In each folder every engine gets its own file, written once before anything is timed. The engines are measured in turn,
+    slice by slice, so that a change of the drive's speed hits all of them. Nothing stays in the folders, however this ends.
 
     Args:
         device: "cuda" or "cpu".
@@ -192,13 +191,12 @@ def survey(device: str, dirs: Sequence[Path], seconds: float, report: Report = l
         report: called between measurements.
 
     Raises:
-        ConfigError: a folder is missing, read-only, in memory or too small, or no engine gives a result there that can be
-            true.
+        ConfigError: a folder is missing, read-only, in memory or too small, or no engine gives a plausible result there.
     """
-    # Between a CPU and a drive there is nothing that gds could spare; its other transfers are another engine's.
+    # On a CPU gds has no bounce buffer to save, and its other transfers run on another engine.
     names = [name for name in available() if name != "gds" or device == "cuda"]
     if len({os.path.realpath(folder) for folder in dirs}) < len(dirs):
-        raise ConfigError(f"expected each folder once, got {', '.join(map(str, dirs))}")
+        raise ConfigError(f"--dir: expected each folder once, got {', '.join(map(str, dirs))}")
     for folder in dirs:  # before any time is spent
         _check_folder(folder, len(names))
     report("link between device and host memory", 0.0)
@@ -242,13 +240,13 @@ def _scaled(report: Report, done: float, share: float) -> Report:
 
 
 def _check_folder(folder: Path, engine_count: int) -> None:
-    """Raises ConfigError where nothing true can be measured."""
+    """Raises ConfigError if nothing plausible can be measured."""
     directory = files.open_directory(str(folder), free_bytes_min=0)
     try:
         if is_in_memory(directory):
             raise ConfigError(
-                f"expected a folder on a drive, got {folder}, which is a file system in memory "
-                f"({file_system(folder) or 'tmpfs'}): what is moved there would still take memory; name another one"
+                f"--dir {folder}: this is a file system in memory ({file_system(folder) or 'tmpfs'}), so bytes moved there "
+                "would still take memory; name a folder on a drive"
             )
     finally:
         os.close(directory)
@@ -256,9 +254,9 @@ def _check_folder(folder: Path, engine_count: int) -> None:
     if size_bytes < FILE_BYTES_MIN:
         needed = math.ceil(FILE_BYTES_MIN * engine_count / FILL_SHARE)
         raise ConfigError(
-            f"expected {format_bytes(needed)} free in {folder}, since no more than {FILL_SHARE:.0%} of it is written to, "
-            f"got {format_bytes(_free_bytes(folder))}: a file of {format_bytes(size_bytes)} is too small to measure; free "
-            "some space, or name another folder"
+            f"--dir {folder}: {format_bytes(_free_bytes(folder))} are free, {format_bytes(needed)} are needed, because a "
+            f"measurement fills at most {FILL_SHARE:.0%} and a file of {format_bytes(size_bytes)} is too small to measure; "
+            "free some space, or name another folder"
         )
 
 
@@ -284,7 +282,7 @@ def _measure_folder(
                 memory = _device_memory if name == "gds" and device == "cuda" else touched_memory
                 track = stack.enter_context(open_track([folder], name, size_bytes, memory))
                 if track.engine.name != name:
-                    raise ConfigError(f"expected the engine {name}, got {track.engine.name}, which it falls back to")
+                    raise ConfigError(f"the engine {name} does not work here; it falls back to {track.engine.name}")
                 slice_s = GRID_TIME_SHARE * seconds / (2 * len(GRID) * len(names))
                 fill = track.fill(size_bytes, FILL_TIME_SHARE * seconds / len(names), FILE_BYTES_MIN)
                 subject = _Subject(track)
@@ -293,13 +291,13 @@ def _measure_folder(
             except (TieroffError, ImportError, OSError) as error:
                 found.refused.append(Refused(folder, name, str(error)))
         _measure_rounds(list(subjects.values()), folder, seconds, report)
-        believed = _judge(found, folder, subjects)
-    if not believed:
+        accepted = _judge(found, folder, subjects)
+    if not accepted:
         reasons = "; ".join(f"{row.engine}: {row.reason}" for row in found.refused if row.dir == folder)
-        raise ConfigError(f"expected a result in {folder} that can be true, got none: {reasons}")
+        raise ConfigError(f"--dir {folder}: no engine gave a plausible result: {reasons}")
     # Not gds: it moves device memory and spares the bounce, which bandwidth alone does not show; where it works is
     # for `doctor` to say. Not what is buffered, if anything else is there.
-    candidates = {name: subject for name, subject in believed.items() if name != "gds"} or believed
+    candidates = {name: subject for name, subject in accepted.items() if name != "gds"} or accepted
     direct = {name: subject for name, subject in candidates.items() if not subject.is_slow} or candidates
     found.best[folder] = choose_engine(
         {name: [subject.cost(turn) for turn in range(len(subject.write))] for name, subject in direct.items()}
@@ -329,7 +327,7 @@ def _measure_rounds(subjects: Sequence[_Subject], folder: Path, seconds: float, 
 
 def _judge(found: Survey, folder: Path, subjects: dict[str, _Subject]) -> dict[str, _Subject]:
     """Returns the engines whose results can be true; the others are refused."""
-    believed = {}
+    accepted = {}
     for name, subject in subjects.items():
         rates = subject.result()
         reason = subject.doubt(rates, found.memory_bytes_per_s)
@@ -337,8 +335,8 @@ def _judge(found: Survey, folder: Path, subjects: dict[str, _Subject]) -> dict[s
             found.refused.append(Refused(folder, name, reason))
         else:
             found.rows.append(Measured(folder, rates, tuple(subject.cells), name == "gds" and is_gds(folder)))
-            believed[name] = subject
-    return believed
+            accepted[name] = subject
+    return accepted
 
 
 def _measure_together(found: Survey, dirs: Sequence[Path], seconds: float) -> NvmeRates:

@@ -10,8 +10,8 @@ from tieroff.errors import StateError
 class FreeList:
     """The free ranges of an area that only grows; neighbours are always merged.
 
-    The smallest range that does is taken, so that large ones stay whole; of equal ones the one freed last, whose bytes
-    are the likeliest to be in a cache.
+    Takes the smallest range that is large enough, so that large ones stay whole; among equal ones the one freed last,
+    whose bytes are most likely in a cache.
 
     Attributes:
         length_bytes: the area's size.
@@ -76,8 +76,8 @@ class FreeList:
         starts_after = index == len(self._offsets) or offset + size_bytes <= self._offsets[index]
         if offset < 0 or offset + size_bytes > self.length_bytes or not (ends_before and starts_after):
             raise StateError(
-                f"expected a used range of an area of {self.length_bytes} bytes to be freed, got {size_bytes} bytes "
-                f"at {offset}, which are free already or outside: a block was freed twice, or by another store"
+                f"cannot free {size_bytes} bytes at {offset} of an area of {self.length_bytes} bytes: they are free already "
+                "or outside it; a block was freed twice, or by another store"
             )
         self._insert(offset, size_bytes)
 

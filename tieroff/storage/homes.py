@@ -47,7 +47,7 @@ def check_published(block: Block | None) -> None:
     """
     written = block.written if block is not None else None
     if written is None:
-        raise StateError("expected a write() before publish(), got none since the last one")
+        raise StateError("publish() needs a write() before it; there was none since the last publish()")
     if not written.done():
-        raise StateError("expected publish() after the write has ended, got it before: wait for the completion first")
+        raise StateError("publish() was called before the write has ended; wait for its completion first")
     written.wait(0.0)

@@ -1,4 +1,4 @@
-"""How much memory this process may take: the machine's, the smallest cgroup limit up the tree, and what it may lock."""
+"""Memory limits of this process: the machine's, the smallest cgroup limit up the tree, and locked memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 def host_limit_bytes(root: Path = Path("/")) -> int:
     """Returns the bytes that can still be taken: the least, over the machine and all cgroups up the tree, of the limit
-    less what is used. Pages of files that nobody has touched lately do not count as used.
+    less what is used. Pages of files that were not touched lately do not count as used.
 
     Args:
         root: where /proc and /sys are found.

@@ -1,8 +1,8 @@
 """Address space by system call: mappings, and advice about them.
 
 [Note: memory a child does not have] Slabs and homes are advised MADV_DONTFORK, so a forked child has nothing at their
-addresses, and may since have put something else there. So they are never unmapped in another process than the one that
-mapped them, which `mmap.mmap` cannot promise; hence the calls by ctypes.
+addresses and may have mapped something else there. They are therefore never unmapped in another process than the one that
+mapped them. `mmap.mmap` cannot promise that, hence the calls by ctypes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _PROT_NONE = 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
-_SYNC_FILE_RANGE_ALL = 1 | 2 | 4  # wait for what is under way, write, wait
+_SYNC_FILE_RANGE_ALL = 1 | 2 | 4  # wait for writes in flight, write, wait
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -109,7 +109,7 @@ class Mapping:
         advise(self.address, self.size_bytes, mmap.MADV_DONTFORK)
 
     def map_file(self, position: int, size_bytes: int, fd: int, offset: int) -> None:
-        """Puts a range of a file, shared and writable, in place of what is mapped at `position`. Atomic."""
+        """Replaces the mapping at `position` by a range of a file, shared and writable. Atomic."""
         address = self.address + position
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         _mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
@@ -127,7 +127,7 @@ class Mapping:
         advise(self.address + position, size_bytes, mmap.MADV_DONTNEED)
 
     def populate(self) -> None:
-        """Gives every page its memory now, so that no transfer waits for it later.
+        """Populates every page now, so that no transfer waits for it later.
 
         Raises:
             OSError: the system has not that much.

@@ -31,16 +31,16 @@ class SpaceStore(ABC):
     """A store over areas that grow up to a capacity.
 
     [Note: finalizers] Blocks and homes may die in any thread, at any point of any call, also inside this store's own
-    lock. So whoever frees only appends to a queue; the queue is emptied by calls that hold the lock.
+    lock. Freeing therefore only appends to a queue; calls that hold the lock empty it.
     """
 
     tier: Tier
-    _other_way = "or let less be moved there"  # what else a person can do when it is full
+    _other_way = "or move less there"  # the other remedy when it is full
     _is_checking = False  # whether checksums are written and compared
 
     def __init__(self, capacity_bytes: int, engine: Engine, alignment_bytes: int) -> None:
         if capacity_bytes <= 0:
-            raise ConfigError(f"expected a capacity above 0 for {self.tier}, got {capacity_bytes}: leave the tier out")
+            raise ConfigError(f"[budget] {self.tier}: expected a capacity above 0, got {capacity_bytes}; or leave it out")
         self.capacity_bytes = capacity_bytes
         self.engine = engine
         self.alignment_bytes = alignment_bytes
@@ -81,11 +81,11 @@ class SpaceStore(ABC):
 
     @abstractmethod
     def reserve(self, size_bytes: int) -> None:
-        """Takes room from the system ahead of time, up to this many bytes in all, so that allocate() need not."""
+        """Takes room from the system ahead of allocate(), up to this many bytes in all."""
 
     @abstractmethod
     def _grow(self, extent_bytes: int) -> str:
-        """Makes room for one more extent; returns "" or why there is none. Under the lock."""
+        """Makes room for one more extent; returns "" or the reason why it cannot. Under the lock."""
 
     @abstractmethod
     def _submit_write(self, block: Block, source_address: int) -> Transfer: ...
@@ -119,7 +119,7 @@ class SpaceStore(ABC):
         self._check_process()
         with self._lock:
             if self._is_closed:
-                raise StateError("expected an open store, got one that is closed")
+                raise StateError("this store is closed")
             yield
 
     # Places.
@@ -127,7 +127,7 @@ class SpaceStore(ABC):
     def allocate(self, size_bytes: int) -> Block:
         """Returns a place for one tensor; raises StoreError (ENOSPC) when it is full."""
         if size_bytes <= 0:
-            raise StateError(f"expected a size above 0, got {size_bytes}: a tensor without bytes needs no block")
+            raise StateError(f"allocate: expected a size above 0, got {size_bytes}; a tensor without bytes needs no block")
         while True:
             self._check_process()
             self.in_flight.reap()
@@ -144,7 +144,7 @@ class SpaceStore(ABC):
     def free(self, block: Block) -> None:
         """Gives a place back; transfers under way on it end first. May be called from a finalizer."""
         if block.is_freed:
-            raise StateError(f"expected a block in use, got one of {block.size_bytes} bytes that was freed before")
+            raise StateError(f"this block of {block.size_bytes} bytes was freed before")
         block.is_freed = True
         self._freed.append(block)  # [Note: finalizers]
         self._try_drain()
@@ -172,7 +172,7 @@ class SpaceStore(ABC):
         path, _offset = self._where()
         largest = max((area.largest_bytes for area in self._areas), default=0)
         return StoreError(
-            f"expected room for {format_bytes(size_bytes)} in {self.tier}{f' ({path})' if path else ''}, got none: "
+            f"[budget] {self.tier}: no room for {format_bytes(size_bytes)}{f' ({path})' if path else ''}: "
             f"{format_bytes(self._used_bytes)} of {format_bytes(self.capacity_bytes)} are used, the largest free "
             f"extent is {format_bytes(largest)} ({reason}); raise [budget] {self.tier}, {self._other_way}",
             path=path,
@@ -216,7 +216,7 @@ class SpaceStore(ABC):
             self._check_block(block)
             if block.transfers:
                 raise StateError(
-                    f"expected no transfer under way on the block to write, got {len(block.transfers)}: wait for them"
+                    f"a block was written while {len(block.transfers)} of its transfers are in flight; wait for them first"
                 )
             block.written = None
             transfer = self._submit_write(block, source_address)
@@ -231,14 +231,14 @@ class SpaceStore(ABC):
             written = block.written
             if not isinstance(written, StoreTransfer) or not written.has_succeeded():
                 raise StateError(
-                    "expected a block whose write has ended well, got one that was "
-                    f"{'never written' if written is None else 'not written yet, or not well'}: wait for it first"
+                    f"a block was read {'that was never written' if written is None else 'whose write has not succeeded'}; "
+                    "wait for the write first"
                 )
             transfer = self._submit_read(block, target_address)
             return self._started(block, transfer, "read", keep, written.checksum if self._is_checking else None)
 
     def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
-        """Starts to read a home's block: whatever it holds, since anybody may have written into it."""
+        """Starts to read a home's block as it is now, since user code may have written into it."""
         self._check_process()
         self.in_flight.reap()
         with self._open():
@@ -275,22 +275,22 @@ class SpaceStore(ABC):
     def _check_block(self, block: Block) -> None:
         if block.is_freed or block not in self._live:
             raise StateError(
-                f"expected a block in use of this store, got a freed or foreign one ({block.size_bytes} bytes)"
+                f"this block of {block.size_bytes} bytes was freed, or belongs to another store"
             )
         block.transfers = [transfer for transfer in block.transfers if not transfer.done()]
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StateError(
-                f"expected a call in process {self._pid}, which made this store, got one in {os.getpid()}: a store "
-                "does not survive a fork"
+                f"this store was made in process {self._pid} and called in process {os.getpid()}: a store does not survive a "
+                "fork"
             )
 
     def close(self) -> None:
-        """Ends all transfers and gives everything back; reports blocks that nobody freed. Idempotent.
+        """Ends all transfers and releases everything; reports blocks that were never freed. Idempotent.
 
         Raises:
-            StoreError: a transfer has not ended in CLOSE_TIMEOUT_S; its memory and file are then left as they are.
+            StoreError: a transfer did not end within CLOSE_TIMEOUT_S; its memory and file are left as they are.
         """
         if os.getpid() != self._pid:
             return

@@ -1,4 +1,4 @@
-"""What a store of a lower tier is, whatever it lies on: blocks, homes and completions."""
+"""The protocols of a store of a lower tier: blocks, homes and completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tieroff.core.tensor import Tier
 class Completion(Protocol):
     """One transfer under way, or ended.
 
-    After a failed or cancelled transfer the source is as it was; the target holds any mixture of old and new bytes.
+    After a failed or cancelled transfer the source is unchanged; the target holds any mixture of old and new bytes.
     """
 
     @property
@@ -27,7 +27,7 @@ class Completion(Protocol):
         """When it ended; 0 until then."""
 
     def done(self) -> bool:
-        """Returns whether it has ended, well or not; only wait() says which."""
+        """Returns whether it has ended, with or without an error; wait() tells which."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when it has ended well. Other threads run meanwhile.
@@ -73,7 +73,7 @@ class Block:
 
 
 class Home(Protocol):
-    """Memory that anybody may touch at any time, lying in a lower tier.
+    """Memory in a lower tier that user code may touch at any time.
 
     It supports the buffer protocol: `torch.frombuffer(home, dtype=torch.uint8)` keeps it alive. Its place is freed when
     its last reference, any tensor over it included, has died. A new home's content is not specified.
@@ -101,7 +101,7 @@ class Home(Protocol):
         """
 
     def read(self, target_address: int, keep: object) -> Completion:
-        """Starts to read what the memory shows, including what was written into it from outside."""
+        """Starts to read the memory, including writes from outside."""
 
     def trim(self) -> None:
         """Drops its pages from memory and page cache; the value stays. Blocks while changed pages are written."""
@@ -110,7 +110,7 @@ class Home(Protocol):
 class Store(Protocol):
     """Bytes in one lower tier, bounded by a capacity.
 
-    `keep` is any object that must live until the transfer has ended, such as the owner of the memory; it is let go when
+    `keep` is any object that must live until the transfer has ended, such as the owner of the memory; it is released when
     the end is noticed: by done() or wait(), or at the latest by the store's next transfer.
     """
 

@@ -1,4 +1,4 @@
-"""A store's transfers: what they keep alive, and how their failures are told."""
+"""A store's transfers: what they keep alive, and how their failures become errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ READS_MAX = 4
 class StoreTransfer:
     """An engine's transfer with its place; implements Completion.
 
-    [Note: values that anybody may change] A home's bytes may differ from those that were written because somebody wrote
-    into its memory, which is allowed and leaves no trace. So one that differs is read again, into the same target: when
-    two reads agree, that is its value. What the way from the drive changes at random does not come back the same twice.
-    Once this store has seen its drive change bytes, a home that differs is not believed any more.
+    [Note: values that user code may change] A home's bytes may differ from those that were written because user code wrote
+    into its memory, which is allowed and leaves no trace. A home that differs is therefore read again, into the same target.
+    When two reads agree, that is its value: random errors on the way from the drive do not repeat. Once this store has seen
+    its drive change bytes, it accepts no home that differs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StoreTransfer:
         self._in_flight = in_flight
         self._expected_checksum = expected_checksum
         self._read_again = read_again
-        self._checksums: list[int | None] = []  # of reads that came before, under [Note: values that anybody may change]
+        self._checksums: list[int | None] = []  # of earlier reads, under [Note: values that user code may change]
         self._believed: tuple[int | None, ...] = ()  # those of them that the last one may equal
         self._lock = threading.Lock()  # one thread at a time decides on another read
         in_flight.add(self)
@@ -122,7 +122,7 @@ class StoreTransfer:
         believed = () if self._in_flight.has_seen_changed_bytes else tuple(self._checksums)
         is_right = self._transfer.checksum in (self._expected_checksum, *believed)
         if self._transfer.errno != 0 or is_right or len(self._checksums) == READS_MAX - 1:
-            # Decided for good: from here on nobody keeps the target's memory for another read.
+            # Final: from here on nothing keeps the target's memory for another read.
             self._believed, self._read_again = believed, None
             return True
         again = self._read_again()
@@ -150,7 +150,7 @@ class StoreTransfer:
         if number != 0:
             return self._error(number, f"{os.strerror(number)}: see the system's log for this drive")
         if self._transfer.done_bytes != self.size_bytes:
-            return self._error(errno.EIO, "the engine reported an end before the last byte")
+            return self._error(errno.EIO, "the engine reported completion before the last byte")
         found, expected = self._transfer.checksum, self._expected_checksum
         if expected is not None and found not in (expected, *self._believed):
             self._in_flight.has_seen_changed_bytes = True
@@ -164,7 +164,7 @@ class StoreTransfer:
         place = f"{self._path or 'host memory'} at offset {self._offset}"
         done = self._transfer.done_bytes
         return StoreError(
-            f"expected to {self._action} {self.size_bytes} bytes, {place}, got {done}: {reason}",
+            f"{self._action} of {self.size_bytes} bytes, {place}: {done} bytes done: {reason}",
             path=self._path,
             offset=self._offset,
             size_bytes=self.size_bytes,
@@ -174,12 +174,12 @@ class StoreTransfer:
 
 
 class InFlight:
-    """The transfers of one store that are not known to have ended: the only reference that is sure to stay.
+    """The transfers in flight of one store; the only reference to them that is certain to stay.
 
-    Without a lock: each method is one operation on a set, which is atomic, and finalizers may come in between.
+    It has no lock: each method is one operation on a set, which is atomic, and finalizers may run in between.
 
     Attributes:
-        has_seen_changed_bytes: one of them found other bytes than were written.
+        has_seen_changed_bytes: a transfer found other bytes than were written.
     """
 
     def __init__(self) -> None:
@@ -190,15 +190,15 @@ class InFlight:
         return len(self._transfers)
 
     def add(self, transfer: StoreTransfer) -> None:
-        """Keeps a transfer and what it keeps."""
+        """Keeps a transfer, and with it the objects that it keeps."""
         self._transfers.add(transfer)
 
     def discard(self, transfer: StoreTransfer) -> None:
-        """Lets go of a transfer."""
+        """Releases a transfer."""
         self._transfers.discard(transfer)
 
     def reap(self) -> None:
-        """Lets go of every transfer that has ended."""
+        """Releases every transfer that has ended."""
         for transfer in self._transfers.copy():
             transfer.done()
 
@@ -215,4 +215,4 @@ class InFlight:
         for transfer in transfers:
             left_s = max(0.0, deadline - time.monotonic())
             if not transfer.wait_ended(left_s):
-                raise transfer._error(errno.ETIMEDOUT, f"not ended {timeout_s} s after close(); the drive may hang")
+                raise transfer._error(errno.ETIMEDOUT, f"not complete {timeout_s} s after close(); the drive may hang")

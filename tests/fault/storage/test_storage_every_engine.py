@@ -277,7 +277,7 @@ def test_hang_is_told_with_its_place_and_goes_on_later(store: FileStore, engine:
     memory = source if action == "write" else target
     engine.inject(action, "hang")
     transfer = start(block, memory.address, memory)
-    with pytest.raises(StoreError, match=f"{action} {SIZE} bytes, .* at offset 0") as caught:
+    with pytest.raises(StoreError, match=f"{action} of {SIZE} bytes, .* at offset 0") as caught:
         transfer.wait(0.01)
     assert (caught.value.errno, caught.value.path) == (errno.ETIMEDOUT, store.dirs[0])
     assert not transfer.done()

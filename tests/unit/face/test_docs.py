@@ -112,6 +112,18 @@ def test_the_readme_is_short(project: Path) -> None:
     assert len(words) <= README_WORDS_MAX
 
 
+def test_files_that_the_documentation_names_exist(project: Path) -> None:
+    named = re.compile(r"`((?:tieroff|native|tests|scripts|benchmarks|configs|docs|examples)/[\w./-]+)`")
+    pages = [project / "README.md", *sorted((project / "docs").glob("*.md"))]
+    missing = [
+        f"{page.name}: {path}"
+        for page in pages
+        for path in named.findall(page.read_text(encoding="utf-8"))
+        if not (project / path).exists()
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_toml_blocks_are_configs(project: Path, tmp_path: Path, page: str) -> None:
     found = [block for block in blocks(project / page) if block.language == "toml"]

@@ -256,7 +256,7 @@ def test_a_model_wrapped_before_keeps_its_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"), [({"n_gpu": 2}, "one process per GPU"), ({"torch_compile": True}, "torch_compile=False")]
+    ("setting", "told"), [({"n_gpu": 2}, "one process uses 2 GPUs"), ({"torch_compile": True}, "torch_compile=False")]
 )
 def test_setups_that_cannot_work_are_refused(setting: dict[str, Any], told: str) -> None:
     arguments = types.SimpleNamespace(**{"n_gpu": 0, "torch_compile": False, "device": torch.device("cpu"), **setting})

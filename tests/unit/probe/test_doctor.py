@@ -57,7 +57,7 @@ def test_doctor_says_why_a_folder_is_buffered(tmp_path: Path, monkeypatch: pytes
 def test_doctor_says_why_a_folder_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = doctor.folder_path(tmp_path / "nowhere")
     assert missing.path == "none"
-    assert "nothing there" in missing.reason
+    assert "does not exist" in missing.reason
 
     def fail(fd: int, data: object, offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -88,7 +88,7 @@ def test_doctor_says_that_an_engine_reads_something_else(tmp_path: Path, monkeyp
     monkeypatch.setattr(zeros, "read", read)
     monkeypatch.setattr(doctor, "choose", lambda name: zeros)
     row = doctor.engine_path(tmp_path, "threads")
-    assert (row.path, row.reason) == ("none", "what was read is not what was written")
+    assert (row.path, row.reason) == ("none", "read other bytes than were written")
 
 
 def test_doctor_names_what_an_absent_engine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

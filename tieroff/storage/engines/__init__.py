@@ -129,14 +129,14 @@ def available() -> list[str]:
 
 
 def choose(name: str = "auto", *, measured: str | None = None) -> Engine:
-    """Returns a new engine. Where `uring` is refused it is `threads`, with a warning that gives the errno.
+    """Returns a new engine. If the kernel refuses `uring`, it is `threads`, with a warning that gives the errno.
 
     Args:
         name: "auto", "threads", "uring", "gds" or "aiofiles".
-        measured: what was found fastest on this machine; "auto" takes it where it works, and else the first available.
+        measured: the engine measured fastest on this machine; "auto" takes it if it works here, else the first available.
 
     Raises:
-        ConfigError: unknown, or not to be had here.
+        ConfigError: the engine is unknown or not available here.
     """
     names = available()
     if name == "auto" and names:
@@ -144,18 +144,18 @@ def choose(name: str = "auto", *, measured: str | None = None) -> Engine:
         if name == "aiofiles":
             _logger.warning(
                 "the native engine is not built, so NVMe transfers run on aiofiles: buffered, and 2-10 times slower; "
-                "install with a C++ compiler to have it"
+                "install tieroff with a C++ compiler"
             )
     if name == "gds":
         from tieroff.storage.engines.gds import GdsEngine
 
-        return GdsEngine()  # says itself what it misses
+        return GdsEngine()  # its own error names what is missing
     if name == "uring" and "threads" in names:
         return _uring_or_threads()
     if name not in names:
         raise ConfigError(
-            f"expected [nvme] engine to be auto or one of {', '.join(names) or 'none (nothing is installed)'} on this "
-            f"machine, got {name!r}"
+            f"[nvme] engine = {name!r} does not work on this machine; set it to auto or one of "
+            f"{', '.join(names) or 'none (no engine is installed)'}"
         )
     if name == "threads":
         from tieroff.storage.engines.native import NativeEngine

@@ -81,8 +81,8 @@ class AioTransfer:
 def _check_process(pid: int) -> None:
     if os.getpid() != pid:
         raise StateError(
-            f"expected a call in process {pid}, which made this engine, got one in {os.getpid()}: an engine does not "
-            "survive a fork, make one in the child"
+            f"this engine was made in process {pid} and called in process {os.getpid()}: an engine does not survive a fork; "
+            "make one in the child"
         )
 
 
@@ -203,7 +203,7 @@ class AioEngine:
         transfer = AioTransfer(size_bytes)
         with self._lock:
             if self._is_closed:
-                raise StateError("expected an open engine, got one that is closed: make a new one")
+                raise StateError("this engine is closed; make a new one")
             self._transfers.add(transfer)
             asyncio.run_coroutine_threadsafe(self._run(direction, transfer, run), self._loop)
         return transfer
@@ -226,7 +226,7 @@ class AioEngine:
 
 
 async def _end_tasks() -> None:
-    """Waits for tasks that only have to let go of their transfer."""
+    """Waits for tasks that only have to release their transfer."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
 

@@ -34,12 +34,12 @@ class CudaMemory:
             self._copy = driver.cuMemcpyDtoH_v2
         except (OSError, AttributeError) as error:
             raise ConfigError(
-                f"expected the NVIDIA driver (libcuda.so.1) for [nvme] engine gds, got: {error}; install the driver, or "
-                'set engine = "auto"'
+                f'[nvme] engine = "gds" needs the NVIDIA driver (libcuda.so.1): {error}; install the driver, or set '
+                'engine = "auto"'
             ) from error
 
     def holds(self, address: int) -> bool:
-        """Returns whether an address lies in device memory; False as long as nobody uses CUDA in this process.
+        """Returns whether an address lies in device memory; False while this process has not used CUDA.
 
         Raises:
             StoreError: the driver does not say (EIO), such as after a kernel has failed.
@@ -67,7 +67,7 @@ class CudaMemory:
             ctypes.c_uint64(address),
         )
         if code != _NOT_INITIALIZED:
-            _check(code, f"to be told what memory lies at {address:#x}")
+            _check(code, f"ask which memory is at {address:#x}")
         return value.value
 
     @contextmanager
@@ -88,4 +88,4 @@ class CudaMemory:
 
 def _check(code: int, wanted: str) -> None:
     if code != _SUCCESS:
-        raise StoreError(f"expected {wanted}, got CUDA driver error {code}", errno=errno.EIO)
+        raise StoreError(f"cannot {wanted}: CUDA driver error {code}", errno=errno.EIO)

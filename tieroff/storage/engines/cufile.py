@@ -61,7 +61,7 @@ def load_kvikio() -> Any:
         return importlib.import_module("kvikio")
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
-            f"expected kvikio for [nvme] engine gds, got: {error}; pip install tieroff[gds] (CUDA 13) or tieroff[gds-cu12]"
+            f'[nvme] engine = "gds" needs kvikio: {error}; pip install tieroff[gds] (CUDA 13) or tieroff[gds-cu12]'
         ) from error
 
 

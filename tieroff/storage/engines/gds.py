@@ -55,7 +55,7 @@ class GdsTransfer:
         self.start_ns = 0
         self.stop_ns = 0
         self.checksum: int | None = None
-        self.job: Future[None] = Future()  # replaced by the engine, before anybody else sees this
+        self.job: Future[None] = Future()  # replaced by the engine before any other thread sees this
         self._errno = 0
         self._pid = os.getpid()
 
@@ -110,13 +110,13 @@ class GdsTransfer:
 def _check_process(pid: int) -> None:
     if os.getpid() != pid:
         raise StateError(
-            f"expected a call in process {pid}, which made this engine, got one in {os.getpid()}: an engine does not "
-            "survive a fork, make one in the child"
+            f"this engine was made in process {pid} and called in process {os.getpid()}: an engine does not survive a fork; "
+            "make one in the child"
         )
 
 
 def _errno_in(message: str) -> int:
-    """Returns the number whose text ends a message, EIO where there is none."""
+    """Returns the error number whose text ends a message; EIO if there is none."""
     numbers = {os.strerror(number): number for number in errno.errorcode}
     found = [text for text in numbers if message.rstrip(" .\n").endswith(text)]
     return numbers[max(found, key=len)] if found else errno.EIO
@@ -134,7 +134,7 @@ class GdsEngine:
     are those of the `threads` engine.
 
     kvikio's settings are the process's. They are set when the engine is made and restored by close(). A file that a
-    store has closed is let go at the next new file, or by close().
+    store has closed is released at the next new file, or by close().
 
     Attributes:
         statuses: how bytes reach each directory used so far.
@@ -167,7 +167,7 @@ class GdsEngine:
             from tieroff.storage.engines.native import NativeEngine
         except ImportError as error:
             raise ConfigError(
-                f"expected the native module beside [nvme] engine gds, got: {error}; install with a C++ compiler"
+                f'[nvme] engine = "gds" also needs the native module: {error}; install tieroff with a C++ compiler'
             ) from error
         kvikio = load_kvikio()
         self._memory = memory if memory is not None else CudaMemory()
@@ -258,7 +258,7 @@ class GdsEngine:
         transfer = GdsTransfer(size_bytes)
         with self._lock:
             if self._is_closed:
-                raise StateError("expected an open engine, got one that is closed: make a new one")
+                raise StateError("this engine is closed; make a new one")
             transfer.job = self._threads[direction].submit(transfer.run, move)
         return transfer
 
@@ -315,7 +315,7 @@ class GdsEngine:
 
 
 def _check_count(found_bytes: int, size_bytes: int, action: str) -> None:
-    """Raises OSError (EIO) for any other count than the one asked for: which piece was short, nobody can say."""
+    """Raises OSError (EIO) for any other count than the requested one; kvikio does not report which piece was short."""
     if found_bytes != size_bytes:
         raise OSError(errno.EIO, f"expected to {action} {size_bytes} bytes, kvikio reports {found_bytes}")
 
@@ -353,5 +353,5 @@ def _let_go_all_in_child() -> None:
         libc.on_exit(libc._exit, None)
 
 
-# The interpreter keeps such calls for good, so there is one for all engines.
+# The interpreter keeps such calls until it exits, so there is one for all engines.
 os.register_at_fork(after_in_child=_let_go_all_in_child)

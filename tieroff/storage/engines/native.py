@@ -80,7 +80,7 @@ class NativeEngine(_NativeBase):
 class UringEngine(_NativeBase):
     """One io_uring and one thread per direction; a transfer's chunks, and those of the next ones, are under way at once.
 
-    After a fork the child lets go of the rings. Should the kernel refuse to go on with a ring (a seccomp profile that
+    After a fork the child closes the rings. Should the kernel refuse to go on with a ring (a seccomp profile that
     comes later), new transfers raise StateError with the errno, and those under way end with it at close(): not before,
     since until the ring's thread has ended the kernel may still use their memory.
     """
@@ -116,5 +116,5 @@ def uring_refusal() -> int:
     return _native.ring_refusal()
 
 
-# The interpreter keeps such calls for good, so there is one for all engines.
+# The interpreter keeps such calls until it exits, so there is one for all engines.
 os.register_at_fork(after_in_child=_close_rings_in_child)

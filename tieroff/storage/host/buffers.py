@@ -1,4 +1,4 @@
-"""Memory of the engine's own: whole pages that go back to the system at once when nobody refers to them."""
+"""The engine's own memory: whole pages that return to the system with their last reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Buffer(mmap.mmap):
 
     Attributes:
         address: its first byte.
-        size_bytes: whole pages, at least what was asked for.
+        size_bytes: whole pages, at least the requested size.
     """
 
     address: int
@@ -23,7 +23,7 @@ class Buffer(mmap.mmap):
 
 
 def allocate(size_bytes: int) -> Buffer:
-    """Returns memory of at least `size_bytes`, in whole pages, huge ones where the system gives them.
+    """Returns memory of at least `size_bytes`, in whole pages, huge ones if the system has them.
 
     Args:
         size_bytes: 0 or more; 0 gives one page.

@@ -1,10 +1,10 @@
-"""Memory of the process that is given again when it was freed: to the engine's buffers, and to torch's large CPU tensors.
+"""The process's pool of freed pages, reused for the engine's buffers and for torch's large CPU tensors.
 
-[Note: calls that another library makes] Torch's tensors come from the C library, by two calls of libc10.so. Once they are
-served, these two go to the pool when they are for much memory; every other library, and every other call, goes on as before.
-Memory stays the pool's for as long as the process lives, so a tensor may outlive the engine, and tieroff itself. Where another
-tool stands in the way of these calls already (a memory profiler), the pool does not; one that comes later, and has calls of
-free in libc10.so go elsewhere, would pass the pool's memory to the C library, which ends the process.
+[Note: calls that another library makes] Torch's tensors come from the C library, by two calls of libc10.so. Once the pool
+serves torch, these two calls go to the pool when they ask for much memory. Calls of other libraries are not changed. The
+pool owns its memory until the process ends, so a tensor may outlive the engine. If another tool (a memory profiler) redirects
+these calls already, the pool does not. A tool that comes later and redirects free in libc10.so would pass the pool's memory
+to the C library, which ends the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTHING_BYTES = 2**64 - 1
 
 @functools.cache
 def page_pool() -> PagePool | None:
-    """Returns the process's pool; None where there is none (no Linux, or no address space)."""
+    """Returns the process's pool; None without Linux or without address space."""
     try:
         from tieroff._native import process_pool
     except ImportError:
@@ -39,7 +39,7 @@ def page_pool() -> PagePool | None:
     try:
         return process_pool(psutil.virtual_memory().total * _RESERVED_OF_MEMORY, _has_huge_pages())
     except OSError as error:
-        log.info("no address space for memory that is given again (%s): all of it comes from the system", error)
+        log.info("no address space for the pool of freed pages (%s): all memory comes from the system", error)
         return None
 
 
@@ -51,7 +51,7 @@ def _has_huge_pages() -> bool:
 
 
 def serve_torch() -> bool:
-    """Has torch's large CPU tensors come from the pool from now on; False where that cannot be."""
+    """Makes torch take large CPU tensors from the pool from now on; returns False if that is impossible."""
     if page_pool() is None or not _is_in_the_way():
         return False
     from tieroff._native import serve_from

@@ -47,7 +47,7 @@ class HostStore(SpaceStore):
 
         Args:
             capacity_bytes: hard limit on the leases, in bytes; whole pages of it are used.
-            engine: makes the copies; stays the caller's, who closes it after the store.
+            engine: makes the copies; the caller closes it after the store.
             register: called with (address, size in bytes) of each slab when it is made, such as cudaHostRegister;
                 raises StoreError when it cannot.
             unregister: called with the address of each slab at close().
@@ -60,8 +60,8 @@ class HostStore(SpaceStore):
         limit = host_limit_bytes()
         if capacity_bytes > limit:
             raise ConfigError(
-                f"expected [budget] host to be at most {format_bytes(limit)}, which the machine and its cgroups have "
-                f"left, got {format_bytes(capacity_bytes)}: lower it, or give the container more memory"
+                f"[budget] host: {format_bytes(capacity_bytes)} is too much, the machine and its cgroups leave at most "
+                f"{format_bytes(limit)}; lower it, or give the container more memory"
             )
         self._slab_bytes = slab_bytes
         self._register = register
@@ -153,7 +153,7 @@ class HostStore(SpaceStore):
 
 def _no_memory(size_bytes: int, found: str, number: int | None) -> StoreError:
     return StoreError(
-        f"expected {format_bytes(size_bytes)} of host memory, got {found}; lower [budget] host, or give this process more",
+        f"[budget] host: cannot take {format_bytes(size_bytes)} of host memory: {found}; lower it, or give this process more",
         size_bytes=size_bytes,
         errno=number,
     )
@@ -174,7 +174,7 @@ class HostHome(HomeMemory):
         """Does nothing but check: the value is visible since its copy.
 
         Raises:
-            StateError: nothing was written, or the copy is still under way.
+            StateError: nothing was written, or the copy is still in flight.
             StoreError: the copy failed; the memory shows a mixture of old and new.
         """
         check_published(self.block)

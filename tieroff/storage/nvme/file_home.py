@@ -70,7 +70,7 @@ class FileHome(HomeMemory):
         """Starts to read what the memory shows; changed pages are written to the drive first.
 
         While checksums are on, a value that is not the published one is read until two reads agree, see
-        [Note: values that anybody may change].
+        [Note: values that user code may change].
         """
         return self.store.read_home(self.place.shown, target_address, (self, keep))
 

@@ -63,14 +63,14 @@ class FileStore(SpaceStore):
         Args:
             dirs: existing directories, at least one.
             capacity_bytes: hard limit on extents, padding included, shared out over the directories.
-            engine: moves the bytes; stays the caller's, who closes it after the store.
-            checksum: "always", "warmup" (until end_warmup()) or "off". Blocks are compared when read; homes, which
-                anybody may change, when published, which then reads the new value back. A home that is read is compared
-                too, but what twice comes back the same is taken for a change by somebody. With "off", and after the
-                warm-up, bytes that a drive changes without an error are not noticed.
-            write_bytes_per_s: of each directory, in which proportion they are filled; None: alike. A directory with too
+            engine: moves the bytes; the caller closes it after the store.
+            checksum: "always", "warmup" (until end_warmup()) or "off". Blocks are compared when they are read. Homes, which
+                user code may change, are compared when they are published, by reading the new value back, and when they are
+                read; two equal reads count as a change by user code. With "off", and after the warm-up, bytes that a drive
+                changes without an error go unnoticed.
+            write_bytes_per_s: write speed of each directory; they fill in this proportion. None: equally. A directory with too
                 little room for its share takes less, and the others more.
-            min_free_bytes: what must stay free on each drive beyond the capacity.
+            min_free_bytes: bytes that must stay free on each drive beyond the capacity.
             grow_bytes: the least by which a file grows at once.
 
         Raises:
@@ -78,10 +78,10 @@ class FileStore(SpaceStore):
             StoreError: a file could not be made.
         """
         if checksum not in ("off", "warmup", "always"):
-            raise ConfigError(f"expected [nvme] checksum to be off, warmup or always, got {checksum!r}")
+            raise ConfigError(f"[nvme] checksum: expected off, warmup or always, got {checksum!r}")
         self.dirs = [os.fspath(path) for path in dirs]
         if not self.dirs:
-            raise ConfigError("expected at least one directory under [nvme] dirs, got none")
+            raise ConfigError("[nvme] dirs: expected at least one directory, got none")
         speeds = write_bytes_per_s or [1.0] * len(self.dirs)
         self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, min_free_bytes, engine.is_direct, opener)
         try:
@@ -106,7 +106,7 @@ class FileStore(SpaceStore):
         self._is_checking = self._checksum == "always"
 
     def reserve(self, size_bytes: int) -> None:
-        """Grows the files to this many bytes in all, by their shares, so that a full drive is known now.
+        """Grows the files to this many bytes in all, by their shares, so that a full drive shows now.
 
         Raises:
             StateError: more than the capacity.
@@ -154,10 +154,10 @@ class FileStore(SpaceStore):
     # For homes.
 
     def verify(self, place: HomePlace) -> None:
-        """While checksums are on: reads a home's new value back, since nothing compares it once anybody may change it.
+        """While checksums are on: reads a home's new value back, because user code may change it later.
 
         Raises:
-            StoreError: the drive does not hold what was written.
+            StoreError: the drive holds other bytes than were written.
         """
         with self._open():
             shadow = place.shadow
@@ -169,13 +169,13 @@ class FileStore(SpaceStore):
         check.wait()
 
     def switch(self, place: HomePlace) -> None:
-        """Makes the home's memory show its shadow, and frees what it showed before."""
+        """Maps the home's memory onto its shadow extent and frees the extent that it showed before."""
         with self._open():
             shadow = place.shadow
             if shadow is None:
                 raise StateError("expected a written value to publish, got none")
             file = self._files[shadow.area]
-            with self._telling("map", shadow):
+            with self._placed("map", shadow):
                 place.space.map_file(place.position, shadow.extent_bytes, file.fd, shadow.offset)
             old, place.shown, place.shadow = place.shown, shadow, None
             self._forget_pages(old)
@@ -198,20 +198,20 @@ class FileStore(SpaceStore):
         with self._open():
             block = place.shown
             fd = self._files[block.area].fd
-        with self._telling("write back", block):
+        with self._placed("write back", block):
             place.space.give_back(place.position, block.extent_bytes)
             write_back(fd, block.offset, block.extent_bytes)
         self._forget_pages(block)
 
     @contextmanager
-    def _telling(self, action: str, block: Block) -> Iterator[None]:
+    def _placed(self, action: str, block: Block) -> Iterator[None]:
         """Turns an error of the system into one that names the place."""
         try:
             yield
         except OSError as error:
             path, offset = self._place(block)
             raise StoreError(
-                f"expected to {action} {block.size_bytes} bytes, {path} at offset {offset}, got {error}",
+                f"cannot {action} {block.size_bytes} bytes of {path} at offset {offset}: {error}",
                 path=path,
                 offset=offset,
                 size_bytes=block.size_bytes,
@@ -229,16 +229,16 @@ class FileStore(SpaceStore):
         return self._range
 
     def _map_new(self, block: Block) -> HomePlace:
-        with self._telling("map", block):
+        with self._placed("map", block):
             space = self._address_range()
         position = self._addresses.take(block.extent_bytes)
         if position is None:
             raise StoreError(
-                f"expected address space for a home of {block.size_bytes} bytes, got none: too many homes are alive",
+                f"no address space left for a home of {block.size_bytes} bytes: too many homes are alive",
                 size_bytes=block.size_bytes,
             )
         try:
-            with self._telling("map", block):
+            with self._placed("map", block):
                 space.map_file(position, block.extent_bytes, self._files[block.area].fd, block.offset)
         except BaseException:
             self._addresses.give(position, block.extent_bytes)
@@ -280,7 +280,7 @@ class FileStore(SpaceStore):
             files.preallocate(file, area.length_bytes, size_bytes)
         except OSError as error:
             raise StoreError(
-                f"expected {format_bytes(size_bytes)} more room in {file.path}, got {os.strerror(error.errno or 0)}: "
+                f"cannot reserve {format_bytes(size_bytes)} more in {file.path}: {os.strerror(error.errno or 0)}; "
                 "free some space there, or lower [budget] nvme",
                 path=file.path,
                 offset=area.length_bytes,
@@ -344,9 +344,9 @@ def _open_files(
         shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, min_free_bytes))
         if sum(shares) < capacity_bytes:
             raise ConfigError(
-                f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
-                f"{format_bytes(sum(shares))}; {format_bytes(capacity_bytes + min_free_bytes)} are needed, "
-                f"{format_bytes(min_free_bytes)} of them to stay free on each drive: free some, or lower [budget] nvme"
+                f"[budget] nvme: {format_bytes(capacity_bytes)} do not fit in [nvme] dirs ({', '.join(dirs)}), which have room "
+                f"for {format_bytes(sum(shares))}; {format_bytes(capacity_bytes + min_free_bytes)} are needed, "
+                f"{format_bytes(min_free_bytes)} of them to stay free on each drive. Free some space, or lower [budget] nvme"
             )
         for path, directory_fd in zip(dirs, directory_fds, strict=True):
             opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=opener))
@@ -381,5 +381,5 @@ def _close_all_in_child() -> None:
         store._close_in_child()
 
 
-# The interpreter keeps such calls for good, so there is one for all stores.
+# The interpreter keeps such calls until it exits, so there is one for all stores.
 os.register_at_fork(after_in_child=_close_all_in_child)

@@ -46,7 +46,7 @@ def open_directory(path: str, *, free_bytes_min: int = 0) -> int:
 
 
 def _walk(path: str) -> int:
-    """Opens a directory step by step, so that no step is looked up twice and none is a link that may point elsewhere."""
+    """Opens a directory step by step: no step is looked up twice, and none may be a symbolic link."""
     here = "/" if path.startswith("/") else "."
     fd = os.open(here, _DIRECTORY_FLAGS)
     for name in (part for part in path.split("/") if part not in ("", ".")):
@@ -63,17 +63,17 @@ def _walk(path: str) -> int:
 
 def _why_not_opened(error: OSError, name: str, parent_fd: int, step: str) -> str:
     if error.errno == errno.ENOENT:
-        return f"nothing there ({step}): make it, or name another one"
+        return f"{step} does not exist; make it, or name another one"
     if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-        return f"{os.strerror(error.errno or 0)} at {step}: give this user access to it"
+        return f"{os.strerror(error.errno or 0)} at {step}; give this user access to it"
     if stat.S_ISLNK(os.lstat(name, dir_fd=parent_fd).st_mode):
         target = os.readlink(name, dir_fd=parent_fd)
-        return f"a symbolic link on the way, {step} to {target}: name the directory itself, without links"
-    return f"something else at {step}: name a directory"
+        return f"a symbolic link leads there, {step} to {target}; name the directory itself, without links"
+    return f"{step} is not a directory; name one"
 
 
 def _refused(path: str, found: str) -> ConfigError:
-    return ConfigError(f"expected a writable directory of this machine's drive at {path} ([nvme] dirs), got {found}")
+    return ConfigError(f"[nvme] dirs: {path} is not a writable directory on a drive of this machine: {found}")
 
 
 def _check_directory(path: str, fd: int, free_bytes_min: int) -> None:
@@ -100,13 +100,13 @@ def free_bytes(fd: int) -> int:
 
 
 def open_nameless(path: str, directory_fd: int, *, is_direct: bool, opener: Opener = os.open) -> OpenFile:
-    """Returns an empty file of mode 0600 in the directory that has no name, so that nothing is left whatever happens.
+    """Returns an empty file of mode 0600 in the directory that has no name, so that nothing remains however the process ends.
 
     Args:
-        is_direct: try O_DIRECT first; where it is refused the file is buffered and says so.
+        is_direct: try O_DIRECT first; if it is refused, the file is buffered and marked so.
 
     Raises:
-        StoreError: neither way works, or somebody else has put something where the file was to be.
+        StoreError: neither way works, or others have put something at the file's place.
     """
     attempts = [os.O_DIRECT, 0] if is_direct else [0]
     failure: OSError | None = None
@@ -126,15 +126,15 @@ def open_nameless(path: str, directory_fd: int, *, is_direct: bool, opener: Open
                 os.close(fd)
                 raise
             if is_memory:
-                _logger.warning("%s is a file system in memory: what is moved there still takes host memory", path)
+                _logger.warning("%s is a file system in memory: bytes moved there still take host memory", path)
             return _describe(fd, path, is_direct=direct_flag != 0 and not is_memory)
         if failure is None or failure.errno not in _REFUSALS:
             break
     number = failure.errno if failure is not None else None
     if number == errno.EEXIST:
-        raise _planted(path, "something lies already at a name that was drawn at random")
+        raise _planted(path, "a randomly drawn name is taken already")
     raise StoreError(
-        f"expected to make a file in {path}, got {os.strerror(number or 0)}: check that the directory is on a local, "
+        f"[nvme] dirs: cannot make a file in {path}: {os.strerror(number or 0)}; check that the directory is on a local, "
         "writable drive",
         path=path,
         errno=number,
@@ -143,8 +143,8 @@ def open_nameless(path: str, directory_fd: int, *, is_direct: bool, opener: Open
 
 def _planted(path: str, found: str) -> StoreError:
     return StoreError(
-        f"expected to make a file in {path} that nobody else can reach, got: {found}; somebody else writes into this "
-        "directory, name one that only this user may write to",
+        f"[nvme] dirs: others can reach a file that was made in {path}: {found}; others write into this directory, name one "
+        "that only this user may write to",
         path=path,
         errno=errno.EEXIST,
     )
@@ -163,14 +163,14 @@ def _check_ours(fd: int, path: str) -> None:
 
 
 def _open_tmpfile(directory_fd: int, direct_flag: int, opener: Opener) -> int:
-    # O_EXCL with O_TMPFILE: nobody can give the file a name later.
+    # O_EXCL with O_TMPFILE: the file cannot be given a name later.
     return opener(".", os.O_TMPFILE | _FILE_FLAGS | direct_flag, _FILE_MODE, dir_fd=directory_fd)
 
 
 def _open_unlinked(directory_fd: int, direct_flag: int, opener: Opener) -> int:
-    """In a folder that only this user may enter, so that nobody puts something else at the name meanwhile.
+    """Opens the file in a folder that only this user may enter, so that others cannot replace the name meanwhile.
 
-    Removes nothing but what it has made: what somebody planted stays where it is.
+    Removes nothing that it has not made: a planted file stays where it is.
     """
     folder = f".tieroff-{secrets.token_hex(16)}"
     os.mkdir(folder, 0o700, dir_fd=directory_fd)
@@ -181,7 +181,7 @@ def _open_unlinked(directory_fd: int, direct_flag: int, opener: Opener) -> int:
             raise FileExistsError(errno.EEXIST, "the folder that was just made is another one now")
         fd = _create_unlinked(folder_fd, direct_flag, opener)
     except FileExistsError:
-        raise  # whatever lies there is not ours to remove
+        raise  # the file there is not ours to remove
     except BaseException:
         os.rmdir(folder, dir_fd=directory_fd)
         raise
@@ -241,7 +241,7 @@ def preallocate(file: OpenFile, offset: int, size_bytes: int) -> None:
     """Makes the file longer with room on the drive behind it, so that no later write or mapped page finds it full.
 
     Raises:
-        OSError: there is none (ENOSPC); the file is as long as before.
+        OSError: no room (ENOSPC); the file is as long as before.
     """
     try:
         try:

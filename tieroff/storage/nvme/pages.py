@@ -22,7 +22,7 @@ class PageReturner(Protocol):
 class MappedFiles:
     """What of this process's memory was mapped from files at one moment: a checkpoint that was loaded with `mmap=True`.
 
-    Its pages stay resident, though nobody needs them any more, for as long as any tensor of the checkpoint lives.
+    Its pages stay resident, although they are not needed any more, for as long as any tensor of the checkpoint lives.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ def share_out(capacity_bytes: int, speeds: Sequence[float], limits: Sequence[int
         ConfigError: a speed is missing, or not above 0.
     """
     if len(speeds) != len(limits) or any(not speed > 0 for speed in speeds):
-        raise ConfigError(f"expected a write speed above 0 for each of {len(limits)} directories, got {list(speeds)}")
+        raise ConfigError(f"machine file: expected a write speed above 0 for each of {len(limits)} folders, got {list(speeds)}")
     shares = [0] * len(limits)
     open_ones = list(range(len(limits)))
     left = capacity_bytes
