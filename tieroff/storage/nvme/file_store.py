@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from tieroff.core.tensor import Tier
@@ -21,7 +22,7 @@ from tieroff.storage.nvme.pages import PageReturner, return_pages
 from tieroff.storage.nvme.shares import share_out
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block
-from tieroff.storage.transfers import StoreTransfer
+from tieroff.storage.transfers import UNCHECKED, Check, StoreTransfer
 from tieroff.units import format_bytes
 
 Checksum = Literal["off", "warmup", "always"]
@@ -34,6 +35,24 @@ MIN_FREE_BYTES = 64 * 2**20
 
 _ADDRESS_SPACE_SHARE = 4
 """Address space for homes, in capacities: it costs nothing, and keeps holes between homes from mattering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How a store takes room on its drives.
+
+    Attributes:
+        min_free_bytes: what must stay free on each drive beyond the capacity.
+        grow_bytes: the least by which a file grows at once.
+        opener: makes the files.
+    """
+
+    min_free_bytes: int = MIN_FREE_BYTES
+    grow_bytes: int = GROW_BYTES
+    opener: files.Opener = os.open
+
+
+ROOM = Room()
 
 
 class FileStore(SpaceStore):
@@ -54,9 +73,7 @@ class FileStore(SpaceStore):
         checksum: Checksum = "warmup",
         *,
         write_bytes_per_s: Sequence[float] | None = None,
-        min_free_bytes: int = MIN_FREE_BYTES,
-        grow_bytes: int = GROW_BYTES,
-        opener: files.Opener = os.open,
+        room: Room = ROOM,
     ) -> None:
         """Opens one file per directory; takes no room on the drives yet (see reserve).
 
@@ -70,8 +87,7 @@ class FileStore(SpaceStore):
                 warm-up, bytes that a drive changes without an error are not noticed.
             write_bytes_per_s: of each directory, in which proportion they are filled; None: alike. A directory with too
                 little room for its share takes less, and the others more.
-            min_free_bytes: what must stay free on each drive beyond the capacity.
-            grow_bytes: the least by which a file grows at once.
+            room: how it takes room on the drives.
 
         Raises:
             ConfigError: a directory cannot be used, or the drives are too small.
@@ -83,7 +99,7 @@ class FileStore(SpaceStore):
         if not self.dirs:
             raise ConfigError("expected at least one directory under [nvme] dirs, got none")
         speeds = write_bytes_per_s or [1.0] * len(self.dirs)
-        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, min_free_bytes, engine.is_direct, opener)
+        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, engine.is_direct, room)
         try:
             super().__init__(capacity_bytes, engine, max(file.block_bytes for file in self._files))
         except BaseException:
@@ -92,7 +108,7 @@ class FileStore(SpaceStore):
         self.is_direct = all(file.is_direct for file in self._files)
         self._checksum = checksum
         self._is_checking = checksum != "off"
-        self._grow_bytes = align_up(grow_bytes, self.alignment_bytes)
+        self._grow_bytes = align_up(room.grow_bytes, self.alignment_bytes)
         self._shares = [align_up(max(share, 1), self.alignment_bytes) for share in shares]
         self._areas = [FreeList() for _file in self._files]
         self._home_types: dict[int, Any] = {}
@@ -165,7 +181,7 @@ class FileStore(SpaceStore):
             if shadow is None or not isinstance(written, StoreTransfer) or written.checksum is None:
                 return
             transfer = self.engine.verify(self._files[shadow.area], shadow.offset, shadow.size_bytes)
-            check = self._started(shadow, transfer, "read back", place.space, written.checksum)
+            check = self._started(shadow, transfer, "read back", place.space, Check(written.checksum))
         check.wait()
 
     def switch(self, place: MappedExtents) -> None:
@@ -183,11 +199,11 @@ class FileStore(SpaceStore):
             self._freed.append(old)
             self._drain()
 
-    def _home_check(self, block: Block, target_address: int) -> tuple[int | None, Callable[[], Transfer] | None]:
+    def _home_check(self, block: Block, target_address: int) -> Check:
         written = block.written
         if not self._is_checking or not isinstance(written, StoreTransfer) or not written.has_succeeded():
-            return None, None
-        return written.checksum, functools.partial(self._submit_read, block, target_address)
+            return UNCHECKED
+        return Check(written.checksum, functools.partial(self._submit_read, block, target_address))
 
     def trim(self, place: MappedExtents) -> None:
         """Drops the pages of a home from memory and page cache.
@@ -328,12 +344,7 @@ class FileStore(SpaceStore):
 
 
 def _open_files(
-    dirs: Sequence[str],
-    capacity_bytes: int,
-    speeds: Sequence[float],
-    min_free_bytes: int,
-    is_direct: bool,
-    opener: files.Opener,
+    dirs: Sequence[str], capacity_bytes: int, speeds: Sequence[float], is_direct: bool, room: Room
 ) -> tuple[list[OpenFile], list[int]]:
     """Checks all directories before it makes a file in any; returns the files, and the bytes that each may take."""
     directory_fds: list[int] = []
@@ -341,15 +352,15 @@ def _open_files(
     try:
         for path in dirs:
             directory_fds.append(files.open_directory(path))
-        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, min_free_bytes))
+        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, room.min_free_bytes))
         if sum(shares) < capacity_bytes:
             raise ConfigError(
                 f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
-                f"{format_bytes(sum(shares))}; {format_bytes(capacity_bytes + min_free_bytes)} are needed, "
-                f"{format_bytes(min_free_bytes)} of them to stay free on each drive: free some, or lower [budget] nvme"
+                f"{format_bytes(sum(shares))}; {format_bytes(capacity_bytes + room.min_free_bytes)} are needed, "
+                f"{format_bytes(room.min_free_bytes)} of them to stay free on each drive: free some, or lower [budget] nvme"
             )
         for path, directory_fd in zip(dirs, directory_fds, strict=True):
-            opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=opener))
+            opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=room.opener))
     except BaseException:
         _close_files(opened)
         raise
