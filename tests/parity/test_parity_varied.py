@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import tieroff
-from bench_foresight import MODELS, Plain, SlowBackend, train
+from harness.slow import SlowBackend
+from harness.varied import MODELS, Plain, train
 from tests.support.parity import BACKENDS
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.cpu import CpuBackend
