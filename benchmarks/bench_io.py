@@ -11,7 +11,6 @@ Close what else uses the machine: with 2 cores, an engine's threads and the refe
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -47,7 +46,8 @@ from harness.io_subjects import (
     path_of,
 )
 from harness.pairs import Ratio, order_of, ratio_of
-from progress import make_console
+from harness.results import save
+from shared.progress import make_console
 from tieroff.errors import TieroffError
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.nvme import FREE_BYTES_MIN, Track
@@ -352,8 +352,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"bench_io: {error}", file=sys.stderr)
         return 1
     show(make_console(), found)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    save(arguments.json, found, indent=2)
     return 0
 
 

@@ -12,10 +12,8 @@ run where it can be imported; it builds its operators on first use, which needs 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -29,13 +27,14 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from bench_step import MODEL, choose_budget
+from harness import peers
 from harness.pairs import order_of
 from harness.peers import IN_BACKWARD, PEERS
-from progress import make_console
-from runs import SHAPES, RunFailed, fit_budget, run, wrapped
+from harness.results import command_of, make_table, save
+from shared.progress import make_console
+from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config, DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.probe.drives import drive, file_system
@@ -203,7 +202,7 @@ def measure(rows: Sequence[Row], options: Options, config: Config, repeat: int, 
             more = ("--peer", row.peer, "--nvme-dir", str(nvme_dir))
             try:
                 own = options_for(row, rows[0], own, config, nvme_dir)
-                row.results.append(run(own, is_quiet=True, script="peers.py", more=more, limit_s=limit_s))
+                row.results.append(run(own, is_quiet=True, script=Path(peers.__file__), more=more, limit_s=limit_s))
             except RunFailed as error:
                 row.fail(error)
             yield
@@ -240,10 +239,8 @@ def last_line(reason: str) -> str:
 
 def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Prints one line per row, and below why those are empty that are."""
-    table = Table(title="medians over repetitions; the highest peak of them", title_justify="left")
     heads = ("peer", "budget", "tokens/s", "of plain", "peak memory", "of plain", "last loss", "losses")
-    for column, head in enumerate(heads):
-        table.add_column(head, justify="left" if column == 0 else "right")
+    table = make_table("medians over repetitions; the highest peak of them", heads)
     for row in rows:
         budget = format_bytes(row["budget_bytes"]) if row["budget_bytes"] is not None else "-"
         if row["status"] != "ok":
@@ -292,16 +289,14 @@ def describe(options: Options, arguments: argparse.Namespace, command: str, rows
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 when the config or a folder is wrong, 0 whatever became of the peers."""
     arguments, options = parse_arguments(given)
-    command = shlex.join(["python", "benchmarks/bench_peers.py", *(sys.argv[1:] if given is None else given)])
+    command = command_of(__file__, given)
     rows = make_rows(arguments.peers, arguments.budget)
     options = replace(options, device=choose_device(options.device), data=options.data.resolve())
     try:
         config = Config.load(arguments.config)
         with tempfile.TemporaryDirectory(prefix="tieroff-bench-", dir=arguments.nvme_dir.resolve()) as folder:
             for _ in measure(rows, options, config, arguments.repeat, arguments.limit, Path(folder)):
-                if arguments.json is not None:  # after each run, so that what was found before an interruption is in it
-                    found = describe(options, arguments, command, rows)
-                    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+                save(arguments.json, describe(options, arguments, command, rows))  # after each run: an interruption loses none
     except (ConfigError, OSError) as error:
         print(f"bench_peers: {error}", file=sys.stderr)
         return 1

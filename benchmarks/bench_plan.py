@@ -1,8 +1,8 @@
 """What `auto` reaches: on the traces of G10 beside its published times, and on traces of small PyTorch models.
 
-Every result stands beside a lower bound: the cheap one, with `--bound lp` (and with `--effort high`) that of the linear
-program too, which takes longer with more slots, and is not always better with them. With `--json` those in the file are
-used again where trace, machine, budgets and slots are the same. Rows of one trace are a sweep: more memory is never slower.
+Every result is shown with a lower bound: the cheap one and, with `--bound lp` or `--effort high`, that of the linear program,
+which takes longer with more slots and is not always tighter. With `--json`, bounds in the file are reused where trace,
+machine, budgets and slots are the same. Rows of one trace form a sweep: more memory is never slower.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ import argparse
 import hashlib
 import json
 import math
-import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from harness import g10_cells
+from harness.data import OWN_FOLDER, ROOT, SLOW_MACHINE
 from harness.plan_tables import show
-from harness.where import when_and_where
-from progress import make_console
+from harness.results import Report, command_of, parse_size, progress, save, when_and_where
+from shared.progress import make_console
 from tieroff.core.machine import Machine, load_machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities
 from tieroff.core.tensor import Tier
@@ -36,24 +32,10 @@ from tieroff.planner.bounds.bounds import Scope, relaxed_bound_ns, scope_of
 from tieroff.planner.compare.sweep import noise_rows, sweep
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 from tieroff.tracing.files import load_trace
-from tieroff.units import GIB, NS_PER_S, parse_bytes
-
-ROOT = Path(__file__).resolve().parent.parent
-OWN_FOLDER = ROOT / "tests/data/traces"
+from tieroff.units import GIB, NS_PER_S
 
 HOSTS = (0, 32 * GIB, g10_cells.HOST_BYTES)
 
-SLOW_MACHINE = Machine(
-    name="slow",
-    measured="made up: links that a laptop's CPU can keep busy",
-    d2h_bytes_per_s=10**9,
-    h2d_bytes_per_s=10**9,
-    nvme_write_bytes_per_s=2 * 10**8,
-    nvme_read_bytes_per_s=3 * 10**8,
-    nvme_write_latency_s=1e-4,
-    nvme_read_latency_s=1e-4,
-    duplex_share=0.75,
-)
 EXECUTORS = {
     "runtime": Capabilities(gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096),
     "ideal": IDEAL_EXECUTOR,
@@ -74,7 +56,6 @@ LEFT_OUT = (
     "which counts pages of 4 KiB and faults; all others from this one."
 )
 
-Report = Callable[[str], None]
 Bounds = dict[str, float]
 
 
@@ -200,24 +181,6 @@ def summaries(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[dict
     return found
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Report]:
-    """Gives a function that says what is being done: a bar on a terminal, else a line each."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        done = 0
-
-        def report(what: str) -> None:
-            nonlocal done
-            bar.update(task, description=what, completed=done)
-            done += 1
-            if not console.is_terminal:
-                print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
-
-        yield report
-
-
 def begin(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     """Returns the document that is written to JSON, with no rows yet."""
     return {
@@ -287,14 +250,6 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def parse_size(text: str) -> int:
-    """Returns bytes from text; for argparse."""
-    try:
-        return parse_bytes(text)
-    except TieroffError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     arguments = parse_arguments(given)
@@ -304,15 +259,14 @@ def main(given: Sequence[str] | None = None) -> int:
         for path in record_all(arguments.record):
             print(path)
         return 0
-    found = begin(arguments, shlex.join(["python", "benchmarks/bench_plan.py", *(sys.argv[1:] if given is None else given)]))
+    found = begin(arguments, command_of(__file__, given))
     try:
         run(arguments, found)
     except TieroffError as error:
         print(f"bench_plan: {error}", file=sys.stderr)
         return 1
     finally:
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        save(arguments.json, found, indent=2)
     console = make_console()
     if not console.is_terminal:
         console.width = PIPED_WIDTH

@@ -2,7 +2,7 @@
 
 Rows are those of `tieroff compare`: `auto` runs last on each step and takes every row's plan as a candidate. With --json,
 steps that the file has already are not planned again. With --page and --figure the page and its figure are made from it.
-The status is 1 when a row is faster than `auto`, or a policy takes more than 30 s of the CPU's time to plan a trace of G10.
+The exit status is 1 if a row is faster than `auto`, or if a policy needs more than 30 s of CPU time to plan a trace of G10.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import csv
 import itertools
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +18,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench_plan import OWN_FOLDER, SLOW_MACHINE, progress
 from harness import g10_cells
+from harness.data import OWN_FOLDER, SLOW_MACHINE
 from harness.policy_tables import PUBLISHED, broken, figure, policy_names, with_tables
+from harness.results import command_of, progress
 from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
@@ -149,8 +149,7 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     arguments = parse_arguments(given)
-    options = sys.argv[1:] if given is None else given
-    found = begin(arguments, shlex.join(["python", "benchmarks/bench_policies.py", *options]))
+    found = begin(arguments, command_of(__file__, given))
     try:
         run(arguments, found)
     except TieroffError as error:

@@ -1,17 +1,15 @@
-"""Recompute: what a plan says that its layers cost to run again, against what the engine measures.
+"""Recompute: predicted against measured cost of running layers again in backward.
 
-A small language model trains on the real engine, with files behind a link of the rate that is given, within a budget that
-makes `policy = "auto"` have layers run again in backward. Three numbers per row: the price, from the forward ops of a run in
-which nothing is run again; what the simulator says of the plan that ran; and `stats().recompute_s`, the median over the steps
-that ran under that plan. Losses are compared with a plain run's, bit for bit.
+A small language model trains on the real engine, with files behind a link of the given rate, within a budget that makes
+`policy = "auto"` recompute layers. Three numbers per row: the price, from the forward ops of a run without recomputation; the
+simulator's figure for the plan that ran; and the measured `stats().recompute_s`, the median over the steps under that plan.
+Losses are compared with those of a plain run, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -21,58 +19,22 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import tieroff
-from bench_foresight import SlowBackend
-from harness.where import when_and_where
-from progress import make_console
+from harness.results import document, make_parser, make_table, save
+from harness.slow import SlowBackend
+from shared.progress import make_console
 from tieroff.core.io.run_folder import Run, load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.planner.compare.predict import predict
 from tieroff.planner.layers import layer_runs
 from tieroff.runtime.backend.cpu import settle_vector_math
-from tieroff.units import NS_PER_S, parse_bytes
+from tieroff.units import NS_PER_S
+from train_gpt import GPT, VOCABULARY
 
-_VOCABULARY = 512
 CASES = {"float": (0.0, False), "dropout": (0.1, False), "dropout, autocast": (0.1, True)}
 """Name -> probability of dropout, and whether forward runs under autocast to bfloat16."""
-
-
-class Block(nn.Module):
-    """A transformer block with heads of 32."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(batch, length, 3, width // 32, 32).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, width)))
-        out: Tensor = x + self.drop(self.mlp(self.ln2(x)))
-        return out
-
-
-class GPT(nn.Module):
-    """A language model."""
-
-    def __init__(self, width: int, layers: int, dropout: float) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
-        self.head = nn.Linear(width, _VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
 
 
 @dataclass(frozen=True)
@@ -88,7 +50,7 @@ def train(case: str, options: argparse.Namespace, folder: Path, *, recomputes: b
     """Trains in one of `CASES`; `recomputes` says whether plans may run layers again, None trains plain."""
     dropout, is_autocast = CASES[case]
     torch.manual_seed(0)
-    model = GPT(options.width, options.layers, dropout)
+    model = GPT(options.layers, options.width, options.width // 32, options.length, dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if recomputes is not None:
         rate = int(options.rate)
@@ -112,7 +74,7 @@ def train(case: str, options: argparse.Namespace, folder: Path, *, recomputes: b
     losses, figures = [], []
     for step in range(options.steps):
         torch.manual_seed(step)
-        tokens = torch.randint(_VOCABULARY, (options.batch, options.length))
+        tokens = torch.randint(VOCABULARY, (options.batch, options.length))
         with torch.autocast("cpu", torch.bfloat16) if is_autocast else contextlib.nullcontext():
             loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
         loss.backward()
@@ -161,10 +123,8 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> Table:
     """Returns the rows as a table."""
-    table = Table(title="Layers that run again in backward, per step")
     columns = ("case", "layers", "steps", "price", "simulated", "measured", "off by", "step, moving", "again", "losses equal")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "case" else "right")
+    table = make_table("Layers that run again in backward, per step", columns)
     for row in rows:
         ratio = row["predicted_over_measured"]
         table.add_row(
@@ -179,24 +139,13 @@ def show(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     """Runs every case; returns the exit status: 1 where a loss differs from the plain run's, or nothing ran again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--budget", default="60%")
-    parser.add_argument("--rate", type=parse_bytes, default=parse_bytes("50MB"), help="bytes per second of the slow drive")
+    parser = make_parser(__doc__, steps=14, width=256, layers=4, batch=8, length=128, budget="60%", rate="50MB")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     settle_vector_math()
     rows = [measure(case, options) for case in options.cases]
     make_console().print(show(rows))
-    if options.json is not None:
-        head = when_and_where(shlex.join(["python", *sys.argv]))
-        found = {**head, "torch": torch.__version__, "rate_bytes_per_s": options.rate, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(options.json, document(rows, torch=torch.__version__, rate_bytes_per_s=options.rate))
     return 0 if all(row["losses_equal"] and row["layers"] for row in rows) else 1
 
 

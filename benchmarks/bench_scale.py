@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from harness.where import when_and_where
+from harness.results import command_of, make_table, save, when_and_where
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -235,9 +232,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def show(rows: Sequence[Row]) -> None:
     """Prints the rows as a table."""
     names = ("tensors", "ops", "executor", "share", "cpu s", "wall s", "memory GiB", "KiB / tensor", "peak GiB", "transfers")
-    table = Table(*names, "step / ideal")
-    for column in table.columns:
-        column.justify = "right"
+    table = make_table(None, (*names, "step / ideal"), text_columns=0)
     for row in rows:
         table.add_row(
             f"{row.tensor_count:,}",
@@ -269,15 +264,14 @@ def document(command: str, rows: Sequence[Row]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     options = parse_arguments(arguments)
-    command = shlex.join(["python", "benchmarks/bench_scale.py", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of(__file__, arguments)
     rows: list[Row] = []
     # A new process for each: memory that an earlier one left in the heap would hide what the next one takes.
     context = multiprocessing.get_context("spawn")
     for executor, share, count in itertools.product(options.executors, options.share, options.tensors):
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             rows.append(pool.submit(measure, count, executor, share).result())
-        if options.json is not None:  # row by row: what was measured before an interruption is there
-            options.json.write_text(json.dumps(document(command, rows), indent=2) + "\n")
+        save(options.json, document(command, rows), indent=2)  # row by row, so that an interruption loses none
     show(rows)
     return 0
 

@@ -6,15 +6,13 @@ medians are taken, so that a change of the machine's speed in between hits all o
 A budget is a share of the plain run's peak. On the CPU it covers the device tier, the host tier and the staging buffers
 together. At 100 % and more, the device's free memory is the budget, so that everything fits.
 
-Beside what a step took stands what its plan foretold, and the lower bound of the planner for that trace, machine and budget:
-no plan of the runtime's takes less, with ops as long as they were when they were timed.
+Each measured step is shown with the time that its plan predicted, and with the planner's lower bound for that trace, machine
+and budget: no plan that the runtime can execute is faster, given the measured durations of ops.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -23,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from harness.where import when_and_where
-from progress import make_console
-from runs import SHAPES, RunFailed, fit_budget, run, wrapped
+from harness.results import command_of, make_table, save, when_and_where
+from shared.progress import make_console
+from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
 from tieroff.core.io.run_folder import load_run
 from tieroff.errors import ConfigError
@@ -156,9 +153,8 @@ def choose_budget(
 
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
     """Prints one line per budget."""
-    table = Table(title="medians over repetitions", title_justify="left")
-    for head in ("budget", "bytes", "tokens/s", "of plain", "step", "foretold", "bound", "stalls", "peak", "moved", "losses"):
-        table.add_column(head, justify="left" if head == "budget" else "right")
+    heads = ("budget", "bytes", "tokens/s", "of plain", "step", "foretold", "bound", "stalls", "peak", "moved", "losses")
+    table = make_table("medians over repetitions", heads)
     for row in rows:
         budget = format_bytes(row["budget_bytes"]) if row["budget_bytes"] is not None else "-"
         if row["status"] != "ok":
@@ -196,11 +192,9 @@ def main() -> int:
         return 1
     summary = [row.summary(rows[0]) for row in rows]
     show(make_console(), summary)
-    if arguments.json is not None:
-        head = when_and_where(shlex.join(["python", "benchmarks/bench_step.py", *sys.argv[1:]]))
-        sizes = {name: getattr(options, name) for name in MODEL}
-        about = {**head, "device": options.device, "model": sizes, "parameters": rows[0].results[0].parameters}
-        arguments.json.write_text(json.dumps({**about, "repeat": arguments.repeat, "rows": summary}, indent=1) + "\n")
+    sizes = {name: getattr(options, name) for name in MODEL}
+    about = {"device": options.device, "model": sizes, "parameters": rows[0].results[0].parameters}
+    save(arguments.json, {**when_and_where(command_of(__file__)), **about, "repeat": arguments.repeat, "rows": summary})
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from progress import make_console
+from shared.progress import make_console
 from tieroff.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from progress import make_console
-from runs import RunFailed, fit_budget, run, wrapped
+from shared.progress import make_console
+from shared.runs import RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
 from tieroff.errors import ConfigError
 from tieroff.units import format_bytes, format_seconds

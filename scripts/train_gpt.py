@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tieroff
-from peak import PeakMemory
-from progress import Progress
+from shared.peak import PeakMemory
+from shared.progress import Progress
 from tieroff.runtime.backend.cpu import settle_vector_math
 
 OnStep = Callable[[int, float, float], None]
@@ -99,28 +99,29 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.norm_attention = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
-        x = x + self.mlp(self.norm_mlp(x))
+        x = x + self.drop(self.attention(self.norm_attention(x)))
+        x = x + self.drop(self.mlp(self.norm_mlp(x)))
         return x
 
 
 class GPT(nn.Module):
     """A byte-level language model with learned positions and a head tied to the token embedding."""
 
-    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int, length: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.length = length
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight

@@ -32,14 +32,14 @@ def wrap(
     plan: Plan | str | Path | None = None,
     backend: Backend | None = None,
 ) -> torch.nn.Module:
-    """Makes a model train within a memory budget, under an unchanged loop.
+    """Makes a model train within a memory budget, with an unchanged training loop.
 
     Args:
         model: the root module whose forward begins a step.
         optimizer: whose `step` ends it; may be attached later with `engine(model).attach`.
         config: a path, a mapping or a `Config`; None takes the file named by TIEROFF_CONFIG, else `tieroff.toml`, else
             defaults.
-        plan: run this plan (or the one in this file) instead of making one; it must be for the very step that is traced.
+        plan: run this plan (or the one in this file) instead of making one; its trace must be that of the recorded step.
         backend: where computing happens; None follows `device` of the config. For tests.
 
     Returns:
@@ -72,7 +72,7 @@ def wrap(
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Gives back a plain module and optimizer, values intact; files and threads of the engine end.
+    """Restores a plain module and optimizer with their values, and closes the files and threads of the engine.
 
     Raises:
         StateError: the model is not wrapped.
@@ -105,6 +105,6 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
         owner = slot.engine if isinstance(slot, ForwardSlot) else None
         if isinstance(owner, Engine) and owner.model is model and not owner.is_closed:
             return owner
-        # Others put theirs round ours (a trainer's mixed precision), and ours stays inside when it is removed.
+        # Others wrap their forward around this one (a trainer's mixed precision), which stays inside when ours is removed.
         slot = slot.inner if isinstance(slot, ForwardSlot) else getattr(slot, "__wrapped__", None)
     return None

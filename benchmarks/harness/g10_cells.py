@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from harness.outside_data import outside_data
+from harness.data import outside_data
 from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tier
 from tieroff.units import GIB, TIB

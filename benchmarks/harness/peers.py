@@ -28,8 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tieroff
-from peak import PeakMemory
-from progress import Progress
+from shared.peak import PeakMemory
+from shared.progress import Progress
 from tieroff.runtime.backend.cpu import settle_vector_math
 from train_gpt import (
     GPT,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from harness.results import make_table
 from tieroff.units import format_bytes, format_seconds
 
 _SHARES = ("ideal/step", "above bound", "recompute", "planning")
@@ -19,7 +18,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
     """Prints the tables."""
     if found["rows"]:
         heads = ("trace", "host", "auto", "G10, published", "bound", "ideal", *_SHARES, *_LINKS)
-        table = _table(f"traces of G10, {format_bytes(found['device_bytes'])} of device memory", heads, 1)
+        table = make_table(f"traces of G10, {format_bytes(found['device_bytes'])} of device memory", heads, 1)
         for row in found["rows"]:
             times = (_step(row), _seconds(row["g10_s"]))
             table.add_row(row["cell"], format_bytes(row["host_bytes"]), *times, *_shares(row))
@@ -28,26 +27,19 @@ def show(console: Console, found: dict[str, Any]) -> None:
             console.print(_summary_line(one), highlight=False)
     if found["own"]:
         heads = ("trace", "machine", "executor", "budget", "auto", "bound", "ideal", *_SHARES, *_LINKS)
-        table = _table("traces of PyTorch models, recorded on a CPU", heads, 3)
+        table = make_table("traces of PyTorch models, recorded on a CPU", heads, 3)
         for row in found["own"]:
             names = (row["cell"], row["machine"], row["executor"], f"{row['share']:.0%}")
             table.add_row(*names, _step(row), *_shares(row))
         console.print(table)
     if found["noise"]:
         title = "ops that take other times than planned for: largest step/ideal over some seeds"
-        table = _table(title, ("trace", "noise", "step/ideal", "planned for them"), 1)
+        table = make_table(title, ("trace", "noise", "step/ideal", "planned for them"), 1)
         for row in found["noise"]:
             shares = (f"{row['noise']:.0%}", *(f"{row[key]:.4f}" for key in ("step_over_ideal", "informed_step_over_ideal")))
             table.add_row(row["cell"], *shares)
         console.print(table)
     console.print(found["left_out"], highlight=False)
-
-
-def _table(title: str, heads: Sequence[str], text_columns: int) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index < text_columns else "right", no_wrap=index < text_columns)
-    return table
 
 
 def _seconds(value: float | None) -> str:

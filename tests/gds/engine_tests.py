@@ -45,7 +45,7 @@ from tieroff.runtime.items.place import BlockPlace, HomePlace
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.cufile import CuFile, GdsStatus, gds_status, open_cufile
 from tieroff.storage.engines.gds import GdsEngine
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 IS_DEVICE = os.environ["STAND_IN_MEMORY"] == "device"
 device_only = pytest.mark.skipif(not IS_DEVICE, reason="of device memory; run with STAND_IN_MEMORY=device")
@@ -70,7 +70,7 @@ def engine() -> Iterator[GdsEngine]:
 
 @pytest.fixture
 def nvme(engine: GdsEngine, tmp_path: Path) -> Iterator[FileStore]:
-    store = FileStore([tmp_path], 4 * CAPACITY_BYTES, engine, checksum="always", grow_bytes=MIB)
+    store = FileStore([tmp_path], 4 * CAPACITY_BYTES, engine, checksum="always", room=Room(grow_bytes=MIB))
     yield store
     driver.stand_in_hold(0)
     store.close()

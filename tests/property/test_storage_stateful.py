@@ -17,7 +17,7 @@ from tieroff.storage.engines import Engine, available, choose
 from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.memory import align_up
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block, Home
 
@@ -42,7 +42,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store: SpaceStore = (
             HostStore(CAPACITY_BYTES, self.engine, slab_bytes=128 * KIB)
             if self.kind == "host"
-            else FileStore(dirs, CAPACITY_BYTES, self.engine, "always", min_free_bytes=0, grow_bytes=64 * KIB)
+            else FileStore(dirs, CAPACITY_BYTES, self.engine, "always", room=Room(min_free_bytes=0, grow_bytes=64 * KIB))
         )
         self.values: dict[Any, bytes | None] = {}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import g10_cells
-from harness.outside_data import outside_data
+from harness.data import outside_data
 from tieroff.core.trace import Trace
 from tieroff.tracing.files import load_trace
 

@@ -55,7 +55,7 @@ class Planning:
         return StepRecorder(self._device, self._tell)
 
     def _tell(self, trace: Trace | None) -> None:
-        """Takes the trace of a recorded step, None for one that cannot be traced; the other ranks hear of the first."""
+        """Publishes the needs of the first traced step to the other ranks; None: the step cannot be traced."""
         if not self._rank_budget.is_due:
             return
         if trace is None:

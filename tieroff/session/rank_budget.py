@@ -31,17 +31,17 @@ class RankBudget:
 
     @property
     def is_due(self) -> bool:
-        """True while the other ranks still have to hear what this rank's first traced step needs."""
+        """True while this rank has not yet published what its first traced step needs."""
         return self._agreement is not None and self.first_trace is None
 
     def tell(self, trace: Trace, budget_bytes: int, floor_bytes: int) -> None:
-        """Tells the other ranks what the first traced step may use of the device, and what it needs at least."""
+        """Publishes what the first traced step may use of the device, and its least need."""
         assert self._agreement is not None
         self.first_trace, self._floor_bytes = trace, floor_bytes
         self._agreement.tell(budget_bytes, floor_bytes)
 
     def leave(self) -> None:
-        """Tells the other ranks that this rank's first step cannot be traced."""
+        """Publishes that this rank's first step cannot be traced."""
         assert self._agreement is not None
         self._agreement.leave()
 

@@ -1,19 +1,19 @@
-"""The ranks of one launch: what they share on a machine, and how they agree on what their plans are made from.
+"""The ranks of one launch: what they share on a machine, and how they agree on the budget of their plans.
 
 [Note: agreement without a collective]
-Plans are made inside a training loop, and not on every rank in the same step: a rank whose second batch had another shape
-plans later. A collective on the user's process group at that moment could meet another rank's gradients, and with it
-their numbers, or hang. So ranks agree over the group's key-value store, which no collective uses:
+Plans are made inside a training loop, and not on every rank in the same step: a rank whose second batch has another shape
+plans later. A collective on the user's process group at that moment could be matched with another rank's gradient
+reduction, which would corrupt gradients or hang. Ranks therefore agree over the group's key-value store, which no
+collective uses:
 
-1. A rank *enters* when its first traced step begins.
-2. It *tells* what that step may use and needs at least when its next step begins.
-3. It *settles* when it makes its first plan, at the earliest when the step after that begins: it reads what the ranks that
-   entered have told, and waits for those that have not.
+1. A rank *enters* when its first recorded step begins.
+2. It *tells* its budget and its least need when its next step begins.
+3. It *settles* when it makes its first plan, at the earliest one step later: it reads the entries of all ranks that
+   entered, and waits for those that are missing.
 
-Nobody waits for somebody who waits for him: telling needs no other rank. In a program whose ranks wait for each other in
-each step (DDP, FSDP) all have told by the time that anybody settles. Ranks that never wrap a model do not enter and are not
-waited for, and one whose first step cannot be traced leaves. What remains is a rank that entered and then stopped, which
-ends in an error that names it.
+No two ranks can wait for each other, because telling waits for nobody. Where ranks synchronise in each step (DDP, FSDP), all
+have told before any of them settles. A rank that never wraps a model does not enter, so nobody waits for it; one whose
+first step cannot be traced leaves. A rank that enters and then stops causes an error that names it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEFT = "left"
 _T = TypeVar("_T")
 
 on_wrap: ContextVar[Callable[[Any], None] | None] = ContextVar("on_wrap", default=None)
-"""Called with the engine of each model that is wrapped; set in a process that wants an account of its engines."""
+"""Called with the engine of each wrapped model; `tieroff launch` sets it in its ranks to collect figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Returns what torchrun (or `tieroff launch`) told this process; one rank alone when nobody told anything.
+        """Reads the variables that torchrun and `tieroff launch` set; without them this is a single rank.
 
         Raises:
-            ConfigError: a number that it told cannot be.
+            ConfigError: a variable holds no valid number.
         """
         told = {
             "RANK": os.environ.get("RANK"),
@@ -80,7 +80,7 @@ class Ranks:
     def share_machine(self, machine: Machine, device: str) -> Machine:
         """Returns the machine as one of its ranks has it while the others use it too.
 
-        The drives and the CPU are everybody's. So is memory on the CPU backend, while each GPU has a link of its own.
+        All ranks share the drives and the CPU; on the CPU backend also memory. Each GPU has a link of its own.
 
         Args:
             machine: measured with nothing else running.
@@ -95,7 +95,7 @@ class Ranks:
 
 
 class KeyValueStore(Protocol):
-    """What of torch's stores is used."""
+    """The calls of torch's stores that are used."""
 
     def set(self, key: str, value: str) -> object:
         """Gives the key a value that every rank sees."""
@@ -143,7 +143,7 @@ class Agreement:
         self._store, self._rank, self._world, self._wait_s = store, rank, world, wait_s
         self._told: Need | None = None  # by this rank
         self._agreed: Agreed | None = None
-        # Models are told apart by the order in which a rank first trains them.
+        # A model is identified by the order in which its rank first trains it.
         number = self._reach(lambda: store.add(f"tieroff/models of {rank}", 1))
         self._prefix = f"tieroff/model {number}"
         self._reach(lambda: store.set(self._key("entered", rank), "1"))
@@ -152,14 +152,14 @@ class Agreement:
         return f"{self._prefix}/{what} {rank}"
 
     def tell(self, budget_bytes: int, floor_bytes: int) -> None:
-        """Lets the others know what the first traced step may use and needs; what is told later changes nothing."""
+        """Publishes what the first traced step may use and needs. Later calls change nothing."""
         if self._told is not None:
             return
         self._told = Need(budget_bytes, floor_bytes, self._rank)
         self._reach(lambda: self._store.set(self._key("told", self._rank), f"{budget_bytes} {floor_bytes}"))
 
     def leave(self) -> None:
-        """Lets the others know that nothing will be told: this rank plans for itself."""
+        """Publishes that this rank plans for itself, so that nobody waits for it."""
         self._reach(lambda: self._store.set(self._key("told", self._rank), _LEFT))
 
     def settle(self) -> Agreed | None:

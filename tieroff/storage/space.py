@@ -8,17 +8,17 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.engines import Engine, Transfer
+from tieroff.storage.engines.base import Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.memory import align_up
 from tieroff.storage.store import Block, Home
-from tieroff.storage.transfers import InFlight, StoreTransfer
+from tieroff.storage.transfers import UNCHECKED, Action, Check, InFlight, StoreTransfer
 from tieroff.units import format_bytes
 
 CLOSE_TIMEOUT_S = 60.0
@@ -101,9 +101,9 @@ class SpaceStore(ABC):
     def _release(self) -> None:
         """Gives everything back to the system; all transfers have ended. Under the lock."""
 
-    def _home_check(self, block: Block, target_address: int) -> tuple[int | None, Callable[[], Transfer] | None]:
-        """Returns the checksum that a home was written with, and a call that reads it again; or None where unchecked."""
-        return None, None
+    def _home_check(self, block: Block, target_address: int) -> Check:
+        """Returns what a home's bytes are compared with."""
+        return UNCHECKED
 
     def _area_order(self) -> list[int]:
         """Areas in the order in which they are tried."""
@@ -235,7 +235,7 @@ class SpaceStore(ABC):
                     "wait for the write first"
                 )
             transfer = self._submit_read(block, target_address)
-            return self._started(block, transfer, "read", keep, written.checksum if self._is_checking else None)
+            return self._started(block, transfer, "read", keep, Check(written.checksum if self._is_checking else None))
 
     def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
         """Starts to read a home's block as it is now, since user code may have written into it."""
@@ -243,9 +243,9 @@ class SpaceStore(ABC):
         self.in_flight.reap()
         with self._open():
             self._check_block(block)
-            expected_checksum, read_again = self._home_check(block, target_address)
+            check = self._home_check(block, target_address)
             transfer = self._submit_read(block, target_address)
-            return self._started(block, transfer, "read", keep, expected_checksum, read_again)
+            return self._started(block, transfer, "read", keep, check)
 
     def _started(
         self,
@@ -253,20 +253,9 @@ class SpaceStore(ABC):
         transfer: Transfer,
         action: str,
         keep: object,
-        expected_checksum: int | None = None,
-        read_again: Callable[[], Transfer] | None = None,
+        check: Check = UNCHECKED,
     ) -> StoreTransfer:
-        path, offset = self._place(block)
-        started = StoreTransfer(
-            transfer,
-            action=action,
-            path=path,
-            offset=offset,
-            keep=keep,
-            in_flight=self.in_flight,
-            expected_checksum=expected_checksum,
-            read_again=read_again,
-        )
+        started = StoreTransfer(transfer, Action(action, *self._place(block)), keep, self.in_flight, check)
         block.transfers.append(started)
         if action == "write":
             block.written = started

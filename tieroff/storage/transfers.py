@@ -7,12 +7,44 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tieroff.errors import StoreError
-from tieroff.storage.engines import Transfer
+from tieroff.storage.engines.base import Transfer
 
 READS_MAX = 4
 """How often a home is read until two reads agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a transfer does and where, for messages.
+
+    Attributes:
+        name: "write", "read" or "read back".
+        path: the directory; "" for host memory.
+        offset: first byte there.
+    """
+
+    name: str
+    path: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What the bytes of a read are compared with.
+
+    Attributes:
+        checksum: of what was written; None where nothing is compared.
+        read_again: reads once more, see [Note: values that user code may change]; None where one read decides.
+    """
+
+    checksum: int | None = None
+    read_again: Callable[[], Transfer] | None = None
+
+
+UNCHECKED = Check()
 
 
 class StoreTransfer:
@@ -25,25 +57,14 @@ class StoreTransfer:
     """
 
     def __init__(
-        self,
-        transfer: Transfer,
-        *,
-        action: str,
-        path: str,
-        offset: int,
-        keep: object,
-        in_flight: InFlight,
-        expected_checksum: int | None = None,
-        read_again: Callable[[], Transfer] | None = None,
+        self, transfer: Transfer, action: Action, keep: object, in_flight: InFlight, check: Check = UNCHECKED
     ) -> None:
         self._transfer = transfer
         self._action = action
-        self._path = path
-        self._offset = offset
         self._keep: object = keep
         self._in_flight = in_flight
-        self._expected_checksum = expected_checksum
-        self._read_again = read_again
+        self._expected_checksum = check.checksum
+        self._read_again = check.read_again
         self._checksums: list[int | None] = []  # of earlier reads, under [Note: values that user code may change]
         self._believed: tuple[int | None, ...] = ()  # those of them that the last one may equal
         self._lock = threading.Lock()  # one thread at a time decides on another read
@@ -161,12 +182,13 @@ class StoreTransfer:
         return None
 
     def _error(self, number: int, reason: str) -> StoreError:
-        place = f"{self._path or 'host memory'} at offset {self._offset}"
+        action = self._action
+        place = f"{action.path or 'host memory'} at offset {action.offset}"
         done = self._transfer.done_bytes
         return StoreError(
-            f"{self._action} of {self.size_bytes} bytes, {place}: {done} bytes done: {reason}",
-            path=self._path,
-            offset=self._offset,
+            f"{action.name} of {self.size_bytes} bytes, {place}: {done} bytes done: {reason}",
+            path=action.path,
+            offset=action.offset,
             size_bytes=self.size_bytes,
             done_bytes=done,
             errno=number,

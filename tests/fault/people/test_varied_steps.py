@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tieroff
-from bench_foresight import Experts, Plain
+from harness.varied import Experts, Plain
 from tests.support.parity import BACKENDS
 from tieroff.runtime.execution.on_demand import Experience
 from tieroff.runtime.optimizer.bucketed import BucketedStep

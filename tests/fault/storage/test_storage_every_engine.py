@@ -18,7 +18,7 @@ from tieroff.storage import space
 from tieroff.storage.engines import available, choose
 from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 MIB = 2**20
 SIZE = 2 * MIB + 100
@@ -33,7 +33,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[FaultyEngine]:
 
 @pytest.fixture
 def store(engine: FaultyEngine, tmp_path: Path) -> Iterator[FileStore]:
-    store = FileStore([tmp_path], 32 * MIB, engine, checksum="always", grow_bytes=MIB)
+    store = FileStore([tmp_path], 32 * MIB, engine, checksum="always", room=Room(grow_bytes=MIB))
     yield store
     engine.release()
     store.close()
@@ -207,7 +207,7 @@ def test_home_that_a_write_of_another_hit_is_not_believed_any_more(store: FileSt
 def test_flipped_bit_is_found_as_long_as_the_config_says(
     engine: FaultyEngine, tmp_path: Path, mode: Any, before: bool, after: bool
 ) -> None:
-    store = FileStore([tmp_path], 8 * MIB, engine, checksum=mode, grow_bytes=MIB)
+    store = FileStore([tmp_path], 8 * MIB, engine, checksum=mode, room=Room(grow_bytes=MIB))
     source, target = filled(SIZE, 1), buffers.allocate(SIZE)
     block, home = store.allocate(SIZE), store.home(SIZE)
 
@@ -291,7 +291,7 @@ def test_close_during_a_late_end_is_told_and_leaves_the_memory_alone(
     engine: FaultyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(space, "CLOSE_TIMEOUT_S", 0.01)
-    store = FileStore([tmp_path], 8 * MIB, engine, grow_bytes=MIB)
+    store = FileStore([tmp_path], 8 * MIB, engine, room=Room(grow_bytes=MIB))
     source = filled(SIZE, 1)
     engine.inject("write", "late")
     write = store.write(store.allocate(SIZE), source.address, source)

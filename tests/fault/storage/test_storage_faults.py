@@ -19,7 +19,7 @@ from tieroff.errors import StoreError
 from tieroff.storage.engines import available
 from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 native_engine = pytest.importorskip("tieroff.storage.engines.native")
 
@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def store(engine: Any, tmp_path: Path) -> Iterator[FileStore]:
-    store = FileStore([tmp_path], 32 * MIB, engine, checksum="always", grow_bytes=MIB)
+    store = FileStore([tmp_path], 32 * MIB, engine, checksum="always", room=Room(grow_bytes=MIB))
     yield store
     store.close()
 
@@ -174,7 +174,7 @@ def test_transfer_behind_a_hang_can_be_cancelled(store: FileStore, engine: Any) 
 
 
 def test_full_store_waits_for_freed_blocks_that_are_still_written(engine: Any, tmp_path: Path) -> None:
-    store = FileStore([tmp_path], 4 * MIB, engine, grow_bytes=MIB)
+    store = FileStore([tmp_path], 4 * MIB, engine, room=Room(grow_bytes=MIB))
     source = filled(4 * MIB, 1)
     block = store.allocate(4 * MIB)
     engine.native.inject("write", hang=True)
@@ -263,7 +263,7 @@ def test_waiting_lets_other_threads_run(store: FileStore, engine: Any) -> None:
 
 
 def test_drive_that_is_full_is_told_when_growing(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore([tmp_path], 8 * MIB, engine, grow_bytes=MIB)
+    store = FileStore([tmp_path], 8 * MIB, engine, room=Room(grow_bytes=MIB))
 
     def fallocate(*_args: int) -> None:
         raise OSError(errno.ENOSPC, "injected")
@@ -281,10 +281,10 @@ FILE_SIZE_LIMIT = """
 import errno, resource, sys
 from tieroff.errors import StoreError
 from tieroff.storage.engines import choose
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))
 engine = choose(sys.argv[2])
-store = FileStore([sys.argv[1]], 2**24, engine, grow_bytes=2**20)
+store = FileStore([sys.argv[1]], 2**24, engine, room=Room(grow_bytes=2**20))
 blocks = [store.allocate(2**20), store.allocate(2**20)]
 try:
     store.allocate(2**20)
@@ -312,7 +312,7 @@ KILLED = """
 import os, signal, sys, threading
 from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 engine = choose(sys.argv[2])
 store = FileStore([sys.argv[1]], 2**26, engine)
 home = store.home(2**20)
@@ -337,7 +337,7 @@ UNCLOSED = """
 import sys
 from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 engine = choose(sys.argv[2])
 store = FileStore([sys.argv[1]], 2**26, engine)
 store.return_pages(0.001)
@@ -355,7 +355,7 @@ def test_exit_with_transfers_in_flight_ends_well(tmp_path: Path, project: Path, 
 
 
 def test_address_space_that_is_short_is_told(engine: Any, tmp_path: Path) -> None:
-    store = FileStore([tmp_path], 8 * MIB, engine, grow_bytes=MIB)
+    store = FileStore([tmp_path], 8 * MIB, engine, room=Room(grow_bytes=MIB))
     before = resource.getrlimit(resource.RLIMIT_AS)
     statm_pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (statm_pages * resource.getpagesize() + MIB, before[1]))

@@ -15,7 +15,7 @@ import pytest
 from tieroff.errors import ConfigError, StoreError
 from tieroff.storage.engines import Engine, available, choose
 from tieroff.storage.nvme import files
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 MIB = 2**20
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -104,7 +104,7 @@ def test_something_planted_at_our_name_is_refused_and_stays(engine: Engine, tmp_
         name.symlink_to(elsewhere if planted == "link" else tmp_path / "nowhere")
     before = descriptor_count()
     with pytest.raises(StoreError, match=r"others write into this\s+directory") as caught:
-        FileStore([nvme], MIB, engine, opener=without_tmpfile)
+        FileStore([nvme], MIB, engine, room=Room(opener=without_tmpfile))
     assert caught.value.errno == errno.EEXIST
     assert os.listdir(nvme) == [FOLDER]
     assert os.listdir(elsewhere) == ["precious"]
@@ -128,7 +128,7 @@ def test_something_planted_inside_our_folder_is_refused_and_stays(engine: Engine
 
     before = descriptor_count()
     with pytest.raises(StoreError, match="others write into this directory") as caught:
-        FileStore([nvme], MIB, engine, opener=opener)
+        FileStore([nvme], MIB, engine, room=Room(opener=opener))
     assert caught.value.errno == errno.EEXIST
     assert (nvme / FOLDER / "data").read_text() == "kept"
     assert victim.read_text() == "kept"
@@ -148,7 +148,7 @@ def test_folder_that_was_exchanged_for_an_open_one_is_refused(
 
     monkeypatch.setattr(os, "mkdir", exchanged)
     with pytest.raises(StoreError, match="others write into this directory"):
-        FileStore([tmp_path], MIB, engine, opener=without_tmpfile)
+        FileStore([tmp_path], MIB, engine, room=Room(opener=without_tmpfile))
     monkeypatch.undo()
     (left,) = tmp_path.iterdir()
     assert stat.S_IMODE(left.stat().st_mode) == 0o777  # not ours, so not removed
@@ -172,7 +172,7 @@ def test_opened_file_that_others_may_reach_is_refused(engine: Engine, tmp_path: 
 
     before = descriptor_count()
     with pytest.raises(StoreError, match=r"others can reach a file .*: a file of user"):
-        FileStore([nvme], MIB, engine, opener=opener)
+        FileStore([nvme], MIB, engine, room=Room(opener=opener))
     assert descriptor_count() == before
     assert found != "named" or other.read_text() == "kept"
 
@@ -190,7 +190,7 @@ def test_data_is_readable_by_its_owner_alone(engine: Engine, tmp_path: Path, uma
 
     previous = os.umask(umask)
     try:
-        store = FileStore([tmp_path], MIB, engine, opener=opener)
+        store = FileStore([tmp_path], MIB, engine, room=Room(opener=opener))
     finally:
         os.umask(previous)
     status = os.fstat(store._files[0].fd)
@@ -205,7 +205,7 @@ def test_data_is_readable_by_its_owner_alone(engine: Engine, tmp_path: Path, uma
 def test_folder_that_is_removed_is_told_to_the_next_store_only(engine: Engine, tmp_path: Path) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()
-    store = FileStore([folder], 8 * MIB, engine, grow_bytes=MIB)
+    store = FileStore([folder], 8 * MIB, engine, room=Room(grow_bytes=MIB))
     folder.rmdir()
     home = store.home(4 * MIB)  # grows the file
     memoryview(home).cast("B")[-1] = 7

@@ -12,7 +12,7 @@ import pytest
 from tieroff.storage.engines import Engine, available, choose
 from tieroff.storage.host import buffers
 from tieroff.storage.nvme.file_home import FileHome
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 PAGE = 4096
 PAGES = 1024  # with fewer, a broken rule goes unseen for longer
@@ -30,7 +30,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture
 def store(engine: Engine, tmp_path: Path) -> Iterator[FileStore]:
-    store = FileStore([tmp_path], 8 * SIZE, engine, checksum="off", grow_bytes=SIZE)
+    store = FileStore([tmp_path], 8 * SIZE, engine, checksum="off", room=Room(grow_bytes=SIZE))
     store.return_pages(0.001)
     yield store
     store.close()

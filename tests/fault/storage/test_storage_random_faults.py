@@ -13,7 +13,7 @@ from tests.fault.storage.faulty import Action, FaultyEngine, Kind
 from tieroff.errors import StateError, StoreError
 from tieroff.storage.engines import available, choose
 from tieroff.storage.host import buffers
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 KIB = 2**10
 CALLS = 120
@@ -42,7 +42,7 @@ class Run:
     def __init__(self, engine: FaultyEngine, folder: Path, seed: int) -> None:
         self.engine = engine
         self.random = random.Random(seed)
-        self.store = FileStore([folder], 4096 * KIB, engine, "always", grow_bytes=256 * KIB)
+        self.store = FileStore([folder], 4096 * KIB, engine, "always", room=Room(grow_bytes=256 * KIB))
         self.values: dict[Any, bytes | None] = {}
         self.told = 0
         self.compared = 0

@@ -15,7 +15,7 @@ import pytest
 
 from tieroff.errors import StoreError
 from tieroff.storage.engines import available, choose
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ import ctypes, errno, os, sys
 from tieroff.errors import ConfigError, StoreError
 from tieroff.storage.host import buffers
 from tieroff.storage.engines import choose
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 MIB = 2**20
 folder, name = sys.argv[1:3]
 engine = choose(name)
@@ -57,11 +57,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=8m") == 0, os.strerror(ctypes.get_errno())
 said = []
 try:
-    FileStore([folder], 16 * MIB, engine, min_free_bytes=0)
+    FileStore([folder], 16 * MIB, engine, room=Room(min_free_bytes=0))
 except ConfigError as error:
     said.append("too small" if "are needed" in str(error) else str(error))
 
-store = FileStore([folder], 7 * MIB, engine, "always", min_free_bytes=0, grow_bytes=MIB)
+store = FileStore([folder], 7 * MIB, engine, "always", room=Room(min_free_bytes=0, grow_bytes=MIB))
 blocks = [store.allocate(MIB) for _ in range(3)]
 homes = [store.home(MIB)]
 with open(folder + "/other", "wb", 0) as other:  # somebody else fills the drive to the last byte
@@ -110,7 +110,7 @@ def test_drive_that_fills_up_is_told_and_keeps_what_was_reserved(
 
 
 BESIDE = """
-store = FileStore([folder], 16 * MIB, engine, "always", grow_bytes=MIB)
+store = FileStore([folder], 16 * MIB, engine, "always", room=Room(grow_bytes=MIB))
 blocks = [store.allocate(MIB) for _ in range(8)]
 home = store.home(MIB)
 home.write(source.address, source).wait(60)
@@ -162,7 +162,7 @@ def ask(process: subprocess.Popen[str], line: str) -> str:
 
 
 SHRUNK = """
-store = FileStore([folder], 16 * MIB, engine, "always", grow_bytes=MIB)
+store = FileStore([folder], 16 * MIB, engine, "always", room=Room(grow_bytes=MIB))
 homes = [store.home(MIB) for _ in range(2)]
 for home in homes:
     home.write(source.address, source).wait(60)
@@ -191,7 +191,7 @@ def test_changed_pages_that_the_drive_does_not_take_are_told(tmp_path: Path, mon
         raise OSError(errno.EIO, "injected")
 
     engine = choose(available()[0])
-    store = FileStore([tmp_path], 4 * MIB, engine, grow_bytes=MIB)
+    store = FileStore([tmp_path], 4 * MIB, engine, room=Room(grow_bytes=MIB))
     home: Any = store.home(MIB)
     memoryview(home).cast("B")[:] = b"\7" * MIB
     with monkeypatch.context() as patched:

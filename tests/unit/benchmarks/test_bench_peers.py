@@ -17,7 +17,7 @@ import torch.distributed as dist
 import bench_peers
 import train_gpt
 from harness import peers
-from runs import RunFailed, wrapped
+from shared.runs import RunFailed, wrapped
 from tieroff.config import Config, DeviceBudget
 from train_gpt import Options, Result
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import fit_budget
+from shared.runs import fit_budget
 from tieroff.config import Config, DeviceBudget
 from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier

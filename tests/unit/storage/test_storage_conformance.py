@@ -17,7 +17,7 @@ from tieroff.errors import StateError, StoreError
 from tieroff.storage.engines import Engine, available, choose
 from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.space import SpaceStore
 
 MIB = 2**20
@@ -46,7 +46,7 @@ def make_store(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -
             dirs = [tmp_path / str(index) for index in range(1 if request.param == "file" else 2)]
             for path in dirs:
                 path.mkdir(exist_ok=True)
-            store = FileStore(dirs, capacity_bytes, engine, checksum="always", grow_bytes=MIB)
+            store = FileStore(dirs, capacity_bytes, engine, checksum="always", room=Room(grow_bytes=MIB))
         made.append(store)
         return store
 

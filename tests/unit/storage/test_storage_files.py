@@ -17,7 +17,7 @@ import pytest
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.host import buffers
 from tieroff.storage.nvme.file_home import FileHome
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.nvme.shares import share_out
 
 native_engine = pytest.importorskip("tieroff.storage.engines.native")
@@ -34,7 +34,7 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture
 def store(engine: Any, tmp_path: Path) -> Iterator[FileStore]:
-    store = FileStore([tmp_path], 32 * MIB, engine, checksum="always", grow_bytes=MIB)
+    store = FileStore([tmp_path], 32 * MIB, engine, checksum="always", room=Room(grow_bytes=MIB))
     yield store
     store.close()
 
@@ -81,7 +81,7 @@ def test_file_is_made_another_way_where_flags_are_refused(engine: Any, tmp_path:
             raise OSError(errno.EINVAL if refused & os.O_DIRECT else errno.EOPNOTSUPP, "refused")
         return os.open(path, flags, mode, dir_fd=dir_fd)
 
-    store = FileStore([tmp_path], MIB, engine, opener=opener)
+    store = FileStore([tmp_path], MIB, engine, room=Room(opener=opener))
     assert store.is_direct is not bool(refused & os.O_DIRECT)
     assert os.listdir(tmp_path) == []
     source, target = filled(5000, 1), buffers.allocate(5000)
@@ -98,7 +98,7 @@ def test_open_error_names_the_directory_and_leaves_nothing(engine: Any, tmp_path
 
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError, match=str(tmp_path)) as caught:
-        FileStore([tmp_path], MIB, engine, opener=opener)
+        FileStore([tmp_path], MIB, engine, room=Room(opener=opener))
     assert caught.value.errno == errno.EROFS
     assert len(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
@@ -148,7 +148,7 @@ def test_extents_are_spread_over_directories(engine: Any, tmp_path: Path) -> Non
     dirs = [tmp_path / str(index) for index in range(3)]
     for path in dirs:
         path.mkdir()
-    store = FileStore(dirs, 12 * MIB, engine, grow_bytes=MIB)
+    store = FileStore(dirs, 12 * MIB, engine, room=Room(grow_bytes=MIB))
     areas = [store.allocate(MIB).area for _ in range(12)]
     assert [areas.count(index) for index in range(3)] == [4, 4, 4]
     store.close()
@@ -163,7 +163,7 @@ def folders(tmp_path: Path, count: int) -> list[Path]:
 
 def test_extents_are_spread_by_write_speed(engine: Any, tmp_path: Path) -> None:
     dirs = folders(tmp_path, 3)
-    store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 2e9], grow_bytes=MIB)
+    store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 2e9], room=Room(grow_bytes=MIB))
     blocks = [store.allocate(MIB) for _ in range(12)]
     areas = [block.area for block in blocks]
     assert [areas[:6].count(index) for index in range(3)] == [3, 1, 2]  # from the first on, not only in the end
@@ -180,7 +180,7 @@ def test_drive_with_too_little_room_takes_less_and_the_others_more(
 ) -> None:
     dirs = folders(tmp_path, 3)
     monkeypatch.setattr("tieroff.storage.nvme.file_store._rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
-    store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 1e9], grow_bytes=MIB)
+    store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 1e9], room=Room(grow_bytes=MIB))
     areas = [store.allocate(MIB).area for _ in range(12)]
     assert [areas.count(index) for index in range(3)] == [2, 5, 5]
     with pytest.raises(StoreError):

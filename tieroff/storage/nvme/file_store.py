@@ -5,23 +5,24 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.engines import Engine, OpenFile, Transfer
+from tieroff.storage.engines.base import Engine, OpenFile, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import place_home
 from tieroff.storage.memory import Mapping, align_up, write_back
 from tieroff.storage.nvme import files
-from tieroff.storage.nvme.file_home import FileHome, HomePlace
+from tieroff.storage.nvme.file_home import FileHome, MappedExtents
 from tieroff.storage.nvme.pages import PageReturner, return_pages
 from tieroff.storage.nvme.shares import share_out
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block
-from tieroff.storage.transfers import StoreTransfer
+from tieroff.storage.transfers import UNCHECKED, Check, StoreTransfer
 from tieroff.units import format_bytes
 
 Checksum = Literal["off", "warmup", "always"]
@@ -34,6 +35,24 @@ MIN_FREE_BYTES = 64 * 2**20
 
 _ADDRESS_SPACE_SHARE = 4
 """Address space for homes, in capacities: it costs nothing, and keeps holes between homes from mattering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How a store takes room on its drives.
+
+    Attributes:
+        min_free_bytes: what must stay free on each drive beyond the capacity.
+        grow_bytes: the least by which a file grows at once.
+        opener: makes the files.
+    """
+
+    min_free_bytes: int = MIN_FREE_BYTES
+    grow_bytes: int = GROW_BYTES
+    opener: files.Opener = os.open
+
+
+ROOM = Room()
 
 
 class FileStore(SpaceStore):
@@ -54,9 +73,7 @@ class FileStore(SpaceStore):
         checksum: Checksum = "warmup",
         *,
         write_bytes_per_s: Sequence[float] | None = None,
-        min_free_bytes: int = MIN_FREE_BYTES,
-        grow_bytes: int = GROW_BYTES,
-        opener: files.Opener = os.open,
+        room: Room = ROOM,
     ) -> None:
         """Opens one file per directory; takes no room on the drives yet (see reserve).
 
@@ -70,8 +87,7 @@ class FileStore(SpaceStore):
                 changes without an error go unnoticed.
             write_bytes_per_s: write speed of each directory; they fill in this proportion. None: equally. A directory with too
                 little room for its share takes less, and the others more.
-            min_free_bytes: bytes that must stay free on each drive beyond the capacity.
-            grow_bytes: the least by which a file grows at once.
+            room: how it takes room on the drives.
 
         Raises:
             ConfigError: a directory cannot be used, or the drives are too small.
@@ -83,7 +99,7 @@ class FileStore(SpaceStore):
         if not self.dirs:
             raise ConfigError("[nvme] dirs: expected at least one directory, got none")
         speeds = write_bytes_per_s or [1.0] * len(self.dirs)
-        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, min_free_bytes, engine.is_direct, opener)
+        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, engine.is_direct, room)
         try:
             super().__init__(capacity_bytes, engine, max(file.block_bytes for file in self._files))
         except BaseException:
@@ -92,7 +108,7 @@ class FileStore(SpaceStore):
         self.is_direct = all(file.is_direct for file in self._files)
         self._checksum = checksum
         self._is_checking = checksum != "off"
-        self._grow_bytes = align_up(grow_bytes, self.alignment_bytes)
+        self._grow_bytes = align_up(room.grow_bytes, self.alignment_bytes)
         self._shares = [align_up(max(share, 1), self.alignment_bytes) for share in shares]
         self._areas = [FreeList() for _file in self._files]
         self._home_types: dict[int, Any] = {}
@@ -153,7 +169,7 @@ class FileStore(SpaceStore):
 
     # For homes.
 
-    def verify(self, place: HomePlace) -> None:
+    def verify(self, place: MappedExtents) -> None:
         """While checksums are on: reads a home's new value back, because user code may change it later.
 
         Raises:
@@ -165,10 +181,10 @@ class FileStore(SpaceStore):
             if shadow is None or not isinstance(written, StoreTransfer) or written.checksum is None:
                 return
             transfer = self.engine.verify(self._files[shadow.area], shadow.offset, shadow.size_bytes)
-            check = self._started(shadow, transfer, "read back", place.space, written.checksum)
+            check = self._started(shadow, transfer, "read back", place.space, Check(written.checksum))
         check.wait()
 
-    def switch(self, place: HomePlace) -> None:
+    def switch(self, place: MappedExtents) -> None:
         """Maps the home's memory onto its shadow extent and frees the extent that it showed before."""
         with self._open():
             shadow = place.shadow
@@ -183,13 +199,13 @@ class FileStore(SpaceStore):
             self._freed.append(old)
             self._drain()
 
-    def _home_check(self, block: Block, target_address: int) -> tuple[int | None, Callable[[], Transfer] | None]:
+    def _home_check(self, block: Block, target_address: int) -> Check:
         written = block.written
         if not self._is_checking or not isinstance(written, StoreTransfer) or not written.has_succeeded():
-            return None, None
-        return written.checksum, functools.partial(self._submit_read, block, target_address)
+            return UNCHECKED
+        return Check(written.checksum, functools.partial(self._submit_read, block, target_address))
 
-    def trim(self, place: HomePlace) -> None:
+    def trim(self, place: MappedExtents) -> None:
         """Drops the pages of a home from memory and page cache.
 
         Raises:
@@ -228,7 +244,7 @@ class FileStore(SpaceStore):
             self._addresses.extend(size_bytes)
         return self._range
 
-    def _map_new(self, block: Block) -> HomePlace:
+    def _map_new(self, block: Block) -> MappedExtents:
         with self._placed("map", block):
             space = self._address_range()
         position = self._addresses.take(block.extent_bytes)
@@ -243,10 +259,10 @@ class FileStore(SpaceStore):
         except BaseException:
             self._addresses.give(position, block.extent_bytes)
             raise
-        return HomePlace(space, position, block)
+        return MappedExtents(space, position, block)
 
     def _dissolve(self, item: Any) -> list[Block]:
-        if not isinstance(item, HomePlace):
+        if not isinstance(item, MappedExtents):
             return [item]
         item.space.unmap_file(item.position, item.shown.extent_bytes)
         self._addresses.give(item.position, item.shown.extent_bytes)
@@ -328,12 +344,7 @@ class FileStore(SpaceStore):
 
 
 def _open_files(
-    dirs: Sequence[str],
-    capacity_bytes: int,
-    speeds: Sequence[float],
-    min_free_bytes: int,
-    is_direct: bool,
-    opener: files.Opener,
+    dirs: Sequence[str], capacity_bytes: int, speeds: Sequence[float], is_direct: bool, room: Room
 ) -> tuple[list[OpenFile], list[int]]:
     """Checks all directories before it makes a file in any; returns the files, and the bytes that each may take."""
     directory_fds: list[int] = []
@@ -341,15 +352,15 @@ def _open_files(
     try:
         for path in dirs:
             directory_fds.append(files.open_directory(path))
-        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, min_free_bytes))
+        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, room.min_free_bytes))
         if sum(shares) < capacity_bytes:
             raise ConfigError(
-                f"[budget] nvme: {format_bytes(capacity_bytes)} do not fit in [nvme] dirs ({', '.join(dirs)}), which have room "
-                f"for {format_bytes(sum(shares))}; {format_bytes(capacity_bytes + min_free_bytes)} are needed, "
-                f"{format_bytes(min_free_bytes)} of them to stay free on each drive. Free some space, or lower [budget] nvme"
+                f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
+                f"{format_bytes(sum(shares))}; {format_bytes(capacity_bytes + room.min_free_bytes)} are needed, "
+                f"{format_bytes(room.min_free_bytes)} of them to stay free on each drive: free some, or lower [budget] nvme"
             )
         for path, directory_fd in zip(dirs, directory_fds, strict=True):
-            opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=opener))
+            opened.append(files.open_nameless(path, directory_fd, is_direct=is_direct, opener=room.opener))
     except BaseException:
         _close_files(opened)
         raise

@@ -17,6 +17,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "demo": {},
     "gpt2": {"layers": 12, "width": 768, "heads": 12, "batch": 4, "length": 512},
 }
+SCRIPTS = Path(__file__).resolve().parents[1]
 HOST_SHARE = 0.1
 STAGING_SHARE = 0.025
 MESSAGE_CHARACTERS = 4000
@@ -41,11 +42,11 @@ def run(
     options: Options,
     *,
     is_quiet: bool = False,
-    script: str = "train_gpt.py",
+    script: Path = SCRIPTS / "train_gpt.py",
     more: Sequence[str] = (),
     limit_s: float | None = None,
 ) -> Result:
-    """Runs a script of this folder in a new process and returns what it measured.
+    """Runs a script in a new process, where it can import those of `scripts`, and returns what it measured.
 
     Args:
         options: of the run, passed on the command line.
@@ -60,7 +61,7 @@ def run(
     if options.out is None:
         raise ValueError("expected a folder for the run's results")
     options.out.mkdir(parents=True, exist_ok=True)
-    arguments = [sys.executable, str(Path(__file__).with_name(script)), *more]
+    arguments = [sys.executable, str(script), *more]
     for field in fields(Options):
         value = getattr(options, field.name)
         if value is not None:
@@ -69,7 +70,8 @@ def run(
     metrics.unlink(missing_ok=True)
     # Standard error has progress and messages, standard output the sample, which is in the result too.
     messages = subprocess.PIPE if is_quiet else None
-    environment = {**os.environ, **ENVIRONMENT}
+    paths = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
     try:
         done = subprocess.run(
             arguments, stdout=subprocess.DEVNULL, stderr=messages, text=True, check=False, env=environment, timeout=limit_s
