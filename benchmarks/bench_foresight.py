@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import tieroff
 from harness.where import when_and_where
 from progress import make_console
-from tieroff.runtime.backend.base import Arrival
 from tieroff.runtime.backend.cpu import CpuBackend, settle_vector_math
 from tieroff.runtime.items.place import Place
+from tieroff.storage.completion import Completion
 from tieroff.units import NS_PER_S, parse_bytes
 
 POLICIES = ("demand", "auto")
@@ -39,7 +39,7 @@ POLICIES = ("demand", "auto")
 class _Due:
     """A copy that ends no sooner than a slow link would end it."""
 
-    def __init__(self, inner: Arrival, due_ns: int) -> None:
+    def __init__(self, inner: Completion, due_ns: int) -> None:
         self._inner, self._due_ns = inner, due_ns
 
     @property
@@ -69,16 +69,16 @@ class SlowBackend(CpuBackend):
         self._free_ns = {"out": 0, "in": 0}
         self._lock = threading.Lock()
 
-    def _due(self, inner: Arrival, link: str, size_bytes: int) -> Arrival:
+    def _due(self, inner: Completion, link: str, size_bytes: int) -> Completion:
         with self._lock:
             begin_ns = max(self._free_ns[link], time.monotonic_ns())
             self._free_ns[link] = begin_ns + int(size_bytes / self._bytes_per_s * NS_PER_S)
             return _Due(inner, self._free_ns[link])
 
-    def copy_out(self, source: Tensor, place: Place) -> Arrival:
+    def copy_out(self, source: Tensor, place: Place) -> Completion:
         return self._due(super().copy_out(source, place), "out", source.numel())
 
-    def copy_in(self, place: Place, target: Tensor) -> Arrival:
+    def copy_in(self, place: Place, target: Tensor) -> Completion:
         return self._due(super().copy_in(place, target), "in", target.numel())
 
 

@@ -15,10 +15,10 @@ import tieroff
 from bench_foresight import MODELS, Plain, SlowBackend, train
 from tests.support.parity import BACKENDS
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import Arrival
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.item import Item, Traffic
 from tieroff.runtime.items.place import Place
+from tieroff.storage.completion import Completion
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 64, "layers": 2, "budget": "60%"}
@@ -121,7 +121,7 @@ class _Broken:
 
     start_ns = stop_ns = 0
 
-    def __init__(self, inner: Arrival) -> None:
+    def __init__(self, inner: Completion) -> None:
         self._inner = inner
 
     def done(self) -> bool:
@@ -137,7 +137,7 @@ class _Unreliable(CpuBackend):
 
     countdown = -1
 
-    def copy_in(self, place: Place, target: Tensor) -> Arrival:
+    def copy_in(self, place: Place, target: Tensor) -> Completion:
         self.countdown -= 1
         arrival = super().copy_in(place, target)
         return _Broken(arrival) if self.countdown == 0 else arrival

@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import torch
 
-from tieroff.runtime.backend.base import Arrival
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.place import Place
+from tieroff.storage.completion import Completion
 
 
 class LateCopy:
     """A copy that starts only when it is waited for, or after a random number of looks."""
 
-    def __init__(self, start: Callable[[], Arrival], looks: int) -> None:
-        self._start: Callable[[], Arrival] | None = start
+    def __init__(self, start: Callable[[], Completion], looks: int) -> None:
+        self._start: Callable[[], Completion] | None = start
         self._looks = looks
-        self._inner: Arrival | None = None
+        self._inner: Completion | None = None
 
-    def _begin(self) -> Arrival:
+    def _begin(self) -> Completion:
         if self._inner is None:
             assert self._start is not None
             self._inner, self._start = self._start(), None  # lets go of source and target, as a real copy does
@@ -59,9 +59,9 @@ class DelayedBackend(CpuBackend):
     def empty(self, size_bytes: int) -> torch.Tensor:
         return super().empty(size_bytes).fill_(0xFF)
 
-    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+    def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         return LateCopy(lambda: CpuBackend.copy_out(self, source, place), self._random.randrange(1, 6))
 
-    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+    def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         target.fill_(0xFF)
         return LateCopy(lambda: CpuBackend.copy_in(self, place, target), self._random.randrange(1, 6))

@@ -14,7 +14,7 @@ from typing import Any
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.engines import Engine, Transfer
+from tieroff.storage.engines.base import Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.memory import align_up
 from tieroff.storage.store import Block, Home

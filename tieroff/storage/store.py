@@ -1,4 +1,4 @@
-"""What a store of a lower tier is, whatever it lies on: blocks, homes and completions."""
+"""What a store of a lower tier is, whatever it lies on: blocks and homes."""
 
 from __future__ import annotations
 
@@ -6,39 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tieroff.core.tensor import Tier
-
-
-class Completion(Protocol):
-    """One transfer under way, or ended.
-
-    After a failed or cancelled transfer the source is as it was; the target holds any mixture of old and new bytes.
-    """
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes asked for."""
-
-    @property
-    def start_ns(self) -> int:
-        """When its first byte was moved, CLOCK_MONOTONIC; 0 until then."""
-
-    @property
-    def stop_ns(self) -> int:
-        """When it ended; 0 until then."""
-
-    def done(self) -> bool:
-        """Returns whether it has ended, well or not; only wait() says which."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when it has ended well. Other threads run meanwhile.
-
-        Raises:
-            StoreError: it failed, was cancelled (errno ECANCELED), read something else than was written (EBADMSG), or
-                has not ended in time (ETIMEDOUT; it is then still under way).
-        """
-
-    def cancel(self) -> bool:
-        """Takes it back if nothing of it has started; returns whether it did. It then counts as failed."""
+from tieroff.storage.completion import Completion
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tieroff.errors import StoreError
-from tieroff.storage.engines import Transfer
+from tieroff.storage.engines.base import Transfer
 
 READS_MAX = 4
 """How often a home is read until two reads agree."""

@@ -8,31 +8,10 @@ import torch
 
 from tieroff.errors import StoreError
 from tieroff.runtime.items.place import Place
+from tieroff.storage.completion import Completion
 
 # A transfer that has not ended after this long is reported instead of waited for.
 TRANSFER_TIMEOUT_S = 120.0
-
-
-class Arrival(Protocol):
-    """A copy under way between the device and a place."""
-
-    @property
-    def start_ns(self) -> int:
-        """When it began, or 0."""
-
-    @property
-    def stop_ns(self) -> int:
-        """When it ended, or 0."""
-
-    def done(self) -> bool:
-        """True when `wait` would not block."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when work issued to the device from now on sees the copy complete.
-
-        Raises:
-            StoreError: the copy failed; source and target are as the store's contract says.
-        """
 
 
 class Backend(Protocol):
@@ -45,13 +24,13 @@ class Backend(Protocol):
     def empty(self, size_bytes: int) -> torch.Tensor:
         """Returns uninitialised device memory as a 1-d uint8 tensor; freed when its storage's last reference dies."""
 
-    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+    def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         """Starts a copy of a 1-d uint8 device tensor to a place."""
 
-    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+    def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         """Starts a copy of a place to a 1-d uint8 device tensor."""
 
-    def join(self, arrival: Arrival) -> None:
+    def join(self, arrival: Completion) -> None:
         """Blocks the host until a completed copy's bytes may be read by anybody on the host."""
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
@@ -67,7 +46,7 @@ class Backend(Protocol):
         """Waits for nothing; gives back what the backend itself holds."""
 
 
-def await_arrival(arrival: Arrival, what: str) -> None:
+def await_arrival(arrival: Completion, what: str) -> None:
     """Waits for a copy, and names what was waited for when it fails."""
     try:
         arrival.wait(TRANSFER_TIMEOUT_S)

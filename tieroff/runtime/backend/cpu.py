@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from tieroff.runtime.backend.base import Arrival
 from tieroff.runtime.items.place import Place
+from tieroff.storage.completion import Completion
 from tieroff.storage.host import buffers
 from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
 
@@ -41,13 +41,13 @@ class CpuBackend:
         pages = self._pool.take(size_bytes) if self._pool is not None else buffers.allocate(size_bytes)
         return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes)
 
-    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+    def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         return place.write(source.data_ptr(), source)
 
-    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+    def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         return place.read(target.data_ptr(), target)
 
-    def join(self, arrival: Arrival) -> None:
+    def join(self, arrival: Completion) -> None:
         """Nothing more to wait for: copies end on the host."""
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:

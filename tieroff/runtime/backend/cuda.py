@@ -26,10 +26,10 @@ from typing import Protocol
 import torch
 
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S, Arrival
+from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
 from tieroff.runtime.items.place import Place
+from tieroff.storage.completion import Completion
 from tieroff.storage.host import buffers
-from tieroff.storage.store import Completion
 
 log = logging.getLogger("tieroff")
 
@@ -190,7 +190,7 @@ class CudaBackend:
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
-    def copy_out(self, source: torch.Tensor, place: Place) -> Arrival:
+    def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         ready = self._ready()
         if place.address is not None:
             return self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
@@ -209,7 +209,7 @@ class CudaBackend:
 
         return _StagedCopy(self._writers.submit(job), "a copy to a file", source.numel())
 
-    def copy_in(self, place: Place, target: torch.Tensor) -> Arrival:
+    def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         ready = self._ready()
         if place.address is not None:
             return self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
@@ -228,7 +228,7 @@ class CudaBackend:
 
         return _StagedCopy(self._readers.submit(job), "a copy from a file", target.numel())
 
-    def join(self, arrival: Arrival) -> None:
+    def join(self, arrival: Completion) -> None:
         """Blocks the host until a copy that a person may read next is complete."""
         if isinstance(arrival, (_StreamCopy, _StagedCopy, _EngineCopy)):
             arrival.join()

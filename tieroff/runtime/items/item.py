@@ -11,9 +11,10 @@ import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import Arrival, Backend, await_arrival
+from tieroff.runtime.backend.base import Backend, await_arrival
 from tieroff.runtime.items.place import Place
 from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
+from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
 
 log = logging.getLogger("tieroff")
@@ -51,8 +52,8 @@ class Item:
         self.device: torch.Tensor | None = None
         self.place: Place | None = None
         self.state = State.DEVICE
-        self.leaving: Arrival | None = None
-        self.arriving: Arrival | None = None
+        self.leaving: Completion | None = None
+        self.arriving: Completion | None = None
 
     # What a kind of item does when its copies change; overridden by those that people can reach.
     def make_place(self, traffic: Traffic) -> Place:
@@ -111,7 +112,7 @@ class Traffic:
     def begin_step(self) -> None:
         """Counts and spans are those of the step that begins here."""
         self.counts = Counts()
-        self.spans: list[tuple[int, str, Arrival, int]] = []
+        self.spans: list[tuple[int, str, Completion, int]] = []
         self.waits: list[tuple[int, Tier, Tier, int, int]] = []
         self.memory: dict[Tier, list[int]] = {tier: [] for tier in Tier}
 
@@ -276,7 +277,7 @@ class Traffic:
             item.device = None
             self.device_bytes -= item.size_bytes
 
-    def _wait(self, item: Item, arrival: Arrival, what: str) -> None:
+    def _wait(self, item: Item, arrival: Completion, what: str) -> None:
         start_ns = 0 if arrival.done() else time.monotonic_ns()
         try:
             await_arrival(arrival, what)
@@ -289,7 +290,7 @@ class Traffic:
                     ends = (Tier.DEVICE, below) if arrival is item.leaving else (below, Tier.DEVICE)
                     self.waits.append((item.index, *ends, start_ns, stop_ns))
 
-    def _count(self, item: Item, link: str, arrival: Arrival) -> None:
+    def _count(self, item: Item, link: str, arrival: Completion) -> None:
         self.counts.moved_bytes[link] += item.size_bytes
         self.counts.by_class[item.kind.value] += item.size_bytes
         if self.keep_spans:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from tieroff.core.tensor import Tier
+from tieroff.storage.completion import Completion
 from tieroff.storage.engines.gds import GdsEngine
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
-from tieroff.storage.store import Block, Completion, Home, Store
+from tieroff.storage.store import Block, Home, Store
 
 
 class Place(Protocol):

@@ -17,7 +17,7 @@ from errno import ECANCELED, EIO
 import aiofiles
 
 from tieroff.errors import StateError
-from tieroff.storage.engines import Direction, OpenFile
+from tieroff.storage.engines.base import Direction, OpenFile
 from tieroff.storage.memory import align_up, write_back
 
 _CHUNK_BYTES = 4 * 2**20

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from tieroff.errors import ConfigError, StateError
-from tieroff.storage.engines import Direction, Engine, OpenFile, Transfer
+from tieroff.storage.engines.base import Direction, Engine, OpenFile, Transfer
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.cufile import CuFile, GdsStatus, load_kvikio, open_cufile
 from tieroff.storage.host import buffers
@@ -289,7 +289,7 @@ class GdsEngine:
         self.statuses[status.dir] = status
 
     def _checksum(self, address: int, size_bytes: int) -> int:
-        from tieroff import _native
+        from tieroff.storage.native import _native
 
         host = buffers.allocate(min(size_bytes, _CHECKSUM_BYTES))
         checksum = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 
-from tieroff import _native
-from tieroff.storage.engines import Direction, OpenFile
+from tieroff.storage.engines.base import Direction, OpenFile
+from tieroff.storage.native import _native
 
 # A tensor of some MiB is worked on by all calls of its direction at once. With chunks of a whole tensor, several tensors
 # share the drive and each arrives late, while plans take transfers to be first in, first out.

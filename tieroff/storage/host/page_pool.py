@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from tieroff._native import PagePool
+    from tieroff.storage.native import _native
 
 log = logging.getLogger("tieroff")
 
@@ -30,14 +30,14 @@ _NOTHING_BYTES = 2**64 - 1
 
 
 @functools.cache
-def page_pool() -> PagePool | None:
+def page_pool() -> _native.PagePool | None:
     """Returns the process's pool; None where there is none (no Linux, or no address space)."""
     try:
-        from tieroff._native import process_pool
+        from tieroff.storage.native import _native
     except ImportError:
         return None
     try:
-        return process_pool(psutil.virtual_memory().total * _RESERVED_OF_MEMORY, _has_huge_pages())
+        return _native.process_pool(psutil.virtual_memory().total * _RESERVED_OF_MEMORY, _has_huge_pages())
     except OSError as error:
         log.info("no address space for memory that is given again (%s): all of it comes from the system", error)
         return None
@@ -54,9 +54,9 @@ def serve_torch() -> bool:
     """Has torch's large CPU tensors come from the pool from now on; False where that cannot be."""
     if page_pool() is None or not _is_in_the_way():
         return False
-    from tieroff._native import serve_from
+    from tieroff.storage.native import _native
 
-    serve_from(_SERVED_FROM_BYTES)
+    _native.serve_from(_SERVED_FROM_BYTES)
     return True
 
 
@@ -65,19 +65,19 @@ def stop_serving() -> None:
     pool = page_pool()
     if pool is None:
         return
-    from tieroff._native import serve_from
+    from tieroff.storage.native import _native
 
-    serve_from(_NOTHING_BYTES)
+    _native.serve_from(_NOTHING_BYTES)
     pool.set_limit(0)
 
 
 @functools.cache
 def _is_in_the_way() -> bool:
     """Puts the pool in the way of torch's allocations; False where it cannot be."""
-    from tieroff._native import serve_library
+    from tieroff.storage.native import _native
 
     try:
-        is_there = serve_library(_TORCH_ALLOCATES_IN)
+        is_there = _native.serve_library(_TORCH_ALLOCATES_IN)
     except OSError as error:
         log.info("%s cannot be served (%s)", _TORCH_ALLOCATES_IN, error)
         return False

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.engines import Direction, Engine, Transfer
+from tieroff.storage.engines.base import Direction, Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import HomeMemory, check_published, place_home
 from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes

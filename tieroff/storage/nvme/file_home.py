@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tieroff.storage.homes import HomeMemory, check_published
 from tieroff.storage.memory import Mapping
 from tieroff.storage.store import Block
 from tieroff.storage.transfers import StoreTransfer
 
-if TYPE_CHECKING:
-    from tieroff.storage.nvme.file_store import FileStore
-
 
 @dataclass(slots=True, eq=False)
-class HomePlace:
+class MappedExtents:
     """Where a home lies; outlives the home, to be freed.
 
     Attributes:
@@ -36,6 +33,28 @@ class HomePlace:
         return self.space.address + self.position
 
 
+class HomeStore(Protocol):
+    """What a home asks of the store that it lies in."""
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Returns an extent."""
+
+    def write(self, block: Block, source_address: int, keep: object) -> StoreTransfer:
+        """Starts to write an extent."""
+
+    def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
+        """Starts to read an extent that anybody may have written into."""
+
+    def verify(self, place: MappedExtents) -> None:
+        """While checksums are on, reads the shadow back. Raises StoreError if it differs from what was written."""
+
+    def switch(self, place: MappedExtents) -> None:
+        """Makes the memory show the shadow, and frees what it showed before."""
+
+    def trim(self, place: MappedExtents) -> None:
+        """Drops the pages of what is shown from memory and page cache."""
+
+
 class FileHome(HomeMemory):
     """A home on a drive. It works like memory, at the drive's speed.
 
@@ -44,8 +63,8 @@ class FileHome(HomeMemory):
     mapped anywhere (the shadow), and publish() switches the mapping.
     """
 
-    store: FileStore
-    place: HomePlace
+    store: HomeStore
+    place: MappedExtents
 
     def write(self, source_address: int, keep: object) -> StoreTransfer:
         """Starts to write a new value; the memory shows the old one until publish()."""

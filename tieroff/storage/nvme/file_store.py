@@ -11,12 +11,12 @@ from typing import Any, Literal, cast
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.engines import Engine, OpenFile, Transfer
+from tieroff.storage.engines.base import Engine, OpenFile, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import place_home
 from tieroff.storage.memory import Mapping, align_up, write_back
 from tieroff.storage.nvme import files
-from tieroff.storage.nvme.file_home import FileHome, HomePlace
+from tieroff.storage.nvme.file_home import FileHome, MappedExtents
 from tieroff.storage.nvme.pages import PageReturner, return_pages
 from tieroff.storage.nvme.shares import share_out
 from tieroff.storage.space import SpaceStore
@@ -153,7 +153,7 @@ class FileStore(SpaceStore):
 
     # For homes.
 
-    def verify(self, place: HomePlace) -> None:
+    def verify(self, place: MappedExtents) -> None:
         """While checksums are on: reads a home's new value back, since nothing compares it once anybody may change it.
 
         Raises:
@@ -168,7 +168,7 @@ class FileStore(SpaceStore):
             check = self._started(shadow, transfer, "read back", place.space, written.checksum)
         check.wait()
 
-    def switch(self, place: HomePlace) -> None:
+    def switch(self, place: MappedExtents) -> None:
         """Makes the home's memory show its shadow, and frees what it showed before."""
         with self._open():
             shadow = place.shadow
@@ -189,7 +189,7 @@ class FileStore(SpaceStore):
             return None, None
         return written.checksum, functools.partial(self._submit_read, block, target_address)
 
-    def trim(self, place: HomePlace) -> None:
+    def trim(self, place: MappedExtents) -> None:
         """Drops the pages of a home from memory and page cache.
 
         Raises:
@@ -228,7 +228,7 @@ class FileStore(SpaceStore):
             self._addresses.extend(size_bytes)
         return self._range
 
-    def _map_new(self, block: Block) -> HomePlace:
+    def _map_new(self, block: Block) -> MappedExtents:
         with self._telling("map", block):
             space = self._address_range()
         position = self._addresses.take(block.extent_bytes)
@@ -243,10 +243,10 @@ class FileStore(SpaceStore):
         except BaseException:
             self._addresses.give(position, block.extent_bytes)
             raise
-        return HomePlace(space, position, block)
+        return MappedExtents(space, position, block)
 
     def _dissolve(self, item: Any) -> list[Block]:
-        if not isinstance(item, HomePlace):
+        if not isinstance(item, MappedExtents):
             return [item]
         item.space.unmap_file(item.position, item.shown.extent_bytes)
         self._addresses.give(item.position, item.shown.extent_bytes)

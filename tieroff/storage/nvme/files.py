@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 
 from tieroff.errors import ConfigError, StoreError
-from tieroff.storage.engines import OpenFile
+from tieroff.storage.engines.base import OpenFile
 from tieroff.storage.host import buffers
 from tieroff.storage.memory import PAGE_BYTES, is_in_memory
 from tieroff.units import format_bytes
@@ -230,7 +230,7 @@ def _describe(fd: int, path: str, *, is_direct: bool) -> OpenFile:
 def _direct_alignment(fd: int) -> tuple[int, int]:
     """Returns the alignment of memory and offsets for direct I/O, the page where the kernel does not say."""
     try:
-        from tieroff import _native
+        from tieroff.storage.native import _native
     except ImportError:
         return PAGE_BYTES, PAGE_BYTES
     memory_bytes, offset_bytes = _native.direct_alignment(fd)

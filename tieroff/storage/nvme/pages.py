@@ -59,7 +59,7 @@ def return_pages(address: int, size_bytes: int, interval_s: float) -> PageReturn
         interval_s: above 0.
     """
     try:
-        from tieroff import _native
+        from tieroff.storage.native import _native
     except ImportError:
         return _PythonPageReturner(address, size_bytes, interval_s)
     return _native.PageReturner(address, size_bytes, max(1, round(interval_s * 1e9)))
