@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.where import when_and_where
 from rich.table import Table
 from torch import Tensor, nn
 
 import tieroff
-from harness.where import when_and_where
 from progress import make_console
 from tieroff.runtime.backend.cpu import CpuBackend, settle_vector_math
 from tieroff.runtime.items.place import Place

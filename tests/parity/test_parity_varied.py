@@ -16,9 +16,9 @@ from bench_foresight import MODELS, Plain, SlowBackend, train
 from tests.support.parity import BACKENDS
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.items.item import Item, Traffic
+from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.place import Place
-from tieroff.storage.completion import Completion
+from tieroff.runtime.items.traffic import Traffic
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 64, "layers": 2, "budget": "60%"}

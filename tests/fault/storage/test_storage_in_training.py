@@ -119,7 +119,7 @@ def test_full_host_memory_is_nothing_to_warn_of_in_inference(trainer: Trainer, c
     trainer.wrap(host=16 * PAGE)
     trainer.run(range(HIT))
     custody = tieroff.engine(trainer.model)._custody
-    first, second, *_ = custody.executor.gate.items.values()
+    first, second, *_ = custody.executor.homes.parameters.values()
     caplog.set_level(logging.DEBUG, "tieroff")
 
     def find_no_room(item: HomeItem) -> None:

@@ -17,60 +17,23 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
-from typing import TYPE_CHECKING
 
 from tieroff.core.seams import Foresight
-from tieroff.runtime.hooks.activations import ActivationItem
+from tieroff.runtime.execution.experience import Experience
+from tieroff.runtime.execution.runner import PlanRunner
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import Event, State
-from tieroff.runtime.step.program import Mode, Phase
-
-if TYPE_CHECKING:
-    from tieroff.runtime.execution.executor import Executor
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.kinds import Planned, Unplanned
+from tieroff.runtime.step.mode import Mode
 
 # How many fetched parameters are kept at hand: enough for a weight and its bias.
 _PARAMETERS_HELD = 2
 # More tensors than any op saves of its inputs before its kernel runs, and fills in that kernel.
 TICKS_OF_ONE_OP = 3
-
-
-Shapes = tuple[tuple[int, ...], ...] | None
-
-
-class Experience:
-    """What recorded steps say about steps that run without a plan.
-
-    Attributes:
-        room_bytes: device bytes of the budget that no op of theirs needed.
-        clean: keys of parameters that they read, and wrote in neither forward nor backward.
-    """
-
-    def __init__(self) -> None:
-        self.room_bytes = 0
-        self.clean: frozenset[Hashable] = frozenset()
-        self._read, self._written = set[Hashable](), set[Hashable]()
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
-
-    def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
-        """Learns from one recorded step: what it read and wrote, its forwards' inputs, and the room of all steps so far."""
-        self._read |= read
-        self._written |= written
-        self.clean = frozenset(self._read - self._written)
-        for shape in shapes:
-            if shape is not None and not self.covers(shape):
-                self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
-        self.room_bytes = room_bytes
-
-    def covers(self, shapes: Shapes) -> bool:
-        """Returns whether some recorded input was at least as large in every dimension of every tensor."""
-        return shapes is not None and any(_is_within(shapes, known) for known in self._shapes)
-
-
-def _is_within(shapes: tuple[tuple[int, ...], ...], known: tuple[tuple[int, ...], ...]) -> bool:
-    return [len(shape) for shape in shapes] == [len(shape) for shape in known] and all(
-        size <= most for shape, limit in zip(shapes, known, strict=True) for size, most in zip(shape, limit, strict=True)
-    )
 
 
 class OnDemand:
@@ -81,8 +44,10 @@ class OnDemand:
         experience: what recorded steps say.
     """
 
-    def __init__(self, executor: Executor, foresight: Foresight | None = None) -> None:
-        self._executor = executor
+    def __init__(
+        self, state: StepState, traffic: Traffic, runner: PlanRunner, foresight: Foresight | None = None
+    ) -> None:
+        self._state, self._traffic, self._runner = state, traffic, runner
         self._foresight = foresight
         self.room_bytes = 0
         self.experience = Experience()
@@ -95,14 +60,15 @@ class OnDemand:
     @property
     def has_room(self) -> bool:
         """True while things may stay beyond the moment."""
-        executor = self._executor
-        if self.room_bytes <= 0 or executor.mode is not Mode.DEMAND or executor.recorder is not None:
+        state = self._state
+        if self.room_bytes <= 0 or state.mode is not Mode.DEMAND or state.record.recorder is not None:
             return False
-        return executor.program is not None and executor.program.phase in (Phase.FREE, Phase.PLANNED)
+        return state.kind is not None and isinstance(state.kind.stage, Unplanned | Planned)
 
-    def begin(self) -> None:
+    def begin(self, parameters: Iterable[ParameterItem]) -> None:
         """A step begins."""
-        self._known = {item.key: item for item in self._executor.gate.items.values()}
+        self.room_bytes = self.experience.room_bytes
+        self._known = {item.key: item for item in parameters}
         if self._foresight is not None:
             self._foresight.begin()
 
@@ -119,7 +85,7 @@ class OnDemand:
 
     def dismiss(self, item: ParameterItem) -> None:
         """Lets go of a fetched parameter at once: nobody uses this copy of it."""
-        with self._executor.lock:
+        with self._state.lock:
             if item in self._parameters:
                 self._parameters.remove(item)
                 self._drop(item)
@@ -132,21 +98,21 @@ class OnDemand:
     def used(self, key: Hashable) -> None:
         """Forward used a parameter."""
         if self._foresight is not None:
-            with self._executor.lock:
+            with self._state.lock:
                 self._foresight.used(key)
                 self._look_ahead()
 
     def saved(self, item: Item) -> None:
         """Autograd saved this for backward."""
         if self._foresight is not None:
-            with self._executor.lock:
+            with self._state.lock:
                 self._known[item.key] = item
                 self._foresight.saved(item.key)
 
     def wanted(self, item: Item) -> None:
         """Backward used what was saved."""
         if self._foresight is not None:
-            with self._executor.lock:
+            with self._state.lock:
                 self._foresight.wanted(item.key)
                 self._look_ahead()
 
@@ -169,7 +135,7 @@ class OnDemand:
         """
         if not self.has_room:
             for item in items:
-                self._executor.release(item)
+                item.leave(self._traffic)
             return
         for item in items:
             self._hold_last(item)
@@ -180,7 +146,7 @@ class OnDemand:
     def unpacked(self, item: ActivationItem) -> None:
         """Backward has a saved tensor, and as a rule it was the last to ask for it."""
         if not self.has_room or item.state is State.BOTH:
-            self._executor.release(item)
+            item.leave(self._traffic)
         else:
             self.let_leave(item)  # it dies soon, and need not be copied before
 
@@ -220,7 +186,7 @@ class OnDemand:
         """Starts to fetch items in this order, up to the first for which no room can be made without a wait."""
         if self._foresight is None or not self.has_room:
             return
-        traffic = self._executor.traffic
+        traffic = self._traffic
         kept: set[int] = set()
         for item in items:
             kept.add(id(item))
@@ -239,7 +205,7 @@ class OnDemand:
 
     def _make_room(self, size_bytes: int, kept: Collection[int]) -> None:
         """Lets go of what costs no wait and is not kept, until so much fits, or nothing is left."""
-        traffic = self._executor.traffic
+        traffic = self._traffic
         for key, item in list(self._held.items()):
             if traffic.device_bytes + size_bytes <= self.room_bytes:
                 return
@@ -249,7 +215,7 @@ class OnDemand:
 
     def _shrink(self) -> None:
         """Has what is held fit its room again, and copies under way of what leaves next: of half the room."""
-        traffic = self._executor.traffic
+        traffic = self._traffic
         while self._held and traffic.device_bytes > self.room_bytes:
             # What was fetched and not used yet goes last.
             item = next((i for i in self._held.values() if i.state is not State.ARRIVING), next(iter(self._held.values())))
@@ -264,7 +230,7 @@ class OnDemand:
 
     def _copy_out(self, item: Item) -> None:
         """Begins a copy below, if there is no valid one."""
-        traffic = self._executor.traffic
+        traffic = self._traffic
         if self._foresight is None:
             return  # paging on demand alone: what leaves is copied when its room is needed
         if item.device is None or (isinstance(item, HomeItem) and item.may_be_written):
@@ -272,8 +238,8 @@ class OnDemand:
         traffic.store(item)
 
     def _drop(self, item: Item) -> None:
-        if item.device is not None and not self._executor.keeps(item):
-            self._executor.release(item)
+        if item.device is not None and not self._runner.keeps(item):
+            item.leave(self._traffic)
 
 
 def _goes_at_once(item: Item) -> bool:

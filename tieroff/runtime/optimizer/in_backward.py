@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -69,6 +69,16 @@ def _refusal(what: str) -> StateError:
     return StateError(f"{what}: {_RULES}")
 
 
+class EarlyUpdater(Protocol):
+    """Updates buckets in backward."""
+
+    def update_early(self, number: int) -> None:
+        """Updates the bucket of this number, and takes its gradients away with `EarlyUpdates.note`."""
+
+    def end_updates(self) -> None:
+        """A backward ends in which something was updated: user code runs next."""
+
+
 class EarlyUpdates:
     """Which buckets of the step are due, which are done, and that nothing undoes it.
 
@@ -77,15 +87,14 @@ class EarlyUpdates:
         updated: ids of parameters that were updated in the backward that runs.
     """
 
-    def __init__(self, update: Callable[[int], None], end_backward: Callable[[], None]) -> None:
+    def __init__(self, updater: EarlyUpdater, updated: set[int]) -> None:
         """Nothing is due before the first `begin`.
 
         Args:
-            update: updates the bucket of this number, and takes its gradients away with `note`.
-            end_backward: called when a backward ends in which something was updated: user code runs next.
+            updater: updates the buckets.
+            updated: see the class; shared with whoever refuses reads of them.
         """
-        self._update, self._end_backward = update, end_backward
-        self.updated: set[int] = set()
+        self._updater, self.updated = updater, updated
         self._reset()
 
     def _reset(self, buckets: Sequence[Iterable[torch.Tensor]] = ()) -> None:
@@ -135,7 +144,7 @@ class EarlyUpdates:
         while self._due and (is_last or self._due[0][1] == threading.get_ident()):
             number, _ = self._due.popleft()
             self._has_failed = True
-            self._update(number)
+            self._updater.update_early(number)
             self._has_failed = False
             self.done.add(number)
 
@@ -158,7 +167,7 @@ class EarlyUpdates:
         """Does what `finish` does, and says so where something was updated."""
         self.finish()
         if self.done:
-            self._end_backward()
+            self._updater.end_updates()
 
     def check(self, groups: list[dict[str, Any]], device_type: str) -> None:
         """Sees whether the optimizer's step would have done what was done in backward.
