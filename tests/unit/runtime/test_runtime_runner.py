@@ -157,7 +157,8 @@ class Stored:
 def runner_at(cursor: int, plan: Plan, traffic: Stored) -> PlanRunner:
     """Returns a runner of a plan of ten ops without tensors, so many ticks into its step."""
     keys = tuple(range(10))
-    trace = Trace(tuple(Op(f"op {key}", 1) for key in keys), tuple(Tensor(f"{i}", KIB, TensorClass.ACTIVATION) for i in range(3)))
+    tensors = tuple(Tensor(f"{i}", KIB, TensorClass.ACTIVATION) for i in range(3))
+    trace = Trace(tuple(Op(f"op {key}", 1) for key in keys), tensors)
     recorded = Recorded(keys, tuple(map(str, keys)), trace, {}, frozenset(), frozenset(), {}, False, 0)
     kind, state = StepKind("kind"), StepState()
     kind.advance(Measuring(recorded))
