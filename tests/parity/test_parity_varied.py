@@ -19,6 +19,7 @@ from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.place import Place
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.storage.completion import Completion
 
 MIB = 1 << 20
 SIZES: dict[str, Any] = {"width": 64, "layers": 2, "budget": "60%"}
