@@ -139,7 +139,7 @@ class Custody:
         item.settle_below(self.executor.traffic, mapped)
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
-        """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
+        """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
         name = self.executor.homes.names[id(parameter)]
         position = list(self.executor.homes.names).index(id(parameter))
         self._gradient_hooks.add(parameter)
@@ -217,7 +217,7 @@ class Custody:
         self.backend.tune_allocator(None if kind.moves_nothing else self.settings.allocator_threshold_bytes)
 
     def keep_freed(self, kind: StepKind) -> None:
-        """Has the backend keep freed memory for reuse in the step that begins, as far as its peak or the budget goes."""
+        """Lets the backend keep freed memory for reuse in the step that begins, up to the step's peak or the budget."""
         limit_bytes = self.executor.on_demand.room_bytes
         if isinstance(kind.stage, Recording):
             limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system

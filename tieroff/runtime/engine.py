@@ -112,7 +112,7 @@ class Engine:
             self._slots.append(state_dicts.install(self.model))
 
     def _take_compiled(self) -> None:
-        """Stands round the calls of submodules that are compiled by now."""
+        """Intercepts the calls of submodules that are compiled by now."""
         for module in list(find_compiled(self.model)):
             known = self._compiled.get(module)
             if known is None or not known.is_current:
@@ -146,7 +146,7 @@ class Engine:
         return stepper.optimizer if stepper is not None else None
 
     def begin_in(self, method: str) -> None:
-        """Has steps begin in another method of the model too: one that a trainer calls in place of its forward.
+        """Lets steps begin in another method of the model too, one that a trainer calls in place of its forward.
 
         Args:
             method: name of a method that computes the loss, and neither runs backward nor updates. Naming it twice is naming
@@ -164,7 +164,7 @@ class Engine:
             self._custody.stepper.state.take_over()
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
-        """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
+        """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
         self._custody.take_filled(parameter)
         self._steps.forget()
 
@@ -236,7 +236,7 @@ class Engine:
         finally:
             executor.gate.depth -= 1
             executor.gate.forget_casts()
-            executor.on_demand.let_go()
+            executor.on_demand.release_reachable()
 
     def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         saved = self.executor.saved_tensors
@@ -306,7 +306,7 @@ class Engine:
         return self._backend.device
 
     def watch(self, seen: Callable[[Stats, Plan | None], None]) -> None:
-        """Has `seen` be called after every step, with its figures and the plan of its kind, None while there is none."""
+        """Calls `seen` after every step, with its figures and the plan of its kind, or None while it has none."""
         self._steps.watchers.append(seen)
 
     @property

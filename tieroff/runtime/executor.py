@@ -93,7 +93,7 @@ class Executor:
         recorder, self.state.record.recorder = self.state.record.recorder, None
         if recorder is not None:
             recorder.stop()
-        self.on_demand.clear()
+        self.on_demand.release_all()
         self.runner.stop()
         self.state.mode = Mode.IDLE
 
@@ -111,5 +111,5 @@ class Executor:
         finally:
             self.gate.depth -= 1
             self.gate.forget_casts()
-            self.on_demand.let_go()
+            self.on_demand.release_reachable()
             state.mode, spill.fills_in_order = mode, fills_in_order

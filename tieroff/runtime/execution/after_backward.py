@@ -21,7 +21,7 @@ class AfterBackward:
         context = self._context
         if context.state.record.recorder is not None:
             context.state.record.recorder.backward_ended()
-        context.on_demand.let_go()
+        context.on_demand.release_reachable()
         for gradient in context.homes.gradients.values():
             if gradient.device is not None and self._leaves(gradient):
                 gradient.leave(context.traffic)

@@ -104,10 +104,10 @@ class Clock:
                     runner.expected,
                     name(),
                 )
-        self._on_demand.let_leave(*[item for item in self._activations if item.device is not None])
+        self._on_demand.release(*[item for item in self._activations if item.device is not None])
 
     def watch_backward(self) -> None:
-        """Has `at_backward_end` called when the running backward ends; one that runs inside it ends first, harmlessly."""
+        """Calls `at_backward_end` when the running backward ends; one that runs inside it ends first, which does no harm."""
         task = current_graph_task()
         if task != -1 and task != self._watched_task:
             self._watched_task = task

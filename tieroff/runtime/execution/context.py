@@ -33,8 +33,8 @@ class StepContext:
     homes: HomeTable
 
     def lower_all(self) -> None:
-        """Has every home lie below, with its latest value, except those that the plan keeps on the device."""
-        self.on_demand.let_go()
+        """Moves every home to its lower tier, with its latest value, except those that the plan keeps on the device."""
+        self.on_demand.release_reachable()
         for item in list(self.homes):
             if item.device is not None and not self.runner.keeps(item):
                 item.leave(self.traffic)

@@ -34,7 +34,7 @@ class ParameterFetch:
         return value
 
     def home(self, item: ParameterItem) -> torch.Tensor:
-        """Has the home itself lie on the device, and returns it."""
+        """Lifts the home itself to the device, and returns it."""
         context = self._context
         context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
         with context.state.lock, torch.inference_mode(False):
@@ -44,7 +44,7 @@ class ParameterFetch:
             context.state.record.bind(item)
             if context.state.mode is not Mode.PLANNED and context.state.mode is not Mode.PASS:
                 context.clock.watch_backward()
-                context.on_demand.hold(item)
+                context.on_demand.keep_read(item)
             context.on_demand.used(item.key)
             context.clock.resume()
             return item.living
@@ -59,7 +59,7 @@ class ParameterFetch:
 
     def dismiss(self, item: ParameterItem) -> None:
         """The device copy is not used any more, by whoever fetched it last."""
-        self._context.on_demand.dismiss(item)
+        self._context.on_demand.release_read(item)
 
     def _valid(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
@@ -74,7 +74,7 @@ class ParameterFetch:
             context.state.record.bind_copy(device, item.key, is_new=True)
             if context.state.mode is not Mode.PLANNED:
                 context.clock.watch_backward()
-                context.on_demand.hold(item)
+                context.on_demand.keep_read(item)
             context.clock.resume()
             return item.valid_value
 

@@ -212,9 +212,9 @@ class SavedTensors:
         if context.state.mode is not Mode.DEMAND or item.state is State.LOWER:
             return
         if is_complete:
-            context.on_demand.let_leave(item)
+            context.on_demand.release(item)
         else:
-            context.on_demand.wait_for(item)
+            context.on_demand.keep_until_complete(item)
         context.clock.resume()
 
     def _bring_back(self, item: ActivationItem) -> torch.Tensor:

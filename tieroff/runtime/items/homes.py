@@ -211,12 +211,12 @@ class HomeItem(Item):
         return self.may_be_written and (tensor is None or tensor._version == self.version)
 
     def leave(self, traffic: Mover) -> None:
-        """Has the tensor lie below, with its latest value."""
+        """Moves the tensor to its lower tier, with its latest value."""
         self.refresh(traffic)
         traffic.leave(self)
 
     def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
-        """Has a tensor that was just adopted lie below; a mapped checkpoint that it lay in leaves memory."""
+        """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
         memory = self.device
         self.leave(traffic)
         if memory is not None and memory.is_cpu and self.device is None:

@@ -23,7 +23,7 @@ class Mover(Protocol):
         """Applies an event to the item's residency."""
 
     def leave(self, item: Item) -> None:
-        """Has the item leave the device."""
+        """Frees the item's device copy."""
 
 
 class Item:

@@ -29,7 +29,7 @@ class Counts:
     by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
     stall_ns: int = 0
     fallbacks: int = 0
-    faults: int = 0  # tensors that were wanted and whose fetch had not even begun
+    faults: int = 0  # tensors that were used before their fetch had begun
 
 
 class Traffic:
@@ -113,7 +113,7 @@ class Traffic:
             self.send(item, Event.STORE)
 
     def leave(self, item: Item) -> None:
-        """Has the item leave the device now: copies it out if its lower copy is not valid, and drops it."""
+        """Frees the item's device copy now, after a copy out if the lower copy is not valid."""
         if item.state is State.ARRIVING:
             self._settle_in(item)
         if item.state in (State.DEVICE, State.STALE):
@@ -178,7 +178,7 @@ class Traffic:
                 assert item.place is not None
                 item.place.publish()
         except StoreError as error:
-            # The source is intact: try the other tier once, else tell.
+            # The source is intact: try the other tier once, else raise.
             item.leaving = None
             item.state, _ = transition(item.state, Event.STORE_FAILED)
             if item.place is not None:

@@ -109,13 +109,13 @@ class Steps:
     def _note_input(self, shapes: Shapes) -> None:
         """Before a forward on inputs of these shapes, in whatever mode."""
         on_demand = self._custody.executor.on_demand
-        on_demand.let_go()  # an exception in backward may have left something
+        on_demand.release_reachable()  # an exception in backward may have left something
         if self._traced is not None and self._traced.is_watched:
             self._traced.shapes.append(shapes)
         elif not on_demand.experience.covers(shapes):
             on_demand.room_bytes = 0  # what ops on these need is unknown
             self._custody.backend.keep_freed(0)
-            on_demand.clear()
+            on_demand.release_all()
 
     def check_model(self) -> None:
         """Adopts what somebody changed from outside: parameters replaced, converted, frozen, assigned."""

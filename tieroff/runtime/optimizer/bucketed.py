@@ -142,7 +142,7 @@ class BucketedStep:
 
     def _update(self, args: Any, kwargs: dict[str, Any]) -> None:
         context = self._context
-        context.on_demand.let_go()
+        context.on_demand.release_reachable()
         self._gradients.sweep()
         buckets = self.buckets.all()
         self.state.forget_strangers()

@@ -123,7 +123,7 @@ class EarlyUpdates:
         """
         if self.done or self._has_failed:
             self._reset()
-            raise _refusal("expected optimizer.step() after a backward that updated parameters, got a forward")
+            raise _refusal("forward was called before optimizer.step(), and backward has already updated parameters")
 
     def arrived(self, parameter: torch.Tensor) -> bool:
         """A gradient is final; True when a bucket is due. Hooks of users may write it next, so it is applied later: `run`."""
@@ -197,7 +197,7 @@ class EarlyUpdates:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Has parameters that were updated be without a gradient, for a step of all."""
+        """Hides the gradients of parameters that were updated, while all are stepped."""
         for parameter, _, _ in self._applied:
             parameter.grad = None
         try:

@@ -101,7 +101,7 @@ class OptimizerState:
         return adopted
 
     def lower(self) -> None:
-        """Has state that was updated in backward lie below: user code runs next."""
+        """Sends state that was updated in backward to its lower tier, because user code runs next."""
         for item in self._items.values():
             if item.device is not None and item.is_lifted and not self._context.runner.keeps(item):
                 item.leave(self._context.traffic)

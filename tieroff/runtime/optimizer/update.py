@@ -50,7 +50,7 @@ class BucketUpdate:
                 else:
                     item.refresh(context.traffic)
             if context.state.mode is not Mode.PLANNED:
-                context.on_demand.let_leave(*moved)
+                context.on_demand.release(*moved)
                 for item in moved:
                     context.state.record.bind(item)
 

@@ -120,7 +120,7 @@ class StepKind:
             self.planned = stage
 
     def adopt(self, recorded: Recorded, trace: Trace, plan: Plan) -> None:
-        """Has the next step of this kind run a plan that was made for this trace of what was recorded."""
+        """Adopts a plan, made for this trace of what was recorded, for the next step of this kind."""
         self.feedback.plan_count += 1
         self.advance(Planned(recorded, trace, trace, plan, make_executable(plan, trace, recorded)))
 

@@ -57,7 +57,7 @@ class CompiledCall:
 
     @property
     def is_current(self) -> bool:
-        """False when the module was compiled anew since."""
+        """False when the module was compiled again since."""
         return self._slot is not None or self._module._compiled_call_impl == self._called
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of a forward: what of them tells one kind of step from another."""
+"""The inputs of a forward, and the signature of a kind of step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def signature_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what tells one kind of step from another: shapes and types of the inputs, modes of model and autocast."""
+    """Returns the signature of a kind of step: shapes and types of the inputs, modes of model and autocast."""
     leaves = leaves_of((args, kwargs))
     described = tuple(
         (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves
@@ -38,7 +38,7 @@ def storages_of(values: Any) -> set[int]:
 
 
 def shapes_of(values: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the shapes of all tensors in a nested structure; None when it holds something whose size nobody can tell."""
+    """Returns the shapes of all tensors in a nested structure; None when it holds something of unknown size."""
     shapes = []
     for leaf in leaves_of(values):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:

@@ -30,7 +30,7 @@ class Recomputation:
         self.spent_ns = 0
 
     def begin(self, paths: Collection[str]) -> bool:
-        """Has these modules run again from the next forward on; True when one of them did not before.
+        """Makes these modules run again from the next forward on; returns True when one of them did not before.
 
         Raises:
             TraceMismatchError: the model has no such module: the plan was made for another one.

@@ -20,8 +20,8 @@ from tieroff.runtime.hooks.recompute.purity import attributes_of, has_hooks, ran
 class _Buffers:
     """The buffers of a module: running statistics, counters, codebooks.
 
-    A second run has to find them as the first found them, and to leave them as it finds them. Batch normalization moves no
-    version, and some are written now and then only: so all of them are copied each time.
+    A second run must start from the values that the first run started from, and must not change the values it finds. Batch
+    normalization writes without changing a version, and some buffers are written only now and then. So all are copied.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -38,7 +38,7 @@ class _Buffers:
 
     @contextlib.contextmanager
     def as_before(self, before: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> Iterator[None]:
-        """Has the module write the copies meanwhile."""
+        """Lets the module write copies of the earlier values instead of its buffers."""
         now = {(owner, name): owner._buffers[name] for owner, name in before}
         for (owner, name), value in before.items():
             owner._buffers[name] = value.clone()
