@@ -16,8 +16,7 @@ from tieroff.errors import StateError
 from tieroff.planner.policies import find_policy
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.hooks.forward import ForwardSlot
-from tieroff.runtime.hooks.scope import scope_of
+from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.session.build import build
 from tieroff.session.ranks import on_wrap
 
@@ -95,7 +94,7 @@ def engine(model: torch.nn.Module) -> Engine:
 
 def scope(model: torch.nn.Module) -> Any:
     """Returns a context manager under which tensors saved outside the model (by a loss, say) are moved too."""
-    return scope_of(engine(model))
+    return engine(model).scope()
 
 
 def engine_of(model: torch.nn.Module) -> Engine | None:

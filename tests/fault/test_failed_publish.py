@@ -11,9 +11,10 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.item import Traffic
 from tieroff.runtime.items.place import HomePlace
 from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.engines import choose
 from tieroff.storage.nvme.file_store import FileStore
 
@@ -21,7 +22,7 @@ from tieroff.storage.nvme.file_store import FileStore
 def test_a_home_keeps_its_new_value_when_publishing_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = choose("threads")
     store = FileStore([tmp_path], 1 << 20, engine)
-    traffic = Traffic(CpuBackend(), {Tier.NVME: store}, lambda item, error: False)
+    traffic = Traffic(CpuBackend(), Spill({Tier.NVME: store}, (Tier.NVME,)))
     tensor = torch.ones(1024)
     item = HomeItem(("state", "x"), "x", TensorClass.OPTIMIZER, tensor, Tier.NVME)
     item.adopt(traffic)

@@ -84,7 +84,7 @@ def test_they_are_on_the_device_meanwhile_as_many_as_find_room(tmp_path: Path, m
     there: list[int] = []
 
     def clip_and_count(model: nn.Module) -> torch.Tensor:
-        gradients = tieroff.engine(model).executor.gradients.values()
+        gradients = tieroff.engine(model).executor.homes.gradients.values()
         there.append(sum(known.device is not None for known in gradients))
         return clip(model)
 

@@ -266,18 +266,13 @@ def config_for(tiers: Tiers, folder: Path, *, policy: str = "floor", device: str
 
 def items_of(engine: Engine) -> list[Item]:
     """Returns every tensor under the engine's care."""
-    executor = engine.executor
-    stepper = engine._custody.stepper
-    states = list(stepper.items.values()) if stepper is not None else []
-    return [
-        *executor.gate.items.values(), *executor.gradients.values(), *states, *executor._live_activations.values(),
-    ]  # fmt: skip
+    return [*engine.executor.homes, *engine.executor.activations]
 
 
 def assert_accounts(engine: Engine) -> None:
     """Asserts that the engine's counts are the sums of what it holds."""
     executor = engine.executor
-    executor.saved_tensors.drain(executor._end_activation)
+    executor.activations.drain()
     executor.gradients.sweep()
     items = items_of(engine)
     assert executor.traffic.device_bytes == sum(item.size_bytes for item in items if item.device is not None)

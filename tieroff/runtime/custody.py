@@ -2,97 +2,83 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tieroff.core.seams import Foresight
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.errors import StateError, StoreError
-from tieroff.runtime.backend.base import Backend
-from tieroff.runtime.execution.executor import Executor
+from tieroff.errors import StateError
+from tieroff.runtime.executor import Executor
+from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
-from tieroff.runtime.items.item import Item, Traffic
 from tieroff.runtime.items.place import HomePlace
+from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.optimizer.clipping import add_owner
-from tieroff.runtime.step.program import Mode, Phase, Program
+from tieroff.runtime.resources import Resources
+from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.kinds import Planned, Recording, StepKind
 from tieroff.storage.nvme.pages import MappedFiles
-from tieroff.storage.store import Store
-
-log = logging.getLogger("tieroff")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the engine is told; all of it comes from the config.
-
-    Attributes:
-        covers: tensor classes that may move.
-        min_bytes: smaller tensors stay.
-        spill: lower tiers in the order in which they are filled while nothing is planned.
-        allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
-        compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
-        recompute_layers: names or patterns of the modules that may run again in backward.
-        update_in_backward: whether buckets are updated as soon as their gradients are final.
-    """
-
-    covers: frozenset[TensorClass]
-    min_bytes: int
-    spill: tuple[Tier, ...]
-    allocator_threshold_bytes: int | None = None
-    keep_timeline: bool = True
-    chosen: dict[str, str] = field(default_factory=dict)
-    config_toml: str = ""
-    compute_dtype: torch.dtype | None = None
-    recompute_layers: tuple[str, ...] = ()
-    update_in_backward: bool = False
 
 
 class Custody:
     """The tensors of one model that the engine looks after.
 
     Attributes:
-        executor, traffic: what moves them.
+        backend, stores: the device and the tiers below it.
+        executor: what moves tensors in a step.
         stepper: the optimizer's stand-in, once one is attached.
         unmoved: name of a parameter that stays where it is -> why.
-        may_be_hollow: some parameter or buffer lay on the meta device when last seen.
-        is_open: False once everything was given back.
+        may_be_hollow: some parameter or buffer lay on the meta device when last checked.
+        is_closed: everything was given back, or is about to be.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        backend: Backend,
-        stores: dict[Tier, Store],
-        settings: Settings,
-        foresight: Foresight | None = None,
+        self, model: torch.nn.Module, resources: Resources, settings: Settings, foresight: Foresight | None = None
     ) -> None:
         self.model = model
-        self.backend = backend
-        self.stores = stores
+        self.backend, self.stores = resources.backend, resources.stores
         self.settings = settings
-        self.traffic = Traffic(backend, stores, self.demote)
-        self.traffic.keep_spans = settings.keep_timeline
-        told = settings.min_bytes, settings.covers, foresight, settings.compute_dtype
-        self.executor = Executor(self.traffic, self.tier_for, *told)
+        traffic = Traffic(resources.backend, Spill(resources.stores, settings.spill))
+        traffic.keep_spans = settings.keep_timeline
+        self.executor = Executor(traffic, settings, foresight)
         self.stepper: BucketedStep | None = None
         self.unmoved: dict[str, str] = {}
-        self.may_be_hollow = False
-        self.is_open = True
-        self._hooks: dict[int, Any] = {}
-        self._demoted: set[Hashable] = set()
-        self._identity: tuple[Any, ...] = ()
+        self.may_be_hollow = self.is_closed = False
+        self._pid = os.getpid()
+        self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
+        self._fingerprint: tuple[Any, ...] = ()
         add_owner(self)
 
     @property
-    def names(self) -> dict[int, str]:
+    def is_own_process(self) -> bool:
+        """False in a forked child: nothing here is its own."""
+        return os.getpid() == self._pid
+
+    def check_alive(self) -> None:
+        """Returns when steps may run.
+
+        Raises:
+            StateError: in a forked child, or after everything was given back.
+        """
+        if not self.is_own_process:
+            raise StateError("this model was wrapped in the parent process; a forked child cannot run it: wrap it there")
+        if self.is_closed:
+            raise StateError("this engine is closed; wrap the model again")
+
+    def attach(self, stepper: BucketedStep) -> None:
+        """Takes the stand-in of the optimizer whose `step` ends a training step."""
+        self.stepper = self._gradient_hooks.follower = stepper
+        stepper.state.take_over()
+
+    @property
+    def names(self) -> Mapping[int, str]:
         """By id of the parameter."""
-        return self.executor.names_by_id
+        return self.executor.homes.names
 
     @property
     def device(self) -> torch.device:
@@ -112,31 +98,32 @@ class Custody:
 
     def register(self) -> None:
         """Makes an item of every parameter that can have a home below."""
-        gate = self.executor.gate
-        known = {id(item.tensor): item for item in gate.items.values() if item.tensor is not None}
-        gate.items, self.unmoved = {}, {}
+        homes, gate, traffic = self.executor.homes, self.executor.gate, self.executor.traffic
+        known = {id(item.tensor): item for item in homes.parameters.values()}
+        homes.parameters.clear()
+        homes.names.clear()
+        self.unmoved = {}
         mapped = MappedFiles()
-        self.executor.names_by_id = {}
         for position, (name, parameter) in enumerate(self.model.named_parameters()):
-            self.executor.names_by_id[id(parameter)] = name
-            self._hook_gradient(parameter)
+            homes.names[id(parameter)] = name
+            self._gradient_hooks.add(parameter)
             item = known.pop(id(parameter), None)
             if item is not None and item.is_current():
                 item.position, item.key = position, ("param", position)
-                gate.items[id(parameter)] = item
+                homes.parameters[id(parameter)] = item
                 continue
             if item is not None:
-                item.detach(self.traffic)
-                self._unhook({id(parameter)} & self._hooks.keys())  # with other memory comes another node that accumulates
-                self._hook_gradient(parameter)
+                item.detach(traffic)
+                self._gradient_hooks.remove([id(parameter)])  # with other memory comes another node that accumulates
+                self._gradient_hooks.add(parameter)
             self._take(position, name, parameter, mapped)
         self.may_be_hollow = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         for gone in known.values():
-            gone.detach(self.traffic)
-        self._unhook({key for key in self._hooks if key not in self.executor.names_by_id})
-        gate.forget_strangers()
-        gate.look(bool(gate.items))
-        self._identity = self._look()
+            gone.detach(traffic)
+        self._gradient_hooks.keep_only(homes.names)
+        gate.mints.sweep()
+        gate.intercept(bool(homes.parameters))
+        self._fingerprint = self._fingerprint_now()
 
     def _take(self, position: int, name: str, parameter: torch.nn.Parameter, mapped: MappedFiles) -> None:
         reason = self._why_kept(parameter)
@@ -146,21 +133,21 @@ class Custody:
         if parameter.device != self.backend.device:
             parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
         size_bytes = parameter.numel() * parameter.element_size()
-        item = ParameterItem(position, name, parameter, self.tier_for(size_bytes), self.backend.device)
-        item.adopt(self.traffic)
-        self.executor.gate.items[id(parameter)] = item
-        item.settle_below(self.traffic, mapped)
+        item = ParameterItem(position, name, parameter, self.executor.traffic.spill.tier_for(size_bytes), self.backend.device)
+        item.adopt(self.executor.traffic)
+        self.executor.homes.parameters[id(parameter)] = item
+        item.settle_below(self.executor.traffic, mapped)
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
-        """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
-        name = self.executor.names_by_id[id(parameter)]
-        position = list(self.executor.names_by_id).index(id(parameter))
-        self._hook_gradient(parameter)
+        """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
+        name = self.executor.homes.names[id(parameter)]
+        position = list(self.executor.homes.names).index(id(parameter))
+        self._gradient_hooks.add(parameter)
         self.unmoved.pop(name, None)
         self._take(position, name, parameter, MappedFiles.none())
         if name in self.unmoved and parameter.device != self.backend.device:
             parameter.data = parameter.data.to(self.backend.device)
-        self.executor.gate.look(bool(self.executor.gate.items))
+        self.executor.gate.intercept(bool(self.executor.homes.parameters))
 
     def check_filled(self) -> None:
         """Returns if every parameter and buffer has a value.
@@ -180,8 +167,8 @@ class Custody:
 
     def trim(self, parameter: torch.Tensor) -> None:
         """Drops the pages of a parameter's home from memory and page cache; its value stays."""
-        item = self.executor.gate.items.get(id(parameter))
-        if item is not None and item.tensor is parameter and isinstance(item.place, HomePlace):
+        item = self.executor.homes.parameter(parameter)
+        if item is not None and isinstance(item.place, HomePlace):
             item.place.home.trim()
 
     def _why_kept(self, parameter: torch.Tensor) -> str:
@@ -191,42 +178,8 @@ class Custody:
             return "smaller than min_bytes"
         return why_unmovable(parameter)
 
-    def _hook_gradient(self, parameter: torch.Tensor) -> None:
-        if id(parameter) in self._hooks or not (parameter.requires_grad and parameter.is_leaf):
-            return
-        if parameter.is_meta:
-            return  # hooked when it has its value, which comes with another node
-        if parameter.layout is not torch.strided:
-            return  # never moved, and a sparse one has no view through which to find its node
-
-        def gradient_arrived(home: torch.Tensor) -> None:
-            if not self.is_open:
-                return
-            if self.stepper is not None:
-                with self.executor.lock:
-                    self.stepper.early.run()  # before the tick of this gradient
-            item = self.executor.gate.items.get(id(home))
-            if item is not None and item.tensor is home:
-                self.executor.gradients.arrived(item)
-            if self.stepper is not None and self.executor.mode is not Mode.IDLE:
-                with self.executor.lock:
-                    self.stepper.gradient_arrived(home)
-
-        def about_to_accumulate(grads: Any) -> None:
-            item = self.executor.gate.items.get(id(parameter))
-            if item is not None and item.tensor is parameter and self.is_open:
-                self.executor.gradients.about_to_accumulate(item)
-
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._hooks[id(parameter)] = (
-            parameter.register_post_accumulate_grad_hook(gradient_arrived),
-            node.register_prehook(about_to_accumulate),
-            node,  # the parameter itself holds its node only weakly
-            parameter,
-        )
-
-    def _look(self) -> tuple[Any, ...]:
-        """Returns what tells whether somebody changed the model's parameters from outside."""
+    def _fingerprint_now(self) -> tuple[Any, ...]:
+        """Returns a fingerprint of the parameters, used to detect changes made outside tieroff."""
         return tuple(
             (id(p), p.requires_grad, p.dtype)
             for module in self.model.modules()
@@ -242,61 +195,47 @@ class Custody:
             for p in module._parameters.values()
         )
 
-    def place_for(self, program: Program) -> None:
-        """Puts parameters and optimizer state where this program's plan has them between steps.
+    def place_for(self, kind: StepKind) -> None:
+        """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
 
         Those that go to files move first and those that go to host memory last, so that host memory is free by then.
         """
-        items: list[HomeItem] = [*self.executor.gate.items.values()]
-        items += self.stepper.items.values() if self.stepper is not None else ()
-        targets = [(item, self._tier_between_steps(item, program)) for item in items]
+        homes, traffic = self.executor.homes, self.executor.traffic
+        traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
+        items = [*homes.parameters.values(), *homes.states.values()]
+        targets = [(item, _tier_between_steps(item, kind)) for item in items]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
             if tier is not None:
                 self._send_below(item, tier)
             elif item.tensor is not None:
-                item.refresh(self.traffic)
-                item.lift(self.traffic)
-                item.leave_place(self.traffic)
-        self.executor.gate.look(not program.moves_nothing)
+                item.refresh(traffic)
+                item.lift(traffic)
+                item.leave_place(traffic)
+        self.executor.gate.intercept(not kind.moves_nothing)
         # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
-        self.backend.tune_allocator(None if program.moves_nothing else self.settings.allocator_threshold_bytes)
+        self.backend.tune_allocator(None if kind.moves_nothing else self.settings.allocator_threshold_bytes)
 
-    def keep_freed(self, program: Program) -> None:
-        """Has the backend keep freed memory for reuse in the step that begins, as far as its peak or the budget goes."""
+    def keep_freed(self, kind: StepKind) -> None:
+        """Lets the backend keep freed memory for reuse in the step that begins, up to the step's peak or the budget."""
         limit_bytes = self.executor.on_demand.room_bytes
-        if program.phase is Phase.RECORD:
+        if isinstance(kind.stage, Recording):
             limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system
-        elif program.phase is Phase.PLANNED and program.plan is not None:
-            copies = [item for item in self.home_items() if item.device is not None and not self.backend.gave(item.device)]
-            elsewhere_bytes = sum(item.size_bytes for item in copies) + program.scratch_bytes
-            limit_bytes = program.plan.peak_bytes[Tier.DEVICE] - elsewhere_bytes
+        elif isinstance(kind.stage, Planned):
+            copies = [item for item in self.executor.homes if item.device is not None and not self.backend.gave(item.device)]
+            elsewhere_bytes = sum(item.size_bytes for item in copies) + kind.stage.recorded.scratch_bytes
+            limit_bytes = kind.stage.plan.peak_bytes[Tier.DEVICE] - elsewhere_bytes
         self.backend.keep_freed(max(limit_bytes, 0))
-
-    def _tier_between_steps(self, item: HomeItem, program: Program) -> Tier | None:
-        """Returns the lower tier of an item at the start of a step, or None for the device."""
-        if program.phase is not Phase.PLANNED:
-            return item.tier
-        index = program.index.get(item.key, -1)
-        if program.moves_nothing or (index >= 0 and index not in program.tiers):
-            return None
-        return program.tiers.get(index, item.tier)
 
     def _send_below(self, item: HomeItem, tier: Tier) -> None:
         if item.tensor is None:
             return
         if item.tier is not tier:
-            item.refresh(self.traffic)
-            item.lift(self.traffic)
-            item.leave_place(self.traffic)
+            item.refresh(self.executor.traffic)
+            item.lift(self.executor.traffic)
+            item.leave_place(self.executor.traffic)
             item.tier = tier
-        item.leave(self.traffic)
-
-    def home_items(self) -> Iterator[HomeItem]:
-        yield from self.executor.gate.items.values()
-        yield from self.executor.gradients.values()
-        if self.stepper is not None:
-            yield from self.stepper.items.values()
+        item.leave(self.executor.traffic)
 
     def device_storages(self) -> set[int]:
         return {
@@ -305,54 +244,29 @@ class Custody:
             if p.layout is torch.strided and type(p) in (torch.Tensor, torch.nn.Parameter)
         }
 
-    def tier_for(self, size_bytes: int) -> Tier:
-        """Returns the first lower tier with room, while nothing is planned."""
-        for tier in self.settings.spill:
-            store = self.stores[tier]
-            if store.capacity_bytes - store.used_bytes >= size_bytes:
-                return tier
-        return self.settings.spill[-1]
-
-    def demote(self, item: Item, error: StoreError) -> bool:
-        """After a failed copy out: True when the item may try another tier. Its source is intact."""
-        others = [t for t in self.settings.spill if t is not item.tier]
-        for tier in others:
-            if self.stores[tier].capacity_bytes - self.stores[tier].used_bytes >= item.size_bytes:
-                is_usual = error.errno == errno.ENOSPC and self._fills_in_order()
-                level = logging.DEBUG if is_usual or item.key in self._demoted else logging.WARNING
-                self._demoted.add(item.key)
-                # Its text: the error itself holds frames, and with them tensors, for as long as a handler keeps the record.
-                log.log(level, "%s: %s goes to %s instead", str(error), item.name, tier.value)
-                item.tier = tier
-                return True
-        return False
-
-    def _unhook(self, keys: set[int]) -> None:
-        for key in keys:
-            arrived, before, _, _ = self._hooks.pop(key)
-            arrived.remove()
-            before.remove()
-
     def has_changed(self) -> bool:
         """True when somebody replaced, converted, assigned or froze parameters from outside."""
-        return self._look() != self._identity or any(not item.is_current() for item in self.executor.gate.items.values())
+        if self._fingerprint_now() != self._fingerprint:
+            return True
+        return any(not item.is_current() for item in self.executor.homes.parameters.values())
 
     def give_back(self) -> None:
         """Makes every parameter, gradient and living activation ordinary memory again."""
-        self.is_open = False
-        self._unhook(set(self._hooks))
-        items = self.executor.gate.items
-        for home in (*self.executor.gradients.values(), *items.values()):
-            home.bring_home(self.traffic)
-        items.clear()
-        self.executor.gate.forget_strangers()
+        self._gradient_hooks.close()
+        homes, traffic = self.executor.homes, self.executor.traffic
+        for home in (*homes.gradients.values(), *homes.parameters.values()):
+            home.bring_home(traffic)
+        homes.parameters.clear()
+        self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
-        self.executor.bring_activations_home()
+        self.executor.saved_tensors.bring_home()
 
-    def _fills_in_order(self) -> bool:
-        """True while nothing is planned: tiers are filled in order, and one of them being full is nothing special.
 
-        In inference, between steps, what the plan has on the device for all of its step leaves too.
-        """
-        program = self.executor.program
-        return self.executor.is_inferring or program is None or program.phase is not Phase.PLANNED
+def _tier_between_steps(item: HomeItem, kind: StepKind) -> Tier | None:
+    """Returns the lower tier of an item at the start of a step, or None for the device."""
+    if not isinstance(kind.stage, Planned):
+        return item.tier
+    index, tiers = kind.stage.recorded.index.get(item.key, -1), kind.stage.executable.tiers
+    if kind.moves_nothing or (index >= 0 and index not in tiers):
+        return None
+    return tiers.get(index, item.tier)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,20 @@ from tieroff.core.seams import Foresight, PlanSource
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.runtime.custody import Custody, Settings
-from tieroff.runtime.hooks.compiled import CompiledCall, find_compiled
-from tieroff.runtime.hooks.forward import ForwardSlot, RecurrentWeights
-from tieroff.runtime.hooks.parameters import functorch_is_active, install, uninstall
-from tieroff.runtime.hooks.recompute import layers_of
-from tieroff.runtime.lifecycle import Steps
+from tieroff.runtime.custody import Custody
+from tieroff.runtime.execution.autograd import functorch_is_active
+from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
+from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
+from tieroff.runtime.hooks.forward.slot import ForwardSlot
+from tieroff.runtime.hooks.parameters.access import install, uninstall
+from tieroff.runtime.hooks.recompute.layers import layers_of
+from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
-from tieroff.runtime.step.program import Mode, Program
+from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.kinds import StepKind
+from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.step.stats import Stats
 
 WriteReport = Callable[[Run, Path], None]
@@ -69,13 +72,11 @@ class Engine:
         self.stores = resources.stores
         self._resources, self._backend = resources, resources.backend
         self._plans, self._write_report = plans, write_report
-        self._custody = Custody(model, resources.backend, resources.stores, settings, foresight)
+        self._custody = Custody(model, resources, settings, foresight)
         self._steps = Steps(self._custody, plans)
         self.executor = self._custody.executor
         self._compiled: dict[torch.nn.Module, CompiledCall] = {}
         self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
-        self._pid = os.getpid()
-        self.is_closed = False
         try:
             self._take_over()
         except BaseException:
@@ -111,11 +112,11 @@ class Engine:
             self._slots.append(state_dicts.install(self.model))
 
     def _take_compiled(self) -> None:
-        """Stands round the calls of submodules that are compiled by now."""
+        """Intercepts the calls of submodules that are compiled by now."""
         for module in list(find_compiled(self.model)):
             known = self._compiled.get(module)
             if known is None or not known.is_current:
-                self._compiled[module] = CompiledCall(module, self.executor)
+                self._compiled[module] = CompiledCall(module, self.executor.gate, self.executor.context)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer whose `step` ends a training step.
@@ -123,17 +124,20 @@ class Engine:
         Raises:
             StateError: there is one already, or this one cannot be stepped in parts or as a whole.
         """
-        self._check_alive()
+        self._custody.check_alive()
         if self._custody.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one")
-        self._custody.stepper = BucketedStep(
-            optimizer, self.executor, self._before_update, self._steps.after_update, self.settings.min_bytes,
-            self.settings.update_in_backward,
-        )  # fmt: skip
+        executor = self.executor
+        stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install_on_optimizer(optimizer))
-        self._custody.stepper.take_over_state()
+        self._custody.attach(stepper)
         self._steps.forget()
+
+    @property
+    def is_closed(self) -> bool:
+        """True once everything was given back, or is about to be."""
+        return self._custody.is_closed
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -142,25 +146,25 @@ class Engine:
         return stepper.optimizer if stepper is not None else None
 
     def begin_in(self, method: str) -> None:
-        """Has steps begin in another method of the model too: one that a trainer calls in place of its forward.
+        """Lets steps begin in another method of the model too, one that a trainer calls in place of its forward.
 
         Args:
             method: name of a method that computes the loss, and neither runs backward nor updates. Naming it twice is naming
                 it once.
         """
-        self._check_alive()
+        self._custody.check_alive()
         if not isinstance(self.model.__dict__.get(method), ForwardSlot):
             self._slots.append(ForwardSlot(self.model, self._in_step, method))
 
     def settle(self) -> None:
         """Takes over what was changed from outside since the last step, and puts optimizer state that is new below."""
-        self._check_alive()
+        self._custody.check_alive()
         self._steps.check_model()
         if self._custody.stepper is not None:
-            self._custody.stepper.take_over_state()
+            self._custody.stepper.state.take_over()
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
-        """Looks after a parameter that lay on the meta device and has its value now; it goes below right away."""
+        """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
         self._custody.take_filled(parameter)
         self._steps.forget()
 
@@ -172,12 +176,12 @@ class Engine:
         """Gives everything back: a plain module and optimizer with their values intact; threads and files end."""
         if self.is_closed:
             return
-        self.is_closed = True
-        if os.getpid() != self._pid:
+        self._custody.is_closed = True
+        if not self._custody.is_own_process:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
         self.executor.abandon()
-        self._steps.end_spans()
-        for slot in (*self._slots, *self._compiled.values(), *self._steps.recomputed.values()):
+        self._steps.close()
+        for slot in (*self._slots, *self._compiled.values(), *self._steps.recomputation.slots.values()):
             slot.remove()
         uninstall(self.model)
         try:
@@ -197,7 +201,7 @@ class Engine:
 
     def _in_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method of the model that begins a step, or is called in one that did."""
-        self._check_alive()
+        self._custody.check_alive()
         if self._custody.may_be_hollow:
             self._custody.check_filled()
         executor = self.executor
@@ -212,11 +216,11 @@ class Engine:
             return self._infer(inner, args, kwargs)
         self._take_compiled()
         self._steps.begin_forward(args, kwargs)
-        executor.gate.new_forward(self._backend.device)
+        executor.gate.autocast.new_forward(self._backend.device)
         executor.gate.depth += 1
         try:
             with contextlib.ExitStack() as hooks:
-                if executor.mode is not Mode.PASS or self.settings.compute_dtype is not None:
+                if executor.state.mode is not Mode.PASS or self.settings.compute_dtype is not None:
                     hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks()))
                 out = inner(*args, **kwargs)
             executor.gate.check_casts()
@@ -232,11 +236,11 @@ class Engine:
         finally:
             executor.gate.depth -= 1
             executor.gate.forget_casts()
-            executor.on_demand.let_go()
+            executor.on_demand.release_reachable()
 
     def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         saved = self.executor.saved_tensors
-        pack, unpack = saved.pack if self.executor.mode is not Mode.PASS else saved.pack_casts, saved.unpack
+        pack, unpack = saved.pack if self.executor.state.mode is not Mode.PASS else saved.pack_casts, saved.unpack
         # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
         return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 
@@ -263,30 +267,16 @@ class Engine:
 
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
-        executor = self.executor
         self._steps.check_model()
-        mode, executor.mode = executor.mode, Mode.IDLE
-        executor.gate.depth += 1
-        executor.is_inferring = True
-        try:
-            out = inner(*args, **kwargs)
-            executor.gate.check_casts()
-            return out
-        finally:
-            executor.gate.depth -= 1
-            executor.gate.forget_casts()
-            executor.on_demand.let_go()
-            executor.mode, executor.is_inferring = mode, False
+        with self.executor.inferring():
+            return inner(*args, **kwargs)
 
-    def _before_update(self) -> None:
-        self._check_alive()
-        self._steps.before_update()
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which tensors saved outside the model, by a loss for example, are moved like its own.
 
-    def _check_alive(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError("this model was wrapped in the parent process; a forked child cannot run it: wrap it there")
-        if self.is_closed:
-            raise StateError("this engine is closed; wrap the model again")
+        Enter it after the model's forward has begun the step: around the loss, or around forward and loss together.
+        """
+        return self.executor.saved_tensors.scope()
 
     @property
     def trace(self) -> Trace:
@@ -298,9 +288,9 @@ class Engine:
     @property
     def plan(self) -> Plan:
         last = self._steps.last
-        if last is None or last.plan is None:
+        if last is None or last.planned is None:
             raise StateError("there is no plan yet; it is made after the second training step")
-        return last.plan
+        return last.planned.plan
 
     @property
     def timeline(self) -> Timeline:
@@ -308,7 +298,7 @@ class Engine:
         last = self._steps.last
         if last is None or last.ran is None:
             raise StateError("there is no timeline yet; the first planned step is the third")
-        return last.ran[2]
+        return last.ran.timeline
 
     @property
     def device(self) -> torch.device:
@@ -316,7 +306,7 @@ class Engine:
         return self._backend.device
 
     def watch(self, seen: Callable[[Stats, Plan | None], None]) -> None:
-        """Has `seen` be called after every step, with its figures and the plan of its kind, None while there is none."""
+        """Calls `seen` after every step, with its figures and the plan of its kind, or None while it has none."""
         self._steps.watchers.append(seen)
 
     @property
@@ -350,24 +340,25 @@ class Engine:
         """
         if self._steps.last is None:
             return "No training step has run yet: nothing is known of this model's tensors."
-        for program in self._kinds():
-            if program.trace is not None and program.plan is not None:
-                return self._explain(program, program.trace, program.plan, detail=detail)
+        for kind in self._kinds():
+            if kind.planned is not None:
+                return self._explain(kind, kind.planned.trace, kind.planned.plan, detail=detail)
         return "The first two steps are traced and measured, with everything moved out; the plan comes with the third."
 
-    def _kinds(self) -> Iterator[Program]:
+    def _kinds(self) -> Iterator[StepKind]:
         """Yields the kinds of steps, the one that ran last first."""
         if self._steps.last is not None:
             yield self._steps.last
-        yield from reversed(self._steps.programs.values())
+        yield from reversed(self._steps.kinds.values())
 
-    def _explain(self, program: Program, trace: Trace, plan: Plan, *, detail: bool) -> str:
+    def _explain(self, kind: StepKind, trace: Trace, plan: Plan, *, detail: bool) -> str:
         stats = self._steps.stats
         measured = stats.figures() if stats is not None else None
         is_cpu, dtype = self._backend.device.type == "cpu", self.settings.compute_dtype
         compute_type = "bf16" if dtype is torch.bfloat16 else ""
         stepper = self._custody.stepper
-        may_update = program.leaves_gradients and stepper is not None and stepper.could_update_in_backward
+        leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
+        may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
         told = Told(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type, may_update)
         return "\n".join(explain(told, detail=detail))
 
@@ -378,14 +369,14 @@ class Engine:
         return reasons
 
     def _run(self) -> Run:
-        for program in self._kinds():
-            if program.trace is not None and program.plan is not None and program.moves_nothing:
-                trace, plan, timeline = program.trace, program.plan, Timeline((), (), ())
-            elif program.ran is not None:
-                trace, plan, timeline = program.ran
+        for kind in self._kinds():
+            if kind.planned is not None and kind.planned.plan.moves_nothing:
+                trace, plan, timeline = kind.planned.trace, kind.planned.plan, Timeline((), (), ())
+            elif kind.ran is not None:
+                trace, plan, timeline = kind.ran.trace, kind.ran.plan, kind.ran.timeline
             else:
                 continue
-            explanation = self._explain(program, trace, plan, detail=True)
+            explanation = self._explain(kind, trace, plan, detail=True)
             machine = self._plans.machine_of(trace)
             return Run(trace, plan, timeline, self.settings.config_toml, self.history.steps, machine, explanation)
         raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")

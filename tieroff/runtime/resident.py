@@ -10,7 +10,7 @@ from tieroff.runtime.engine import Engine
 
 
 class Resident:
-    """What the process takes besides tensors, on the CPU backend: library code and scratch, heap, thread stacks."""
+    """Memory of the process that holds no tensor, on the CPU backend: library code and scratch, heap, thread stacks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class

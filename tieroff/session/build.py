@@ -19,10 +19,10 @@ from tieroff.planner.compare.predict import predict
 from tieroff.planner.foresight import Correlation
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.custody import Settings
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.resident import Resident
 from tieroff.runtime.resources import Resources
+from tieroff.runtime.settings import Settings
 from tieroff.session.budgets import Budgets
 from tieroff.session.given_plan import GivenPlan
 from tieroff.session.links import Links

@@ -276,8 +276,9 @@ def test_raw_writes_between_backward_and_update_into_what_the_plan_keeps_for_the
         if wrap:
             engine = tieroff.engine(model)
             assert engine.stats().phase == "planned" and engine.stats().fallbacks == 0
-            assert engine._steps.last is not None
-            kinds = {engine.trace.tensors[index].kind for index in engine._steps.last.stays_after_backward}
+            assert engine._steps.last is not None and engine._steps.last.planned is not None
+            stays = engine._steps.last.planned.executable.stays_after_backward
+            kinds = {engine.trace.tensors[index].kind for index in stays}
             tieroff.unwrap(model)
         return losses, look(model, optimizer), kinds
 

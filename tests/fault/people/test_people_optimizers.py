@@ -421,9 +421,8 @@ def test_state_loaded_between_steps_lies_below_when_the_next_step_begins(each_se
         usual(model, optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     loss = loss_of(model)
-    stepper = tieroff.engine(model)._custody.stepper
-    assert stepper is not None
-    moved = {id(item.tensor): item for item in stepper.items.values()}
+    states = tieroff.engine(model).executor.homes.states
+    moved = {id(item.tensor): item for item in states.values()}
     for state in optimizer.state.values():
         assert moved[id(state["exp_avg"])].device is None
     loss.backward()

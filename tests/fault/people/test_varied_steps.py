@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import tieroff
 from harness.varied import Experts, Plain
 from tests.support.parity import BACKENDS
-from tieroff.runtime.execution.on_demand import Experience
-from tieroff.runtime.optimizer.bucketed import BucketedStep
+from tieroff.runtime.execution.experience import Experience
+from tieroff.runtime.optimizer.update import BucketUpdate
 
 FREE_FROM = 14  # steps until so many were traced that no more are
 STEPS = FREE_FROM + 5
@@ -138,19 +138,19 @@ def test_exception_in_the_update_leaves_nothing_above(
         optimizer.step()
         optimizer.zero_grad()
     usual(model, STEPS)
-    run, calls = BucketedStep._run_on, []
+    run, calls = BucketUpdate.step_on, []
 
-    def fails(self: BucketedStep, *args: Any) -> None:
+    def fails(self: BucketUpdate, *args: Any) -> None:
         calls.append(self)
         if len(calls) == 4:
             raise KeyboardInterrupt
         run(self, *args)
 
-    monkeypatch.setattr(BucketedStep, "_run_on", fails)
+    monkeypatch.setattr(BucketUpdate, "step_on", fails)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     monkeypatch.undo()
-    items = [*tieroff.engine(model).executor.gate.items.values()]
+    items = [*tieroff.engine(model).executor.homes.parameters.values()]
     assert items and all(item.device is None and not item.is_lifted for item in items)
     for parameter in model.parameters():
         parameter.data.fill_(7.0)
@@ -162,14 +162,14 @@ def test_exception_in_the_update_leaves_nothing_above(
 def test_bucket_is_on_the_device_when_it_is_updated(
     tmp_path: Path, backend: str, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = BucketedStep._run_on
+    run = BucketUpdate.step_on
     away: list[str] = []
 
-    def looks(self: BucketedStep, bucket: list[Tensor], *args: Any) -> None:
+    def looks(self: BucketUpdate, bucket: list[Tensor], *args: Any) -> None:
         away.extend(item.name for item in self._items_of(bucket) if item.device is None)
         run(self, bucket, *args)
 
-    monkeypatch.setattr(BucketedStep, "_run_on", looks)
+    monkeypatch.setattr(BucketUpdate, "step_on", looks)
     made = model, optimizer = make()
     wrap(made, tmp_path, backend, budget)
     for step in range(STEPS):
@@ -195,7 +195,7 @@ def test_graph_that_lives_on_takes_no_room_from_the_next_step(tmp_path: Path, ba
         if step < STEPS - 1:
             optimizer.step()
         optimizer.zero_grad()
-    old = list(engine.executor._live_activations.values())
+    old = list(engine.executor.activations)
     assert any(item.device is not None for item in old)
     seen: list[bool] = []
     assert isinstance(model, Experts)

@@ -21,7 +21,7 @@ import tieroff
 from tests.support.delayed import DelayedBackend
 from tests.support.parity import copy_of, differing, machine_file, state_of
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.hooks.forward import ForwardSlot
+from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.optimizer import state_dicts
 
 pytestmark = [
@@ -214,7 +214,7 @@ def test_assigning_a_mapped_checkpoint_moves_it_to_the_tiers(wrap: Callable[[Pai
     with torch.no_grad():
         tokens = torch.arange(12)
         assert torch.equal(wrapped[0](tokens), source[0](tokens))
-    assert len(tieroff.engine(wrapped[0]).executor.gate.items) == len(list(wrapped[0].parameters()))
+    assert len(tieroff.engine(wrapped[0]).executor.homes.parameters) == len(list(wrapped[0].parameters()))
 
 
 def test_an_asynchronous_save_holds_the_values_of_its_call(wrap: Callable[[Pair], Pair], tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_model_from_the_meta_device_trains_as_the_original(
     if optimizer is None:
         optimizer = adamw(model)
         engine.attach(optimizer)
-    items = list(engine.executor.gate.items.values())
+    items = list(engine.executor.homes.parameters.values())
     assert len(items) >= 8
     assert all(item.state is State.LOWER for item in items)
     assert {item.tier for item in items} == {Tier.HOST if host_bytes else Tier.NVME}

@@ -81,9 +81,8 @@ def test_the_planner_knows_what_checksums_cost(
 
     monkeypatch.setattr("tieroff.session.planning.make_plan", noting)
     model = wrapped(tmp_path, machine(), [tmp_path / "a"], checksum=checksum)
-    stepper = tieroff.engine(model)._custody.stepper
-    assert stepper is not None
-    optimizer = stepper.optimizer
+    optimizer = tieroff.engine(model).optimizer
+    assert optimizer is not None
     for _ in range(3):
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()

@@ -23,7 +23,7 @@ from tests.support.parity import NVME, config_for, differing, state_of
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.integrations.transformers import TieroffCallback
-from tieroff.runtime.hooks.forward import signature_of, storages_of
+from tieroff.runtime.hooks.forward.inputs import signature_of, storages_of
 
 # The name that is to go is the one that every version 5 knows; peft uses it too.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")]

@@ -74,7 +74,7 @@ class CpuBackend:
 
 
 def settle_vector_math() -> None:
-    """Has every elementwise function of the vector math library run once, on one thread.
+    """Runs every elementwise function of the vector math library once, on one thread.
 
     The library of torch's x86 builds picks a function's kernel in its first call. When several threads make that call at
     once, one of them can run a kernel of low accuracy (torch issue 188792): in one process of four, AdamW's first square

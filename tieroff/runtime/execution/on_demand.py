@@ -3,74 +3,37 @@
 [Note: room]
 Room is what the budget leaves when every op has what it needs and everything else is away, by the traces of steps that were
 recorded. Up to it saved tensors stay (least recently used leaves first), and what the update is done with. With a
-`Foresight`, copies out begin before their room is needed, and what is foreseen is fetched; without, this is paging on demand.
+`Foresight`, copies out begin before their room is needed, and predicted tensors are fetched; without one, this is paging.
 Steps that are recorded or measured have no room: their traces must show what ops need. Nor have those with an input that is
 larger than every recorded one.
 
 [Note: homes]
 Parameters and gradients stay no longer than without room: user code (hooks, forwards, whoever catches an exception) may write
-them through `.data`, which no version shows, and where they lie below that counts. A parameter is foreseen only if no recorded
-step wrote it in forward or backward, and lies above unused until it is read.
+them through `.data`, which no version shows, and where they lie below that counts. Only parameters that no recorded
+step wrote in forward or backward are prefetched; a prefetched copy is not handed out until it is read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
-from typing import TYPE_CHECKING
 
 from tieroff.core.seams import Foresight
-from tieroff.runtime.hooks.activations import ActivationItem
+from tieroff.runtime.execution.experience import Experience
+from tieroff.runtime.execution.runner import PlanRunner
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import Event, State
-from tieroff.runtime.step.program import Mode, Phase
-
-if TYPE_CHECKING:
-    from tieroff.runtime.execution.executor import Executor
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.kinds import Planned, Unplanned
+from tieroff.runtime.step.mode import Mode
 
 # How many fetched parameters are kept at hand: enough for a weight and its bias.
-_PARAMETERS_HELD = 2
+_READ_KEPT = 2
 # More tensors than any op saves of its inputs before its kernel runs, and fills in that kernel.
 TICKS_OF_ONE_OP = 3
-
-
-Shapes = tuple[tuple[int, ...], ...] | None
-
-
-class Experience:
-    """What recorded steps say about steps that run without a plan.
-
-    Attributes:
-        room_bytes: device bytes of the budget that no op of theirs needed.
-        clean: keys of parameters that they read, and wrote in neither forward nor backward.
-    """
-
-    def __init__(self) -> None:
-        self.room_bytes = 0
-        self.clean: frozenset[Hashable] = frozenset()
-        self._read, self._written = set[Hashable](), set[Hashable]()
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
-
-    def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
-        """Learns from one recorded step: what it read and wrote, its forwards' inputs, and the room of all steps so far."""
-        self._read |= read
-        self._written |= written
-        self.clean = frozenset(self._read - self._written)
-        for shape in shapes:
-            if shape is not None and not self.covers(shape):
-                self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
-        self.room_bytes = room_bytes
-
-    def covers(self, shapes: Shapes) -> bool:
-        """Returns whether some recorded input was at least as large in every dimension of every tensor."""
-        return shapes is not None and any(_is_within(shapes, known) for known in self._shapes)
-
-
-def _is_within(shapes: tuple[tuple[int, ...], ...], known: tuple[tuple[int, ...], ...]) -> bool:
-    return [len(shape) for shape in shapes] == [len(shape) for shape in known] and all(
-        size <= most for shape, limit in zip(shapes, known, strict=True) for size, most in zip(shape, limit, strict=True)
-    )
 
 
 class OnDemand:
@@ -81,98 +44,101 @@ class OnDemand:
         experience: what recorded steps say.
     """
 
-    def __init__(self, executor: Executor, foresight: Foresight | None = None) -> None:
-        self._executor = executor
+    def __init__(
+        self, state: StepState, traffic: Traffic, runner: PlanRunner, foresight: Foresight | None = None
+    ) -> None:
+        self._state, self._traffic, self._runner = state, traffic, runner
         self._foresight = foresight
         self.room_bytes = 0
         self.experience = Experience()
-        self._parameters: deque[ParameterItem] = deque()
+        self._read: deque[ParameterItem] = deque()
         self._incomplete: deque[tuple[ActivationItem, int]] = deque()
         self._ticks = 0
-        self._held: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
+        self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
         self._known: dict[Hashable, Item] = {}
 
     @property
     def has_room(self) -> bool:
         """True while things may stay beyond the moment."""
-        executor = self._executor
-        if self.room_bytes <= 0 or executor.mode is not Mode.DEMAND or executor.recorder is not None:
+        state = self._state
+        if self.room_bytes <= 0 or state.mode is not Mode.DEMAND or state.record.recorder is not None:
             return False
-        return executor.program is not None and executor.program.phase in (Phase.FREE, Phase.PLANNED)
+        return state.kind is not None and isinstance(state.kind.stage, Unplanned | Planned)
 
-    def begin(self) -> None:
+    def begin(self, parameters: Iterable[ParameterItem]) -> None:
         """A step begins."""
-        self._known = {item.key: item for item in self._executor.gate.items.values()}
+        self.room_bytes = self.experience.room_bytes
+        self._known = {item.key: item for item in parameters}
         if self._foresight is not None:
             self._foresight.begin()
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def hold(self, item: ParameterItem) -> None:
-        """Keeps a fetched parameter at hand for a moment: whoever uses it holds its memory himself."""
+    def keep_read(self, item: ParameterItem) -> None:
+        """Keeps a fetched parameter for a moment; its user holds its own reference to the memory."""
         self.claim(item)
-        if item in self._parameters:
+        if item in self._read:
             return
-        self._parameters.append(item)
-        while len(self._parameters) > _PARAMETERS_HELD:
-            self._drop(self._parameters.popleft())  # at once, whatever the room: user code may write what is lifted
+        self._read.append(item)
+        while len(self._read) > _READ_KEPT:
+            self._drop(self._read.popleft())  # at once, whatever the room: user code may write what is lifted
 
-    def dismiss(self, item: ParameterItem) -> None:
-        """Lets go of a fetched parameter at once: nobody uses this copy of it."""
-        with self._executor.lock:
-            if item in self._parameters:
-                self._parameters.remove(item)
+    def release_read(self, item: ParameterItem) -> None:
+        """Frees a fetched parameter at once: this copy is not used any more."""
+        with self._state.lock:
+            if item in self._read:
+                self._read.remove(item)
                 self._drop(item)
 
     def claim(self, *items: Item) -> None:
-        """These are used now: whoever uses them decides when they leave."""
+        """These are used now: their user decides when they leave."""
         for item in items:
-            self._held.pop(id(item), None)
+            self._kept.pop(id(item), None)
 
     def used(self, key: Hashable) -> None:
         """Forward used a parameter."""
         if self._foresight is not None:
-            with self._executor.lock:
+            with self._state.lock:
                 self._foresight.used(key)
                 self._look_ahead()
 
     def saved(self, item: Item) -> None:
         """Autograd saved this for backward."""
         if self._foresight is not None:
-            with self._executor.lock:
+            with self._state.lock:
                 self._known[item.key] = item
                 self._foresight.saved(item.key)
 
     def wanted(self, item: Item) -> None:
         """Backward used what was saved."""
         if self._foresight is not None:
-            with self._executor.lock:
+            with self._state.lock:
                 self._foresight.wanted(item.key)
                 self._look_ahead()
 
-    def wait_for(self, item: ActivationItem) -> None:
+    def keep_until_complete(self, item: ActivationItem) -> None:
         """Keeps a saved tensor until the ticks of its own op are over."""
         self._incomplete.append((item, self._ticks + TICKS_OF_ONE_OP))
 
     def tick(self, ticks: int = 1) -> None:
-        """So many ticks went by: what was incomplete is complete after some, and may leave."""
+        """Ticks went by: saved tensors whose own op is over may leave."""
         self._ticks += ticks
         while self._incomplete and self._incomplete[0][1] <= self._ticks:
             item, _ = self._incomplete.popleft()
             if item.device is not None and item.state is not State.ARRIVING:
-                self.let_leave(item)
+                self.release(item)
 
-    def let_leave(self, *items: Item) -> None:
-        """Has items leave that nothing uses right now: at once, or when their room is needed.
+    def release(self, *items: Item) -> None:
+        """Releases items that nothing uses right now: they leave at once, or when their room is needed.
 
-        Of homes only those that no user code can reach before the next `let_go`.
+        Homes only where no user code can reach them before the next `release_reachable`.
         """
         if not self.has_room:
             for item in items:
-                self._executor.release(item)
+                item.leave(self._traffic)
             return
         for item in items:
-            self._hold_last(item)
+            self._keep_last(item)
             if isinstance(item, HomeItem):
                 self._copy_out(item)  # before user code runs next it has to lie below in any case
         self._shrink()
@@ -180,25 +146,25 @@ class OnDemand:
     def unpacked(self, item: ActivationItem) -> None:
         """Backward has a saved tensor, and as a rule it was the last to ask for it."""
         if not self.has_room or item.state is State.BOTH:
-            self._executor.release(item)
+            item.leave(self._traffic)
         else:
-            self.let_leave(item)  # it dies soon, and need not be copied before
+            self.release(item)  # it dies soon, and need not be copied before
 
-    def let_go(self) -> None:
-        """Lets everything leave that user code may hold or write: it runs next."""
+    def release_reachable(self) -> None:
+        """Frees everything that user code may hold or write, because it runs next."""
         self.tick(TICKS_OF_ONE_OP)
-        while self._parameters:
-            self._drop(self._parameters.popleft())
-        for item in list(self._held.values()):
+        while self._read:
+            self._drop(self._read.popleft())
+        for item in list(self._kept.values()):
             if isinstance(item, HomeItem):
                 self.claim(item)
                 self._drop(item)
 
-    def clear(self) -> None:
-        """Lets everything leave: the step is over, or what its ops need is not known."""
-        self.let_go()
-        while self._held:
-            _, item = self._held.popitem()
+    def release_all(self) -> None:
+        """Frees everything: the step is over, or what its ops need is unknown."""
+        self.release_reachable()
+        while self._kept:
+            _, item = self._kept.popitem()
             self._drop(item)
 
     def forget(self, item: Item) -> None:
@@ -210,17 +176,17 @@ class OnDemand:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _look_ahead(self) -> None:
-        """Fetches what is foreseen, as far as there is room or something that is not foreseen can go without a wait."""
+        """Prefetches predicted tensors, as far as there is room or something else can leave without a wait."""
         if self._foresight is None or not self.has_room:
             return
-        foreseen = [item for key in self._foresight.ahead() if (item := self._known.get(key)) is not None]
-        self.fetch(item for item in foreseen if not isinstance(item, ParameterItem) or item.key in self.experience.clean)
+        predicted = [item for key in self._foresight.ahead() if (item := self._known.get(key)) is not None]
+        self.fetch(item for item in predicted if not isinstance(item, ParameterItem) or item.key in self.experience.clean)
 
     def fetch(self, items: Iterable[Item]) -> None:
         """Starts to fetch items in this order, up to the first for which no room can be made without a wait."""
         if self._foresight is None or not self.has_room:
             return
-        traffic = self._executor.traffic
+        traffic = self._traffic
         kept: set[int] = set()
         for item in items:
             kept.add(id(item))
@@ -230,33 +196,33 @@ class OnDemand:
             if traffic.device_bytes + item.size_bytes > self.room_bytes:
                 return
             traffic.send(item, Event.FETCH)
-            self._hold_last(item)
+            self._keep_last(item)
 
-    def _hold_last(self, item: Item) -> None:
+    def _keep_last(self, item: Item) -> None:
         """Puts an item behind all others that are held."""
-        self._held[id(item)] = item
-        self._held.move_to_end(id(item))
+        self._kept[id(item)] = item
+        self._kept.move_to_end(id(item))
 
     def _make_room(self, size_bytes: int, kept: Collection[int]) -> None:
-        """Lets go of what costs no wait and is not kept, until so much fits, or nothing is left."""
-        traffic = self._executor.traffic
-        for key, item in list(self._held.items()):
+        """Frees what costs no wait and is not kept, until `size_bytes` fit or nothing is left."""
+        traffic = self._traffic
+        for key, item in list(self._kept.items()):
             if traffic.device_bytes + size_bytes <= self.room_bytes:
                 return
             if key not in kept and _goes_at_once(item):
-                del self._held[key]
+                del self._kept[key]
                 self._drop(item)
 
     def _shrink(self) -> None:
-        """Has what is held fit its room again, and copies under way of what leaves next: of half the room."""
-        traffic = self._executor.traffic
-        while self._held and traffic.device_bytes > self.room_bytes:
+        """Frees what exceeds the room, and starts copies out of what leaves next, down to half the room."""
+        traffic = self._traffic
+        while self._kept and traffic.device_bytes > self.room_bytes:
             # What was fetched and not used yet goes last.
-            item = next((i for i in self._held.values() if i.state is not State.ARRIVING), next(iter(self._held.values())))
+            item = next((i for i in self._kept.values() if i.state is not State.ARRIVING), next(iter(self._kept.values())))
             self.claim(item)
             self._drop(item)
         excess_bytes = traffic.device_bytes - self.room_bytes // 2
-        for item in self._held.values():
+        for item in self._kept.values():
             if excess_bytes <= 0:
                 break
             excess_bytes -= item.size_bytes
@@ -264,7 +230,7 @@ class OnDemand:
 
     def _copy_out(self, item: Item) -> None:
         """Begins a copy below, if there is no valid one."""
-        traffic = self._executor.traffic
+        traffic = self._traffic
         if self._foresight is None:
             return  # paging on demand alone: what leaves is copied when its room is needed
         if item.device is None or (isinstance(item, HomeItem) and item.may_be_written):
@@ -272,8 +238,8 @@ class OnDemand:
         traffic.store(item)
 
     def _drop(self, item: Item) -> None:
-        if item.device is not None and not self._executor.keeps(item):
-            self._executor.release(item)
+        if item.device is not None and not self._runner.keeps(item):
+            item.leave(self._traffic)
 
 
 def _goes_at_once(item: Item) -> bool:

@@ -3,119 +3,106 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
-from tieroff.errors import StateError
+from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
-from tieroff.runtime.step.program import Mode
-
-if TYPE_CHECKING:
-    from tieroff.runtime.execution.executor import Executor
+from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.mode import Mode
 
 
-class Gradients(dict[int, HomeItem]):
-    """The gradients under the engine's care, by the position of their parameter."""
+class Gradients:
+    """What happens to the gradients of moved parameters; the items are those of `HomeTable.gradients`."""
 
-    def __init__(self, executor: Executor) -> None:
-        super().__init__()
-        self._executor = executor
+    def __init__(self, context: StepContext, settings: Settings) -> None:
+        self._context = context
+        self._items = context.homes.gradients
+        self._are_covered = TensorClass.GRADIENT in settings.covers
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
-        self._executor.saw_backward = True
-        if self._executor.mode is Mode.IDLE or self._executor.mode is Mode.PASS:
+        context = self._context
+        context.state.saw_backward = True
+        if context.state.mode is Mode.IDLE or context.state.mode is Mode.PASS:
             return
-        home = item.tensor
-        grad = home.grad if home is not None else None
-        self._executor.watch_backward()
-        self._executor.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
-        with self._executor.lock:
-            known = self.get(item.position)
-            if grad is None or TensorClass.GRADIENT not in self._executor.covers:
+        grad = item.living.grad
+        context.clock.watch_backward()
+        context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
+        with context.state.lock:
+            if grad is None or not self._are_covered:
                 return
+            known = self._items.get(item.position)
             if known is not None and known.tensor is grad:
-                known.refresh(self._executor.traffic)
+                known.refresh(context.traffic)
             else:
                 known = self._take(item, grad)
-                if known is not None and self._executor.mode is Mode.PLANNED:  # hooks of users run next, and may write it
-                    self._executor.overdue.took(known, self._executor.cursor, wait_ticks=1)
-            if known is not None and self._executor.mode is Mode.DEMAND:
-                known.leave(self._executor.traffic)  # at once: hooks of users run next, and may write it
-                self._executor.bind(known)
-            self._executor.resume()
+            if known is not None and context.state.mode is Mode.DEMAND:
+                known.leave(context.traffic)  # at once: hooks of users run next, and may write it
+                context.state.record.bind(known)
+            context.clock.resume()
 
     def _take(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
-        old = self.pop(item.position, None)
+        context = self._context
+        old = self._items.pop(item.position, None)
         if old is not None:
-            self._executor.unassign(old)
-            old.detach(self._executor.traffic)
+            context.runner.unassign(old)
+            old.detach(context.traffic)
         if why_unmovable(grad):
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
         name = f"gradient of {item.name}"
-        tier = self._executor.tier_for(grad.numel() * grad.element_size())
+        tier = context.traffic.spill.tier_for(grad.numel() * grad.element_size())
         known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier)
-        self[item.position] = known
-        self._executor.assign(known)
-        known.adopt(self._executor.traffic)
-        if known.index >= 0:
-            self._executor.unborn_bytes -= known.size_bytes
-        self._executor.bind(known, is_new=False)
-        if self._executor.recorder is not None:
-            self._executor.recorded.append(Subject(known.key, name, known.size_bytes, known.kind, owner=item.key))
+        self._items[item.position] = known
+        context.runner.born(known)
+        known.adopt(context.traffic)
+        context.state.record.bind(known, is_new=False)
+        context.state.record.add(Subject(known.key, name, known.size_bytes, known.kind, owner=item.key))
+        context.runner.took(known, wait_ticks=1)  # hooks of users run next, and may write it
         return known
 
     def about_to_accumulate(self, item: ParameterItem) -> None:
         """Backward has a gradient for a moved home: an earlier one that left comes back to be added to."""
-        known, home = self.get(item.position), item.tensor
+        known, home = self._items.get(item.position), item.tensor
         if known is None or known.tensor is None or home is None or home.grad is not known.tensor:
             return
         if home.device != item.compute_device:
             return  # gradients of a host home are summed on the host, where it lies
-        self._executor.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
-        with self._executor.lock:
-            known.refresh(self._executor.traffic)
-            known.lift(self._executor.traffic)
-            self._executor.bind(known)
-            self._executor.resume()
-
-    def to_home(self, grad: torch.Tensor, item: ParameterItem) -> torch.Tensor:
-        """Returns a gradient where its parameter's home is."""
-        home = item.tensor
-        if home is None:
-            raise StateError(f"the parameter {item.name} died while its gradient was computed")
-        return grad.to(home.device)
+        self._context.clock.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
+        with self._context.state.lock:
+            known.refresh(self._context.traffic)
+            known.lift(self._context.traffic)
+            self._context.state.record.bind(known)
+            self._context.clock.resume()
 
     def sweep(self) -> None:
         """Ends the care for gradients that were cleared or replaced."""
-        homes = {item.position: item.tensor for item in self._executor.gate.items.values()}
-        for position, known in list(self.items()):
+        homes = {item.position: item.tensor for item in self._context.homes.parameters.values()}
+        for position, known in list(self._items.items()):
             home = homes.get(position)
             if known.tensor is None:
-                self._executor.traffic.end(known)
+                self._context.traffic.end(known)
             elif home is None or home.grad is not known.tensor or not known.is_current():
-                known.detach(self._executor.traffic)
+                known.detach(self._context.traffic)
             else:
                 continue
-            del self[position]
-            self._executor.on_demand.forget(known)
-            self._executor.unassign(known)
-            if self._executor.recorder is not None:
-                self._executor.recorder.died(known.key)
+            del self._items[position]
+            self._context.on_demand.forget(known)
+            self._context.runner.unassign(known)
+            self._context.state.record.died(known.key)
 
     def recorded_subjects(self) -> list[Subject]:
         """Returns the activations and gradients of the step that was recorded.
 
         A gradient that was not cleared before the next forward is persistent: it wraps round the step.
         """
-        alive = {known.key for known in self.values()}
+        alive = {known.key for known in self._items.values()}
         # Those that were there before the step, and are only added to.
         older = [
             Subject(known.key, known.name, known.size_bytes, known.kind, owner=("param", position))
-            for position, known in self.items()
+            for position, known in self._items.items()
         ]
-        unique = {subject.key: subject for subject in (*older, *self._executor.recorded)}
+        unique = {subject.key: subject for subject in (*older, *self._context.state.record.subjects)}
         return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]

@@ -14,9 +14,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.item import Item, Traffic
+from tieroff.errors import StateError
+from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.place import HomePlace, Place
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.storage.nvme.pages import MappedFiles
 
@@ -97,10 +99,24 @@ class HomeItem(Item):
         """The tensor itself, or None when it died."""
         return self._ref()
 
+    @property
+    def living(self) -> torch.Tensor:
+        """The tensor itself, of which somebody else holds a reference for now."""
+        tensor = self._ref()
+        if tensor is None:
+            raise StateError(f"{self.name} died while it was used; this is a bug in tieroff")
+        return tensor
+
+    @property
+    def valid_value(self) -> torch.Tensor:
+        """The device copy in the tensor's geometry, where it is known to be on the device."""
+        if self.value is None:
+            raise StateError(f"{self.name} has no copy on the device where one was expected; this is a bug in tieroff")
+        return self.value
+
     def adopt(self, traffic: Traffic) -> None:
         """Takes the tensor as it is, on the device, under the engine's care."""
-        tensor = self.tensor
-        assert tensor is not None
+        tensor = self.living
         traffic.hold(self, bytes_of(tensor))
         self.value = tensor.detach()
 
@@ -128,7 +144,7 @@ class HomeItem(Item):
         self.version = tensor._version if tensor is not None else 0
         self.value_version = self.value._version if self.value is not None else 0
 
-    def make_place(self, traffic: Traffic) -> Place:
+    def make_place(self, traffic: Mover) -> Place:
         place = HomePlace(traffic.stores[self.tier], self.size_bytes)
         memory = torch.frombuffer(place.home, dtype=torch.uint8, count=self.size_bytes)
         self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
@@ -169,7 +185,7 @@ class HomeItem(Item):
             traffic.send(self, Event.TOUCH)
             self.note()
 
-    def refresh(self, traffic: Traffic) -> None:
+    def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count: on the device, or behind the engine's back."""
         if not self.was_written():
             return
@@ -194,13 +210,13 @@ class HomeItem(Item):
             return value is not None
         return self.may_be_written and (tensor is None or tensor._version == self.version)
 
-    def leave(self, traffic: Traffic) -> None:
-        """Has the tensor lie below, with its latest value."""
+    def leave(self, traffic: Mover) -> None:
+        """Moves the tensor to its lower tier, with its latest value."""
         self.refresh(traffic)
         traffic.leave(self)
 
     def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
-        """Has a tensor that was just adopted lie below; a mapped checkpoint that it lay in leaves memory."""
+        """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
         memory = self.device
         self.leave(traffic)
         if memory is not None and memory.is_cpu and self.device is None:

@@ -1,23 +1,29 @@
-"""Items: the tensors under the engine's care, and the one place where their bytes are moved and counted."""
+"""An item: one tensor under the engine's care."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from typing import Protocol
 
 import torch
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import Backend, await_arrival
 from tieroff.runtime.items.place import Place
-from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
+from tieroff.runtime.items.residency import Event, State
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
 
-log = logging.getLogger("tieroff")
+
+class Mover(Protocol):
+    """What an item asks of `Traffic`, which moves its bytes."""
+
+    stores: dict[Tier, Store]
+
+    def send(self, item: Item, event: Event) -> None:
+        """Applies an event to the item's residency."""
+
+    def leave(self, item: Item) -> None:
+        """Frees the item's device copy."""
 
 
 class Item:
@@ -36,18 +42,26 @@ class Item:
     """
 
     __slots__ = (
-        "__weakref__", "arriving", "device", "index", "key", "kind", "leaving", "name", "place", "size_bytes", "state",
+        "__weakref__",
+        "arriving",
+        "device",
+        "index",
+        "key",
+        "kind",
+        "leaving",
+        "name",
+        "place",
+        "size_bytes",
+        "state",
         "tier",
-    )  # fmt: skip
+    )
 
-    def __init__(
-        self, key: Hashable, name: str, kind: TensorClass, size_bytes: int, tier: Tier, index: int = -1
-    ) -> None:
+    def __init__(self, key: Hashable, name: str, kind: TensorClass, size_bytes: int, tier: Tier) -> None:
         self.key = key
         self.name = name
         self.kind = kind
         self.size_bytes = size_bytes
-        self.index = index
+        self.index = -1
         self.tier = tier
         self.device: torch.Tensor | None = None
         self.place: Place | None = None
@@ -56,7 +70,7 @@ class Item:
         self.arriving: Completion | None = None
 
     # What a kind of item does when its copies change; overridden by those that people can reach.
-    def make_place(self, traffic: Traffic) -> Place:
+    def make_place(self, traffic: Mover) -> Place:
         raise AssertionError("a concrete item makes its place")
 
     def source(self) -> torch.Tensor:
@@ -64,7 +78,7 @@ class Item:
         assert self.device is not None
         return self.device
 
-    def refresh(self, traffic: Traffic) -> None:
+    def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count."""
 
     def freed(self) -> None:
@@ -73,225 +87,6 @@ class Item:
     def arrived(self) -> None:
         """The device copy is valid again."""
 
-
-@dataclass
-class Counts:
-    """What moved since the step began."""
-
-    moved_bytes: dict[str, int] = field(
-        default_factory=lambda: {"d2h": 0, "h2d": 0, "nvme_write": 0, "nvme_read": 0}
-    )
-    by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
-    stall_ns: int = 0
-    fallbacks: int = 0
-    faults: int = 0  # tensors that were wanted and whose fetch had not even begun
-
-
-class Traffic:
-    """Carries out what the state machine of an item asks for, and counts it.
-
-    Attributes:
-        device_bytes: bytes of device copies that the engine holds now.
-        counts: bytes moved and time waited since `counts` was last replaced.
-        spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
-        waits: waits for copies as (item index, source, target, start_ns, stop_ns), when `keep_spans`.
-        memory: bytes held per tier at the end of each op of a planned step, when `keep_spans`.
-    """
-
-    def __init__(
-        self, backend: Backend, stores: dict[Tier, Store], demote: Callable[[Item, StoreError], bool]
-    ) -> None:
-        self.backend = backend
-        self.stores = stores
-        self.counts = Counts()
-        self.device_bytes = 0
-        self.keep_spans = False
-        self.begin_step()
-        self._demote = demote
-
-    def begin_step(self) -> None:
-        """Counts and spans are those of the step that begins here."""
-        self.counts = Counts()
-        self.spans: list[tuple[int, str, Completion, int]] = []
-        self.waits: list[tuple[int, Tier, Tier, int, int]] = []
-        self.memory: dict[Tier, list[int]] = {tier: [] for tier in Tier}
-
-    def note_memory(self, device_bytes: int) -> int:
-        """Keeps what each tier holds at the end of an op; returns `device_bytes`."""
-        if self.keep_spans:
-            for tier, held in self.memory.items():
-                store = self.stores.get(tier)
-                held.append(device_bytes if tier is Tier.DEVICE else store.used_bytes if store is not None else 0)
-        return device_bytes
-
-    def hold(self, item: Item, device: torch.Tensor) -> None:
-        """Takes a device copy that the program or the backend made under the engine's care."""
-        if item.device is None:
-            self.device_bytes += item.size_bytes
-        item.device = device
-
-    def send(self, item: Item, event: Event) -> None:
-        """Applies an event: moves bytes as needed, and counts the time that was waited.
-
-        Raises:
-            StoreError: a copy failed and could not be placed elsewhere; the item's source copy is intact.
-            StateError: the event is refused in the item's state.
-        """
-        state, todo = transition(item.state, event)
-        for do in todo:
-            if do is Do.AWAIT_OUT:
-                self._await_out(item)
-                if event is Event.DROP and item.state is not State.BOTH:
-                    return  # the copy out failed for good or was stale: the device copy stays
-            elif do is Do.START_OUT:
-                self._start_out(item)
-            elif do is Do.START_IN:
-                self._start_in(item)
-            elif do is Do.AWAIT_IN:
-                self._settle_in(item)
-            else:
-                self._free_device(item)
-        item.state = state
-
-    def want(self, item: Item) -> torch.Tensor:
-        """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
-        if item.state not in ON_DEVICE:
-            if item.state is State.LOWER:
-                self.counts.faults += 1
-                self.send(item, Event.FETCH)
-            self._settle_in(item)
-        assert item.device is not None
-        return item.device
-
-    def store(self, item: Item) -> None:
-        """Begins a copy of the device's bytes below, if there is no valid one."""
-        item.refresh(self)
-        if item.state in (State.DEVICE, State.STALE):
-            self.send(item, Event.STORE)
-
-    def leave(self, item: Item) -> None:
-        """Has the item leave the device now: copies it out if its lower copy is not valid, and drops it."""
-        if item.state is State.ARRIVING:
-            self._settle_in(item)
-        if item.state in (State.DEVICE, State.STALE):
-            self.send(item, Event.STORE)
-        self.send(item, Event.DROP)
-
-    def settle(self, item: Item) -> None:
-        """Waits for whatever of the item is in flight."""
-        if item.leaving is not None:
-            self._await_out(item)
-        if item.arriving is not None:
-            self._settle_in(item)
-
-    def end(self, item: Item) -> None:
-        """The tensor is dead: waits for what is in flight, then gives all its bytes back."""
-        for arrival in (item.leaving, item.arriving):
-            if arrival is None:
-                continue
-            try:
-                self._wait(item, arrival, f"ending {item.name}")
-            except StoreError as error:
-                log.warning("%s; nobody needs these bytes any more", error)
-        item.leaving = item.arriving = None
-        if item.device is not None:
-            self._free_device(item)
-        if item.place is not None:
-            item.place.free()
-            item.place = None
-
-    def let_go(self, item: Item) -> None:
-        """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
-        if item.device is not None:
-            item.device = None
-            self.device_bytes -= item.size_bytes
-        if item.place is not None:
-            item.place.free()
-            item.place = None
-        item.state = State.DEVICE
-
-    # -- the four moves ------------------------------------------------------------------------------------------
-
-    def _start_out(self, item: Item) -> None:
-        try:
-            if item.place is None:
-                item.place = item.make_place(self)
-        except StoreError as error:
-            if not self._demote(item, error):
-                raise
-            item.place = item.make_place(self)
-        item.leaving = self.backend.copy_out(item.source(), item.place)
-        self._count(item, "d2h" if item.place.tier is Tier.HOST else "nvme_write", item.leaving)
-
-    def _await_out(self, item: Item) -> None:
-        arrival = item.leaving
-        if arrival is None:
-            return
-        try:
-            self._wait(item, arrival, f"copying {item.name} out")
-            if item.kind is not TensorClass.ACTIVATION:
-                self.backend.join(arrival)  # people may touch it next
-            if item.state is State.LEAVING:  # not STALE: then these bytes are no news
-                assert item.place is not None
-                item.place.publish()
-        except StoreError as error:
-            # The source is intact: try the other tier once, else tell.
-            item.leaving = None
-            item.state, _ = transition(item.state, Event.STORE_FAILED)
-            if item.place is not None:
-                item.place.free()
-                item.place = None
-            if not self._demote(item, error):
-                raise
-            self.send(item, Event.STORE)
-            self._await_out(item)
-            return
-        item.leaving = None
-        item.state, _ = transition(item.state, Event.STORED)
-
-    def _start_in(self, item: Item) -> None:
-        assert item.place is not None
-        self.hold(item, self.backend.empty(item.place.size_bytes))
-        assert item.device is not None
-        item.arriving = self.backend.copy_in(item.place, item.device)
-        self._count(item, "h2d" if item.place.tier is Tier.HOST else "nvme_read", item.arriving)
-
-    def _settle_in(self, item: Item) -> None:
-        arrival = item.arriving
-        if arrival is None:
-            return
-        try:
-            self._wait(item, arrival, f"bringing {item.name} back")
-        except StoreError:
-            item.arriving = None
-            self._free_device(item)
-            item.state, _ = transition(item.state, Event.FETCH_FAILED)
-            raise
-        item.arriving = None
-        item.state, _ = transition(item.state, Event.ARRIVED)
-        item.arrived()
-
-    def _free_device(self, item: Item) -> None:
-        if item.device is not None:
-            item.freed()
-            item.device = None
-            self.device_bytes -= item.size_bytes
-
-    def _wait(self, item: Item, arrival: Completion, what: str) -> None:
-        start_ns = 0 if arrival.done() else time.monotonic_ns()
-        try:
-            await_arrival(arrival, what)
-        finally:
-            if start_ns:
-                stop_ns = time.monotonic_ns()
-                self.counts.stall_ns += stop_ns - start_ns
-                if self.keep_spans:
-                    below = item.place.tier if item.place is not None else item.tier
-                    ends = (Tier.DEVICE, below) if arrival is item.leaving else (below, Tier.DEVICE)
-                    self.waits.append((item.index, *ends, start_ns, stop_ns))
-
-    def _count(self, item: Item, link: str, arrival: Completion) -> None:
-        self.counts.moved_bytes[link] += item.size_bytes
-        self.counts.by_class[item.kind.value] += item.size_bytes
-        if self.keep_spans:
-            self.spans.append((item.index, link, arrival, item.size_bytes))
+    def leave(self, traffic: Mover) -> None:
+        """Leaves the device, with the latest value."""
+        traffic.leave(self)

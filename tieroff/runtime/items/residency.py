@@ -48,7 +48,7 @@ class Event(Enum):
 
 
 class Do(Enum):
-    """What the caller has to do, in this order, for the event to be true."""
+    """What the caller must do, in this order, to carry the event out."""
 
     START_OUT = auto()
     AWAIT_OUT = auto()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -69,6 +69,16 @@ def _refusal(what: str) -> StateError:
     return StateError(f"{what}: {_RULES}")
 
 
+class EarlyUpdater(Protocol):
+    """Updates buckets in backward."""
+
+    def update_early(self, number: int) -> None:
+        """Updates the bucket of this number, and takes its gradients away with `EarlyUpdates.note`."""
+
+    def end_updates(self) -> None:
+        """A backward ends in which something was updated: user code runs next."""
+
+
 class EarlyUpdates:
     """Which buckets of the step are due, which are done, and that nothing undoes it.
 
@@ -77,15 +87,14 @@ class EarlyUpdates:
         updated: ids of parameters that were updated in the backward that runs.
     """
 
-    def __init__(self, update: Callable[[int], None], end_backward: Callable[[], None]) -> None:
+    def __init__(self, updater: EarlyUpdater, updated: set[int]) -> None:
         """Nothing is due before the first `begin`.
 
         Args:
-            update: updates the bucket of this number, and takes its gradients away with `note`.
-            end_backward: called when a backward ends in which something was updated: user code runs next.
+            updater: updates the buckets.
+            updated: see the class; shared with whoever refuses reads of them.
         """
-        self._update, self._end_backward = update, end_backward
-        self.updated: set[int] = set()
+        self._updater, self.updated = updater, updated
         self._reset()
 
     def _reset(self, buckets: Sequence[Iterable[torch.Tensor]] = ()) -> None:
@@ -114,7 +123,7 @@ class EarlyUpdates:
         """
         if self.done or self._has_failed:
             self._reset()
-            raise _refusal("expected optimizer.step() after a backward that updated parameters, got a forward")
+            raise _refusal("forward was called before optimizer.step(), and backward has already updated parameters")
 
     def arrived(self, parameter: torch.Tensor) -> bool:
         """A gradient is final; True when a bucket is due. Hooks of users may write it next, so it is applied later: `run`."""
@@ -135,7 +144,7 @@ class EarlyUpdates:
         while self._due and (is_last or self._due[0][1] == threading.get_ident()):
             number, _ = self._due.popleft()
             self._has_failed = True
-            self._update(number)
+            self._updater.update_early(number)
             self._has_failed = False
             self.done.add(number)
 
@@ -158,7 +167,7 @@ class EarlyUpdates:
         """Does what `finish` does, and says so where something was updated."""
         self.finish()
         if self.done:
-            self._end_backward()
+            self._updater.end_updates()
 
     def check(self, groups: list[dict[str, Any]], device_type: str) -> None:
         """Sees whether the optimizer's step would have done what was done in backward.
@@ -188,7 +197,7 @@ class EarlyUpdates:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Has parameters that were updated be without a gradient, for a step of all."""
+        """Hides the gradients of parameters that were updated, while all are stepped."""
         for parameter, _, _ in self._applied:
             parameter.grad = None
         try:

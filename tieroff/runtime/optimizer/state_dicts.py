@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tieroff.runtime.hooks.forward import ForwardSlot
+from tieroff.runtime.hooks.forward.slot import ForwardSlot
 
 
 class Handle(Protocol):

@@ -31,13 +31,13 @@ MachineAsSeen = Callable[[dict[str, float]], Machine | None]
 
 
 class Feedback:
-    """What the planned steps of one kind showed since their plan was made or last looked at.
+    """What the planned steps of one kind showed since their plan was made or last checked.
 
     Attributes:
         plan_count: plans made of this kind of step since it was recorded.
         settled_after: planned steps after which the plan that runs was found to hold; 0 while none was.
         rates: bytes per second of links, beside compute, that the plan that runs was made for; {} before any was seen.
-        slack: what its step was foretold to take when it was made, over the least that any plan takes; 0 if nobody knows.
+        slack: step time predicted when the plan was made, over the lower bound of any plan; 0 if unknown.
     """
 
     def __init__(self, rates: dict[str, float] | None = None) -> None:
@@ -56,11 +56,11 @@ class Feedback:
 
     @property
     def is_settling(self) -> bool:
-        """True while the plan is new enough to be looked at often."""
+        """True while the plan is new enough to be checked often."""
         return self._looks < len(_FIRST_LOOKS)
 
     def take(self, durations_ns: list[int], spans: Iterable[Span]) -> bool:
-        """Takes what a step that followed its plan showed; True when that is enough to look at the plan."""
+        """Takes what a step that followed its plan showed; True when that is enough to check the plan."""
         self._durations_ns.append(durations_ns)
         per_link: dict[str, list[tuple[int, int]]] = {}
         for _, link, arrival, size_bytes in spans:
@@ -78,10 +78,10 @@ class Feedback:
         return [int(ns) for ns in np.median(np.array(self._durations_ns), axis=0)]
 
     def look(self, trace: Trace, machine_as_seen: MachineAsSeen) -> str:
-        """Says in which way the plan no longer fits, "" when it does.
+        """Returns why the plan no longer fits, "" when it does.
 
         Args:
-            trace: the plan's, with the durations it was made for, whatever was foretold of it since.
+            trace: the plan's, with the durations it was made for, not those of later predictions.
             machine_as_seen: the machine to plan for when links were seen at given rates; None: links are not compared.
         """
         reasons = [_compute_drift(sum(self.typical_ns), trace.ideal_ns)]

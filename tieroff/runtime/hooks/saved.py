@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.hooks.parameters import LiveValues, Stays
+from tieroff.core.seams import Subject
+from tieroff.core.tensor import TensorClass
+from tieroff.runtime.execution.activations import LiveActivations
+from tieroff.runtime.execution.autograd import training_phase
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
+from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.live import Stays
+from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.homes import ParameterItem
-from tieroff.runtime.items.item import Item, Traffic
-from tieroff.runtime.items.place import BlockPlace, Place
+from tieroff.runtime.items.residency import State
+from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.tensors import bytes_of, probe_of, view_of
-
-if TYPE_CHECKING:
-    from tieroff.runtime.execution.executor import Executor
-
-
-class ActivationItem(Item):
-    """One storage that autograd saved; it may be packed several times, as different views.
-
-    Attributes:
-        ordinal: how many other storages were packed before it in this step.
-        packs: Packed objects that are alive.
-    """
-
-    __slots__ = ("ordinal", "packs")
-
-    def __init__(self, ordinal: int, size_bytes: int, tier: Tier, index: int = -1) -> None:
-        super().__init__(
-            ("activation", ordinal), f"activation {ordinal}", TensorClass.ACTIVATION, size_bytes, tier, index
-        )
-        self.ordinal = ordinal
-        self.packs = 0
-
-    def make_place(self, traffic: Traffic) -> Place:
-        return BlockPlace(traffic.stores[self.tier], self.size_bytes)
 
 
 class _Versioned:
@@ -123,17 +107,24 @@ class SavedTensors:
 
     Attributes:
         fixed: storages that are never moved (the step's inputs, module buffers, homes on the device).
-        min_bytes: smaller storages stay.
+        is_closed: the engine is closed; graphs that are left find what they saved on the device.
     """
 
-    def __init__(self, executor: Executor, live: LiveValues, min_bytes: int) -> None:
-        self._executor = executor
-        self._live = live
+    def __init__(self, context: StepContext, gate: Gate, activations: LiveActivations, settings: Settings) -> None:
+        self._context, self._gate, self._activations = context, gate, activations
+        is_covered = TensorClass.ACTIVATION in settings.covers
+        self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
         self._known: dict[int, tuple[StorageWeakRef, ActivationItem, torch.Tensor]] = {}
-        self._dead: deque[ActivationItem] = deque()
+        self._count = 0  # of storages that were packed in this step
         self.fixed: set[int] = set()
-        self.min_bytes = min_bytes
-        self.is_covered = True
+        self.is_closed = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._count = 0
+        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: does not modify its input."""
@@ -141,34 +132,34 @@ class SavedTensors:
             return Kept(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
-        parameter = self._live.get(tensor)
+        parameter = self._gate.live.get(tensor)
         if parameter is not None:
             if isinstance(parameter, ParameterItem):
-                self._executor.on_demand.saved(parameter)
+                self._context.on_demand.saved(parameter)
             return PackedParameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
             return Kept(tensor.detach())  # a parameter that is no home of ours: whoever owns it may free it
-        if not self.is_covered or key in self.fixed or storage.nbytes() < max(self.min_bytes, 1):
+        if self._min_bytes is None or key in self.fixed or storage.nbytes() < self._min_bytes:
             return Kept(tensor.detach())
         known = self._known.get(key)
         if known is not None and not known[0].expired() and known[1].packs and _is_same_version(known[2], tensor):
             item = known[1]
         else:
-            item = self._executor.saved(bytes_of(tensor))
+            item = self._take(bytes_of(tensor))
             self._known[key] = (StorageWeakRef(storage), item, probe_of(tensor))
         packed = Packed(tensor, item)
         item.packs += 1
-        weakref.finalize(packed, self._dead.append, item).atexit = False
-        self._executor.on_demand.saved(item)
-        self._executor.packed(item, is_complete=tensor.requires_grad)
+        weakref.finalize(packed, self._activations.dead.append, item).atexit = False
+        self._context.on_demand.saved(item)
+        self._send_off(item, is_complete=tensor.requires_grad)
         return packed
 
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
         if not _is_plain(tensor):
             return Kept(tensor)
-        parameter = self._live.get(tensor)
+        parameter = self._gate.live.get(tensor)
         return PackedParameter(tensor, parameter) if parameter is not None else Kept(tensor.detach())
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -176,24 +167,75 @@ class SavedTensors:
         if isinstance(packed, Kept):
             return packed.get()
         packed.check()
-        if isinstance(packed, PackedParameter):
-            item = packed.item
-            device = bytes_of(item.cast()) if isinstance(item, Stays) else self._executor.fetch_saved(item)
-        else:
-            device = self._executor.unpacked(packed.item)
+        is_parameter = isinstance(packed, PackedParameter)
+        device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
         return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
 
-    def drain(self, end: Callable[[ActivationItem], None]) -> None:
-        """Ends the items that nothing can ask for any more. Packed objects may die in any thread."""
-        while self._dead:
-            item = self._dead.popleft()
-            item.packs -= 1
-            if item.packs == 0:
-                end(item)
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Hooks what is saved outside of the model's forward, by a loss for example, while a step runs."""
 
-    def forget(self) -> None:
-        """Drops what is remembered of storages that died."""
-        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        def pack(tensor: torch.Tensor) -> object:
+            return self.pack(tensor) if self._context.state.mode in (Mode.DEMAND, Mode.PLANNED) else tensor
+
+        def unpack(packed: object) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else self.unpack(packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    # -- activations -----------------------------------------------------------------------------------------------
+
+    def _take(self, storage_bytes: torch.Tensor) -> ActivationItem:
+        """Takes a storage that autograd saves for the first time under the engine's care."""
+        context, ordinal = self._context, self._count
+        self._count += 1
+        size_bytes = storage_bytes.numel()
+        context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
+        item = ActivationItem(ordinal, size_bytes, context.traffic.spill.tier_for(size_bytes))
+        if context.state.mode is Mode.PLANNED:
+            context.runner.born(item)
+        context.traffic.hold(item, storage_bytes)
+        self._activations.add(item)
+        context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
+        context.state.record.add(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
+        return item
+
+    def _send_off(self, item: ActivationItem, is_complete: bool) -> None:
+        """The item was packed; on demand its bytes leave at once, or as soon as they are complete.
+
+        An op packs its inputs before its kernel runs, and `rrelu` then fills one of them without moving its version. Such
+        a tensor needs no gradient itself; it waits until the ticks of its own op are over.
+        """
+        context = self._context
+        context.runner.took(item, 0 if is_complete else TICKS_OF_ONE_OP)
+        if context.state.mode is not Mode.DEMAND or item.state is State.LOWER:
+            return
+        if is_complete:
+            context.on_demand.release(item)
+        else:
+            context.on_demand.keep_until_complete(item)
+        context.clock.resume()
+
+    def _bring_back(self, item: ActivationItem) -> torch.Tensor:
+        """Returns the item's device bytes for backward."""
+        context = self._context
+        context.state.saw_backward = True
+        context.clock.watch_backward()
+        context.clock.tick(("unpack", item.ordinal), lambda: f"unpack:{item.ordinal}", "backward")
+        with context.state.lock:
+            device = context.traffic.want(item)
+            context.state.record.bind_copy(device, item.key, is_new=True)
+            if context.state.mode in (Mode.DEMAND, Mode.IDLE) and not self.is_closed:
+                context.on_demand.unpacked(item)
+            context.on_demand.wanted(item)
+            context.clock.resume()
+            return device
+
+    def bring_home(self) -> None:
+        """Puts what living graphs saved back on the device, for good."""
+        self.is_closed = True
+        self._activations.bring_home()
 
 
 def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -13,13 +13,17 @@ from torch import nn
 import tieroff
 from tests.support.delayed import DelayedBackend
 from tieroff.core.plan import Plan, Transfer
-from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.tensor import Tensor, TensorClass, Tier
+from tieroff.core.trace import Op, Trace
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.execution.overdue import Overdue
-from tieroff.runtime.hooks.activations import ActivationItem
+from tieroff.runtime.execution.runner import PlanRunner
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.step.program import Program
+from tieroff.runtime.step.kinds import Measuring, StepKind
+from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.recorded import Recorded
 
 KIB = 1 << 10
 
@@ -67,7 +71,7 @@ def test_copies_out_begin_when_the_tensor_is_there(
     start_out = executor.traffic._start_out
 
     def note(item: Item) -> None:
-        begun.setdefault(item.index, executor.cursor - 1)
+        begun.setdefault(item.index, executor.runner.cursor - 1)
         start_out(item)
 
     monkeypatch.setattr(executor.traffic, "_start_out", note)
@@ -150,35 +154,54 @@ class Stored:
         self.items.append(item)
 
 
+def runner_at(cursor: int, plan: Plan, traffic: Stored) -> PlanRunner:
+    """Returns a runner of a plan of ten ops without tensors, so many ticks into its step."""
+    keys = tuple(range(10))
+    tensors = tuple(Tensor(f"{i}", KIB, TensorClass.ACTIVATION) for i in range(3))
+    trace = Trace(tuple(Op(f"op {key}", 1) for key in keys), tensors)
+    recorded = Recorded(keys, tuple(map(str, keys)), trace, {}, frozenset(), frozenset(), {}, False, 0)
+    kind, state = StepKind("kind"), StepState()
+    kind.advance(Measuring(recorded))
+    kind.adopt(recorded, trace, plan)
+    runner = PlanRunner(state, traffic)  # type: ignore[arg-type]
+    runner.begin(kind.planned)
+    state.mode, runner.cursor = Mode.PLANNED, cursor
+    return runner
+
+
 def test_what_may_still_be_written_waits() -> None:
     """Such as what `rrelu` saves: it fills it after it saved it, and its version does not move."""
     outs = [Transfer(tensor, Tier.DEVICE, Tier.NVME, issue_at=4, ready_by=9, rank=0) for tensor in range(3)]
-    program = Program("kind")
-    program.plan = Plan("test", "", 10, {}, {}, (), tuple(outs))
-    items = [ActivationItem(i, KIB, Tier.NVME, index=i) for i in range(4)]
-    for item in items:
-        item.device = torch.zeros(KIB, dtype=torch.uint8)
+    items = [ActivationItem(i, KIB, Tier.NVME) for i in range(4)]
+    for index, item in enumerate(items):
+        item.index, item.device = index, torch.zeros(KIB, dtype=torch.uint8)
     traffic = Stored()
-    overdue = Overdue(traffic)  # type: ignore[arg-type]
-    overdue.begin(program)
-    overdue.took(items[3], 6, 0)
-    overdue.took(items[0], 4, 0)
+    runner = runner_at(4, Plan("test", "", 10, {}, {}, (), tuple(outs)), traffic)
+    runner.took(items[3])
+    runner.took(items[0])
     assert traffic.items == [], "one has no copy out in the plan, and the tick of the other's comes next"
-    overdue.took(items[0], 5, 0)
-    overdue.took(items[1], 5, 3)
-    overdue.took(items[2], 5, 1)
+    assert runner.advance(4)
+    runner.took(items[0])
+    runner.took(items[1], 3)
+    runner.took(items[2], 1)
     assert traffic.items == [items[0]]
-    other = threading.Thread(target=overdue.tick, args=(6,))
+    other = threading.Thread(target=runner.advance, args=(5,))
     other.start()
     other.join()
+    assert runner.cursor == 6
     assert traffic.items == [items[0]], "hooks of users may still run in the thread that took it"
-    overdue.tick(6)
+    assert runner.advance(6)
     assert traffic.items == [items[0], items[2]]
-    overdue.tick(7)
     items[1].device = None
-    overdue.tick(8)
+    assert runner.advance(7)
     assert traffic.items == [items[0], items[2]], "what has left meanwhile is not copied again"
-    overdue.took(items[2], 8, 3)
-    overdue.begin(None)
-    overdue.tick(20)
+    runner.took(items[2], 1)
+    runner.stop()
+    assert runner.advance(8)
     assert len(traffic.items) == 2, "a step that broke off leaves nothing to do"
+
+
+def test_another_event_than_planned_does_nothing() -> None:
+    runner = runner_at(4, Plan("test", "", 10, {}, {}, (), ()), Stored())
+    assert not runner.advance(7)
+    assert (runner.cursor, runner.expected) == (4, "4")

@@ -6,14 +6,12 @@ layers that may (`[plan] recompute_layers`). Of those, one is left alone if its 
 anything but tensors and plain values, drew Python's or NumPy's random numbers, or changed an attribute of its modules; if
 somebody wrote to its inputs up to the step's end (`x += layer(x)` does); or if hooks hang on its modules. What is seen of that
 in a later step, round a first or a second run, is an error. Buffers may change, and torch's random numbers may be drawn: both
-are put back for a second run (see `recompute` in tieroff/runtime/hooks/forward.py).
+are put back for a second run (see `recompute` in tieroff/runtime/hooks/recompute/rerun.py).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,11 +21,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.trace import Trace
-from tieroff.errors import StateError, TraceMismatchError
-from tieroff.runtime.execution.executor import Executor
-from tieroff.runtime.hooks.forward import ForwardSlot, leaves_of, recompute
-from tieroff.runtime.hooks.parameters import current_graph_task
-from tieroff.runtime.hooks.purity import attributes_of, has_hooks, is_plain, random_state
+from tieroff.errors import StateError
+from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.hooks.forward.inputs import leaves_of
+from tieroff.runtime.hooks.recompute.purity import attributes_of, has_hooks, is_plain, random_state
 from tieroff.runtime.tensors import probe_of
 
 
@@ -80,50 +77,6 @@ class ModuleSpans:
             if path not in self._impure and path not in self._open and not is_written:
                 ops[first:stop] = [replace(op, module=path) for op in ops[first:stop]]
         return replace(trace, ops=tuple(ops))
-
-
-class Recomputation:
-    """The modules that run again in backward.
-
-    Attributes:
-        slots: dotted path of a module -> its forward's stand-in.
-        spent_ns: compute of their second runs in this step, without waits and the engine's own work.
-    """
-
-    def __init__(self, model: torch.nn.Module, executor: Executor) -> None:
-        self._model, self._executor = model, executor
-        self.slots: dict[str, ForwardSlot] = {}
-        self.spent_ns = 0
-
-    def begin(self, paths: Collection[str]) -> bool:
-        """Has these modules run again from the next forward on; True when one of them did not before.
-
-        Raises:
-            TraceMismatchError: the model has no such module: the plan was made for another one.
-        """
-        wanted = sorted(set(paths) - self.slots.keys())
-        modules = dict(self._model.named_modules()) if wanted else {}
-        if missing := [path for path in wanted if path not in modules]:
-            raise TraceMismatchError(f"the plan has {missing[0]} run again, and the model has no module of that name")
-        for path in wanted:
-            self.slots[path] = recompute(modules[path], self._executor.gate, partial(self._timed, path))
-        return bool(wanted)
-
-    @contextmanager
-    def _timed(self, path: str) -> Iterator[None]:
-        """Round a second run, which has ops of its own."""
-        executor = self._executor
-        starts_ns, stops_ns = executor.starts_ns, executor.stops_ns
-        first, begun_ns = len(starts_ns), time.monotonic_ns()
-        executor.tick(("again", path), lambda: f"again:{path}", "backward")
-        has_ops = len(starts_ns) > first
-        try:
-            yield
-        finally:
-            wall_ns = time.monotonic_ns() - begun_ns
-            executor.tick(("resumed", path), lambda: f"resumed:{path}", "backward")
-            spans = zip(starts_ns[first:-1], stops_ns[first:], strict=True) if has_ops else ()
-            self.spent_ns += sum(stop - start for start, stop in spans) if has_ops else wall_ns
 
 
 def layers_of(model: torch.nn.Module, patterns: Collection[str]) -> list[tuple[str, torch.nn.Module]]:

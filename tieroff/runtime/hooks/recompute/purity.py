@@ -1,4 +1,4 @@
-"""Whether a module's forward can run again unnoticed: what it may read and change besides its inputs, to be compared.
+"""Whether a module's forward can run again unnoticed: compares what it may read and change apart from its inputs.
 
 Globals, closures and files cannot be seen; whoever names a layer in `[plan] recompute_layers` vouches for those.
 """
@@ -21,7 +21,7 @@ _GLOBAL_HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_b
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout, slice)
 _CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType
 _DEPTH = 4  # of containers and objects inside each other
-_LARGEST, _LONGEST = 1 << 20, 10_000  # bytes of arrays, entries of containers that are looked at, each time
+_LARGEST, _LONGEST = 1 << 20, 10_000  # bytes of arrays, entries of containers that are compared each time
 
 
 def attributes_of(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def random_state() -> tuple[Any, ...]:
 
 
 def has_hooks(layer: torch.nn.Module) -> bool:
-    """True when somebody is told of its modules' calls, and would be told twice."""
+    """True when hooks observe calls of its modules: they would observe a second run too."""
     if any(getattr(torch_module, kind, None) for kind in _GLOBAL_HOOKS):
         return True
     return any(getattr(module, kind, None) for module in layer.modules() for kind in _HOOKS)
@@ -58,7 +58,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _frozen(value: Any, depth: int) -> Any:
-    """Returns what is equal as long as a value has not changed, as far as that can be told."""
+    """Returns something that compares equal while a value is unchanged, as far as changes can be detected."""
     if isinstance(value, _CONSTANTS):
         return value
     if isinstance(value, torch.Tensor):

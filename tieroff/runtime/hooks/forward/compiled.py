@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from tieroff.core.seams import Recorder
-from tieroff.runtime.execution.executor import Executor
-from tieroff.runtime.hooks.forward import ForwardSlot, leaves_of
-from tieroff.runtime.hooks.parameters import FetchingDict, current_graph_task, functorch_is_active
+from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.hooks.forward.inputs import leaves_of
+from tieroff.runtime.hooks.forward.slot import ForwardSlot
+from tieroff.runtime.hooks.parameters.access import FetchingDict
+from tieroff.runtime.hooks.parameters.gate import Gate
 
 
 def find_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -42,8 +45,8 @@ def compiled_count() -> int:
 class CompiledCall:
     """Stands round the calls of one compiled module."""
 
-    def __init__(self, module: torch.nn.Module, executor: Executor) -> None:
-        self._module, self._executor = module, executor
+    def __init__(self, module: torch.nn.Module, gate: Gate, context: StepContext) -> None:
+        self._module, self._gate, self._context = module, gate, context
         self._plain: dict[torch.nn.Module, dict[str, Any]] = {}
         self._slot: ForwardSlot | None = None
         self._inner = module._compiled_call_impl
@@ -54,7 +57,7 @@ class CompiledCall:
 
     @property
     def is_current(self) -> bool:
-        """False when the module was compiled anew since."""
+        """False when the module was compiled again since."""
         return self._slot is not None or self._module._compiled_call_impl == self._called
 
     def remove(self) -> None:
@@ -69,7 +72,7 @@ class CompiledCall:
         return self._around(self._inner, args, kwargs)
 
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        gate = self._executor.gate
+        gate = self._gate
         is_outside = not gate.depth and current_graph_task() == -1
         if is_outside or functorch_is_active():
             return inner(*args, **kwargs)
@@ -80,9 +83,9 @@ class CompiledCall:
             homes = [home for fetching in own.values() for home in dict.values(fetching) if home is not None]
         try:
             given = {module: self._fetch(module, fetching) for module, fetching in own.items()}
-            if self._executor.recorder is None:
+            if self._context.state.record.recorder is None:
                 return inner(*args, **kwargs)
-            return self._recorded(self._executor.recorder, homes, functools.partial(inner, *args, **kwargs))
+            return self._recorded(self._context.state.record.recorder, homes, functools.partial(inner, *args, **kwargs))
         finally:
             for module, fetching in own.items():
                 module.__dict__["_parameters"] = fetching
@@ -93,8 +96,8 @@ class CompiledCall:
 
     def _recorded(self, recorder: Recorder, homes: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         """Runs compiled code, which reads its parameters and makes tensors that no recorder sees; so does its backward."""
-        gate = self._executor.gate
-        for item in (gate.items.get(id(home)) for home in homes if not gate.casts(home)):  # a cast is there by itself
+        parameters, casts = self._context.homes.parameters, self._gate.casts
+        for item in (parameters.get(id(home)) for home in homes if not casts.applies_to(home)):  # a cast is there by itself
             if item is not None:
                 recorder.read(item.key)
         recorder.begin_unseen()

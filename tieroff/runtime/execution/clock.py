@@ -1,0 +1,119 @@
+"""The clock of a step: its events begin ops, and compute is timed apart from the engine's own work."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+from tieroff.runtime.execution.activations import LiveActivations
+from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.execution.on_demand import OnDemand
+from tieroff.runtime.execution.runner import PlanRunner
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.mode import Mode
+
+log = logging.getLogger("tieroff")
+
+
+class AtBackwardEnd(Protocol):
+    """What acts when a backward ends, before user code runs again."""
+
+    def backward_ended(self) -> None:
+        """A backward has ended."""
+
+
+class Clock:
+    """Turns the events of a step into ticks.
+
+    Attributes:
+        starts_ns, stops_ns: per op of the step, when compute began and ended.
+        at_backward_end: called in this order when a backward ends.
+    """
+
+    def __init__(
+        self, state: StepState, traffic: Traffic, runner: PlanRunner, on_demand: OnDemand, activations: LiveActivations
+    ) -> None:
+        self._state, self._traffic, self._runner = state, traffic, runner
+        self._on_demand, self._activations = on_demand, activations
+        self.starts_ns: list[int] = []
+        self.stops_ns: list[int] = []
+        self.at_backward_end: list[AtBackwardEnd] = []
+        self._watched_task = -1
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.starts_ns, self.stops_ns = [], []
+
+    def tick(self, key: Hashable, name: Callable[[], str], phase: str = "") -> None:
+        """Ends the running op, does what is due, and begins the next op.
+
+        Args:
+            key: identifies the event among those of its step.
+            name: returns the event's name for people; called only where it is needed.
+            phase: phase of training of the op that begins.
+        """
+        state = self._state
+        mode = state.mode
+        if mode is Mode.IDLE or mode is Mode.PASS:
+            return
+        with state.lock:
+            self.pause()
+            if mode is Mode.PLANNED:
+                self._runner.measure()  # before what died in the op that ends is given back
+            self._activations.drain()
+            self._on_demand.tick()
+            if mode is not Mode.PLANNED:
+                state.record.event(key, name, phase)
+            elif not self._runner.advance(key):
+                self.diverge(name)
+            self.starts_ns.append(time.monotonic_ns())
+
+    def pause(self) -> None:
+        """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""
+        if len(self.stops_ns) < len(self.starts_ns):
+            self.stops_ns.append(time.monotonic_ns())
+
+    def resume(self) -> None:
+        """Compute of the running op begins here."""
+        if self.starts_ns and len(self.stops_ns) < len(self.starts_ns):
+            self.starts_ns[-1] = time.monotonic_ns()
+
+    def durations_ns(self) -> list[int]:
+        """Returns per op of a step that is over how long its compute took."""
+        return [max(b - a, 0) for a, b in zip(self.starts_ns, self.stops_ns, strict=True)]
+
+    def diverge(self, name: Callable[[], str]) -> None:
+        """The step is another one than was planned: it goes on without its plan."""
+        state, runner = self._state, self._runner
+        state.mode = Mode.DEMAND
+        runner.stop()
+        self._traffic.backend.keep_freed(0)  # the memory that the next op needs is unknown
+        self._traffic.counts.fallbacks += 1
+        if state.kind is not None:
+            state.kind.mismatches += 1
+            if state.kind.mismatches == 1:
+                log.warning(
+                    "this step left the traced sequence at tick %d: expected %s but got %s; "
+                    "it goes on with transfers on demand (right, but slower)",
+                    runner.cursor,
+                    runner.expected,
+                    name(),
+                )
+        self._on_demand.release(*[item for item in self._activations if item.device is not None])
+
+    def watch_backward(self) -> None:
+        """Calls `at_backward_end` when the running backward ends; one that runs inside it ends first, which does no harm."""
+        task = current_graph_task()
+        if task != -1 and task != self._watched_task:
+            self._watched_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        with self._state.lock:
+            for follower in self.at_backward_end:
+                follower.backward_ended()

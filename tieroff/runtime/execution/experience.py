@@ -1,0 +1,42 @@
+"""Experience: what recorded steps say about steps that run without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+Shapes = tuple[tuple[int, ...], ...] | None
+
+
+class Experience:
+    """What recorded steps say about steps that run without a plan.
+
+    Attributes:
+        room_bytes: device bytes of the budget that no op of theirs needed.
+        clean: keys of parameters that they read, and wrote in neither forward nor backward.
+    """
+
+    def __init__(self) -> None:
+        self.room_bytes = 0
+        self.clean: frozenset[Hashable] = frozenset()
+        self._read, self._written = set[Hashable](), set[Hashable]()
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+
+    def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
+        """Learns from one recorded step: what it read and wrote, its forwards' inputs, and the room of all steps so far."""
+        self._read |= read
+        self._written |= written
+        self.clean = frozenset(self._read - self._written)
+        for shape in shapes:
+            if shape is not None and not self.covers(shape):
+                self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
+        self.room_bytes = room_bytes
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Returns whether some recorded input was at least as large in every dimension of every tensor."""
+        return shapes is not None and any(_is_within(shapes, known) for known in self._shapes)
+
+
+def _is_within(shapes: tuple[tuple[int, ...], ...], known: tuple[tuple[int, ...], ...]) -> bool:
+    return [len(shape) for shape in shapes] == [len(shape) for shape in known] and all(
+        size <= most for shape, limit in zip(shapes, known, strict=True) for size, most in zip(shape, limit, strict=True)
+    )

@@ -1,0 +1,92 @@
+"""Fetches: parameters that a module or backward reads, brought to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from tieroff.runtime.execution.autograd import training_phase
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
+from tieroff.runtime.step.mode import Mode
+
+
+class ParameterFetch:
+    """Brings a parameter to the device for whoever reads it; each read is an event of the step."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._written: frozenset[Hashable] = frozenset()
+
+    def begin(self, kind: StepKind) -> None:
+        """A step of this kind begins."""
+        self._written = kind.recorded.written if kind.recorded is not None else frozenset()
+
+    def value(self, item: ParameterItem) -> torch.Tensor:
+        """Returns the device value of a parameter that is read in forward, or in a recomputation."""
+        context = self._context
+        context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
+        value = self._valid(item)
+        item.may_be_written = self._may_be_written(item)
+        context.on_demand.used(item.key)
+        return value
+
+    def home(self, item: ParameterItem) -> torch.Tensor:
+        """Lifts the home itself to the device, and returns it."""
+        context = self._context
+        context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
+        with context.state.lock, torch.inference_mode(False):
+            item.refresh(context.traffic)
+            item.lift(context.traffic)
+            item.may_be_written = self._may_be_written(item)
+            context.state.record.bind(item)
+            if context.state.mode is not Mode.PLANNED and context.state.mode is not Mode.PASS:
+                context.clock.watch_backward()
+                context.on_demand.keep_read(item)
+            context.on_demand.used(item.key)
+            context.clock.resume()
+            return item.living
+
+    def saved(self, item: ParameterItem) -> torch.Tensor:
+        """Returns the device value of a parameter that autograd saved and backward asks for."""
+        context = self._context
+        context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
+        value = self._valid(item)
+        context.on_demand.wanted(item)
+        return value
+
+    def dismiss(self, item: ParameterItem) -> None:
+        """The device copy is not used any more, by whoever fetched it last."""
+        self._context.on_demand.release_read(item)
+
+    def _valid(self, item: ParameterItem) -> torch.Tensor:
+        context = self._context
+        with context.state.lock, torch.inference_mode(False):
+            if item.device is None and item.place is None:  # given back while a graph still needs it
+                return item.living.detach().to(context.traffic.backend.device)
+            item.refresh(context.traffic)
+            if item.is_lifted:
+                context.clock.resume()
+                return item.living.detach()
+            device = context.traffic.want(item)
+            context.state.record.bind_copy(device, item.key, is_new=True)
+            if context.state.mode is not Mode.PLANNED:
+                context.clock.watch_backward()
+                context.on_demand.keep_read(item)
+            context.clock.resume()
+            return item.valid_value
+
+    def _may_be_written(self, item: ParameterItem) -> bool:
+        """True when the step may write this parameter through `.data`, which no version shows.
+
+        A trace shows it; while there is none that holds, every parameter counts as written.
+        """
+        state = self._context.state
+        if state.kind is None or state.mode is Mode.IDLE:
+            return item.key in self._written
+        stage = state.kind.stage
+        if isinstance(stage, Measuring) or (isinstance(stage, Planned) and state.mode is not Mode.DEMAND):
+            return item.key in stage.recorded.written
+        return not isinstance(stage, Unplanned) or item.key not in self._context.on_demand.experience.clean

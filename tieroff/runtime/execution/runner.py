@@ -1,0 +1,190 @@
+"""The plan runner: walks a plan's schedule with the events of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+
+from tieroff.core.plan import Transfer
+from tieroff.core.schedule import Tick
+from tieroff.core.tensor import Tier
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.item import Item
+from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.kinds import Planned
+from tieroff.runtime.step.mode import Mode
+
+
+class PlanRunner:
+    """Does at each tick what the schedule of the plan says, with the items that its tensors are in this step.
+
+    [Note: copies out before their tensor is known]
+    A plan may have a tensor copied out from the end of the op that makes it. The engine gets it later: a saved tensor when
+    autograd packs it, a gradient when it reaches its parameter. At the tick of the copy there is nothing to copy yet, so the
+    copy begins in `took`; otherwise it would begin when the memory is needed, and could not overlap with compute.
+
+    Attributes:
+        cursor: ticks that went by in the step.
+        peak_bytes: largest count of device bytes in the step: copies the engine holds plus the trace's transients.
+        unborn_bytes: of activations and gradients that the trace has by now and the engine has not: transients so far.
+    """
+
+    def __init__(self, state: StepState, traffic: Traffic) -> None:
+        self._state, self._traffic = state, traffic
+        self.planned: Planned | None = None
+        self._items: list[Item | None] = []  # by index in the trace
+        self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
+        self.cursor = self.peak_bytes = self.unborn_bytes = 0
+
+    def begin(self, planned: Planned | None) -> None:
+        """A step begins; it runs as planned, or has no plan."""
+        self.cursor = self.peak_bytes = self.unborn_bytes = 0
+        self.planned, self._late = planned, []
+        self._items = [None] * len(planned.trace.tensors) if planned is not None else []
+
+    def stop(self) -> None:
+        """The step goes on without its plan, or ends: no copy is due any more."""
+        self._late = []
+
+    # -- ticks -----------------------------------------------------------------------------------------------------
+
+    def advance(self, key: Hashable) -> bool:
+        """Does what is due at the next tick; False, with nothing done, when the plan has another event there."""
+        planned, cursor = self.planned, self.cursor
+        if planned is None or cursor >= len(planned.recorded.keys) or planned.recorded.keys[cursor] != key:
+            return False
+        self.cursor = cursor + 1
+        if self._late:
+            self._copy_late()
+        self._act(planned.executable.ticks[cursor])
+        return True
+
+    def _act(self, tick: Tick) -> None:
+        """Does what a tick has, in the order of [Note: order of events at a tick] in core/plan.py.
+
+        A tensor that the engine does not have, or that fell behind its plan, is left to whoever uses it next.
+        """
+        for transfer in tick.issue_first:
+            self._issue(transfer)
+        for transfer in tick.await_outs:
+            item = self._items[transfer.tensor]
+            if item is not None and item.leaving is not None:
+                self._traffic.settle(item)
+        for residency in tick.ends:
+            if residency.tier is Tier.DEVICE and not self._stays(residency.tensor):
+                item = self._items[residency.tensor]
+                if item is not None and item.device is not None:
+                    item.leave(self._traffic)
+        for transfer in tick.issues:
+            self._issue(transfer)
+        for transfer in tick.await_ins:
+            item = self._items[transfer.tensor]
+            if item is not None and item.state is State.ARRIVING:
+                self._traffic.settle(item)
+
+    def _issue(self, transfer: Transfer) -> None:
+        item = self._items[transfer.tensor]
+        if item is None:
+            return
+        if transfer.source is Tier.DEVICE:
+            if item.device is not None:
+                self._traffic.store(item)
+        elif item.state is State.LOWER:
+            self._traffic.send(item, Event.FETCH)
+
+    def measure(self) -> None:
+        """Counts the device bytes of the op that just ended."""
+        planned, cursor = self.planned, self.cursor
+        if planned is None or cursor == 0:
+            return
+        self.unborn_bytes += planned.executable.births[cursor - 1]
+        transient = planned.trace.ops[cursor - 1].transient_bytes
+        count = self._traffic.device_bytes + max(self.unborn_bytes, 0) + transient
+        self.peak_bytes = max(self.peak_bytes, self._traffic.note_memory(count))
+
+    @property
+    def is_at_end(self) -> bool:
+        """True when every event of the plan went by."""
+        return self.planned is not None and self.cursor == len(self.planned.recorded.keys)
+
+    @property
+    def expected(self) -> str:
+        """The event that the plan has next, for people."""
+        names = self.planned.recorded.names if self.planned is not None else ()
+        return names[self.cursor] if self.cursor < len(names) else "the end of the step"
+
+    # -- copies out before their tensor is known -------------------------------------------------------------------
+
+    def took(self, item: Item, wait_ticks: int = 0) -> None:
+        """The engine got a tensor of the step, which its own op may still write for `wait_ticks` more."""
+        if self.planned is None or self._state.mode is not Mode.PLANNED or item.state is not State.DEVICE:
+            return
+        if self.planned.executable.copied_from.get(item.index, self.cursor) >= self.cursor:
+            return
+        if wait_ticks:
+            self._late.append((self.cursor + wait_ticks, threading.get_ident(), item))
+        else:
+            self._traffic.store(item)
+
+    def _copy_late(self) -> None:
+        """Begins copies whose wait is over. Ticks of another thread do not end ops of this one, such as hooks of users."""
+        own, now = threading.get_ident(), self.cursor
+        ready = [item for at, thread, item in self._late if at <= now and thread == own]
+        self._late = [late for late in self._late if late[0] > now or late[1] != own]
+        for item in ready:
+            if item.device is not None:
+                self._traffic.store(item)
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def assign(self, item: Item) -> None:
+        """Gives an item its tensor and tier in the plan that runs."""
+        item.index = -1
+        planned = self.planned
+        if planned is None:
+            return
+        item.index = planned.recorded.index.get(item.key, -1)
+        if item.index >= 0:
+            self._items[item.index] = item
+            item.tier = planned.executable.tiers.get(item.index, item.tier)
+
+    def born(self, item: Item) -> None:
+        """The engine takes a tensor over that the step has just made."""
+        self.assign(item)
+        if item.index >= 0:
+            self.unborn_bytes -= item.size_bytes
+
+    def unassign(self, item: Item) -> None:
+        """The care for an item ends in mid-step: the plan that runs does not move it again."""
+        if 0 <= item.index < len(self._items) and self._items[item.index] is item:
+            self._items[item.index] = None
+
+    def keeps(self, item: Item) -> bool:
+        """True when the plan that runs leaves the item on the device for the whole step."""
+        return self._state.mode is Mode.PLANNED and item.index >= 0 and self._stays(item.index)
+
+    def _stays(self, index: int) -> bool:
+        return self.planned is None or index not in self.planned.executable.tiers
+
+    @property
+    def is_before_update(self) -> bool:
+        """True between the last event of backward and the first of the update."""
+        is_planned = self.planned is not None and self._state.mode is Mode.PLANNED
+        return is_planned and self.planned is not None and self.cursor == self.planned.executable.update_at
+
+    def stays_for_update(self, item: HomeItem) -> bool:
+        """True for an item that the plan has on the device while user code runs; lifted, it counts as written from here."""
+        if self._state.mode is not Mode.PLANNED or self.planned is None:
+            return False
+        if item.index not in self.planned.executable.stays_after_backward:
+            return False
+        if item.state is State.ARRIVING:
+            self._traffic.settle(item)  # brought back for what user code does next
+        # User code must not write under a copy that is under way, and has to find a host home on the host.
+        if item.state not in (State.DEVICE, State.BOTH) or not (item.is_lifted or self._traffic.backend.lifts_homes):
+            return False
+        item.lift(self._traffic)
+        item.touch(self._traffic)
+        return True

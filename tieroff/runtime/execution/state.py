@@ -1,0 +1,91 @@
+"""What the parts of a running step share and change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+
+import torch
+
+from tieroff.core.seams import Recorder, Subject
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.step.kinds import StepKind
+from tieroff.runtime.step.mode import Mode
+
+
+class StepRecord:
+    """The events and tensors of a step that has no plan yet.
+
+    Attributes:
+        recorder: watches the step while it is traced; otherwise None.
+        keys, names: the events so far; names only while a recorder watches.
+        subjects: activations and gradients of the step, while a recorder watches.
+    """
+
+    __slots__ = ("keys", "names", "recorder", "subjects")
+
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, recorder: Recorder | None) -> None:
+        """A step begins."""
+        self.recorder = recorder
+        self.keys: list[Hashable] = []
+        self.names: list[str] = []
+        self.subjects: list[Subject] = []
+
+    def event(self, key: Hashable, name: Callable[[], str], phase: str) -> None:
+        """An op begins."""
+        self.keys.append(key)
+        if self.recorder is not None:
+            self.names.append(name())
+            self.recorder.event(self.names[-1], phase)
+
+    def add(self, subject: Subject) -> None:
+        """Lists a tensor that the step made."""
+        if self.recorder is not None:
+            self.subjects.append(subject)
+
+    def bind(self, item: HomeItem, is_new: bool = True) -> None:
+        """Says where an item's bytes lie; `is_new`: the engine made the device copy, not the program."""
+        if self.recorder is None:
+            return
+        if item.device is not None:
+            self.recorder.bind(item.device.untyped_storage(), item.key, is_new=is_new)
+        if item.lower is not None:
+            self.recorder.bind(item.lower.untyped_storage(), item.key, is_below=True)
+
+    def bind_copy(self, device: torch.Tensor, key: Hashable, is_new: bool) -> None:
+        """Says where the device copy of a subject lies."""
+        if self.recorder is not None:
+            self.recorder.bind(device.untyped_storage(), key, is_new=is_new)
+
+    def died(self, key: Hashable) -> None:
+        """A subject's tensor is gone."""
+        if self.recorder is not None:
+            self.recorder.died(key)
+
+
+class StepState:
+    """The step that runs.
+
+    Attributes:
+        mode: what happens at its events.
+        kind: of the step that runs or ran last; None before the first, and after one that broke off.
+        record: what is noted of it while it has no plan.
+        saw_backward: a backward has begun in it.
+        updated: ids of parameters that were updated in the backward that runs.
+        lock: held while items move.
+    """
+
+    __slots__ = ("kind", "lock", "mode", "record", "saw_backward", "updated")
+
+    def __init__(self) -> None:
+        self.mode = Mode.IDLE
+        self.kind: StepKind | None = None
+        self.record = StepRecord()
+        self.saw_backward = False
+        self.updated: set[int] = set()
+        # Autograd runs hooks in its own thread of each device while the thread of the loop may still be in a forward or a
+        # hook. Re-entrant: an event moves items, which ends others.
+        self.lock = threading.RLock()

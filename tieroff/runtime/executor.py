@@ -1,0 +1,115 @@
+"""The executor: the parts that run one model's steps, put together, and where a step begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tieroff.core.seams import Foresight, Recorder
+from tieroff.runtime.execution.activations import LiveActivations
+from tieroff.runtime.execution.after_backward import AfterBackward
+from tieroff.runtime.execution.clock import Clock
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.execution.on_demand import OnDemand
+from tieroff.runtime.execution.runner import PlanRunner
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.hooks.gradients import Gradients
+from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.saved import SavedTensors
+from tieroff.runtime.items.table import HomeTable
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.kinds import Planned, StepKind
+from tieroff.runtime.step.mode import Mode
+
+
+class Executor:
+    """Runs one step after another.
+
+    Attributes:
+        state: mode, kind and record of the step that runs.
+        traffic: moves bytes.
+        homes: the items that user code can reach.
+        activations: the items that living graphs saved.
+        context: what hooks and the optimizer's stand-in use of all these.
+        runner, on_demand, clock: see there.
+        gate, saved_tensors, gradients: the hooks.
+    """
+
+    def __init__(self, traffic: Traffic, settings: Settings, foresight: Foresight | None = None) -> None:
+        self.traffic = traffic
+        self.homes = HomeTable()
+        self.state = state = StepState()
+        self.runner = PlanRunner(state, traffic)
+        self.on_demand = OnDemand(state, traffic, self.runner, foresight)
+        self.activations = LiveActivations(state, traffic, self.runner, self.on_demand)
+        self.clock = Clock(state, traffic, self.runner, self.on_demand, self.activations)
+        self.context = StepContext(state, self.clock, self.runner, self.on_demand, traffic, self.homes)
+        self.clock.at_backward_end.append(AfterBackward(self.context))
+        self.gate = Gate(self.context, settings.compute_dtype)
+        self.gradients = Gradients(self.context, settings)
+        self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
+
+    def begin(self, kind: StepKind, recorder: Recorder | None) -> None:
+        """A new step of this kind begins."""
+        state = self.state
+        state.kind, state.saw_backward = kind, False
+        state.record.begin(recorder)
+        planned = kind.stage if isinstance(kind.stage, Planned) else None
+        if planned is None:
+            state.mode = Mode.DEMAND
+        else:
+            state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
+        self.traffic.begin_step()
+        self.clock.begin()
+        self.runner.begin(planned)
+        self.saved_tensors.begin()
+        self.gate.fetch.begin(kind)
+        self.gate.live.sweep()
+        self.on_demand.begin(self.homes.parameters.values())
+        for item in self.homes:
+            self.runner.assign(item)
+
+    def end(self) -> None:
+        """The step's last op is over."""
+        state = self.state
+        self.clock.pause()
+        if state.kind is not None and state.mode is Mode.PLANNED:
+            self.runner.measure()
+            if self.runner.is_at_end:
+                state.kind.mismatches = 0
+            else:
+                self.clock.diverge(lambda: "the end of the step")
+        self._stop()
+
+    def abandon(self) -> None:
+        """The step broke off with an exception: what is left of it is cleared; whatever was moved stays valid."""
+        self._stop()
+        self.traffic.backend.keep_freed(0)
+        self.traffic.spill.fills_in_order = True
+        self.state.kind = None
+
+    def _stop(self) -> None:
+        recorder, self.state.record.recorder = self.state.record.recorder, None
+        if recorder is not None:
+            recorder.stop()
+        self.on_demand.release_all()
+        self.runner.stop()
+        self.state.mode = Mode.IDLE
+
+    @contextlib.contextmanager
+    def inferring(self) -> Iterator[None]:
+        """A forward runs that is no part of a step, perhaps in the middle of one."""
+        state, spill = self.state, self.traffic.spill
+        mode, fills_in_order = state.mode, spill.fills_in_order
+        # What the plan keeps on the device for the whole step leaves too, so tiers fill as while nothing is planned.
+        state.mode, spill.fills_in_order = Mode.IDLE, True
+        self.gate.depth += 1
+        try:
+            yield
+            self.gate.check_casts()
+        finally:
+            self.gate.depth -= 1
+            self.gate.forget_casts()
+            self.on_demand.release_reachable()
+            state.mode, spill.fills_in_order = mode, fills_in_order

@@ -1,0 +1,38 @@
+"""Recurrent layers, which read their weights from a list of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
+from tieroff.runtime.hooks.forward.slot import ForwardSlot
+from tieroff.runtime.hooks.parameters.gate import Gate
+
+
+class RecurrentWeights:
+    """`nn.RNNBase` reads its weights from a list made at construction: the list holds fetched ones while it runs."""
+
+    def __init__(self, module: torch.nn.RNNBase, gate: Gate) -> None:
+        self._slot = ForwardSlot(module, self._around)
+        self._module, self._gate = module, gate
+
+    def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._module
+        is_outside = not self._gate.depth and current_graph_task() == -1
+        if not self._gate.is_open or is_outside or functorch_is_active():
+            return inner(*args, **kwargs)
+        held = module.__dict__["_flat_weights"]
+        module.__dict__["_flat_weights"] = [
+            getattr(module, name) if hasattr(module, name) else None for name in module._flat_weights_names
+        ]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            module.__dict__["_flat_weights"] = held
+
+    def remove(self) -> None:
+        """Gives the module its own forward back."""
+        self._slot.remove()

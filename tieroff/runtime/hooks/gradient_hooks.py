@@ -1,0 +1,96 @@
+"""The hooks on parameters that say when a gradient arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.hooks.gradients import Gradients
+from tieroff.runtime.step.mode import Mode
+
+
+class GradientFollower(Protocol):
+    """Updates parameters in backward, as their gradients arrive."""
+
+    def before_gradient(self) -> None:
+        """Another gradient arrives: hooks of users on the one before have run."""
+
+    def gradient_arrived(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is final."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooked:
+    """The handles of one parameter's hooks; what they hang on is held: a parameter holds its node only weakly."""
+
+    arrived: Any
+    before: Any
+    node: object
+    parameter: torch.Tensor
+
+
+class GradientHooks:
+    """The hooks on one model's parameters.
+
+    Attributes:
+        follower: acts on gradients as they arrive, or None.
+    """
+
+    def __init__(self, context: StepContext, gradients: Gradients) -> None:
+        self._context, self._gradients = context, gradients
+        self._hooked: dict[int, _Hooked] = {}
+        self._is_open = True
+        self.follower: GradientFollower | None = None
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Hooks a parameter that can get a gradient, once."""
+        if id(parameter) in self._hooked or not (parameter.requires_grad and parameter.is_leaf):
+            return
+        if parameter.is_meta:
+            return  # hooked when it has its value, which comes with another node
+        if parameter.layout is not torch.strided:
+            return  # never moved, and a sparse one has no view through which to find its node
+
+        def about_to_accumulate(grads: Any) -> None:
+            item = self._context.homes.parameter(parameter)
+            if item is not None and self._is_open:
+                self._gradients.about_to_accumulate(item)
+
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._hooked[id(parameter)] = _Hooked(arrived, node.register_prehook(about_to_accumulate), node, parameter)
+
+    def _arrived(self, home: torch.Tensor) -> None:
+        if not self._is_open:
+            return
+        lock, follower = self._context.state.lock, self.follower
+        if follower is not None:
+            with lock:
+                follower.before_gradient()  # before the tick of this gradient
+        item = self._context.homes.parameter(home)
+        if item is not None:
+            self._gradients.arrived(item)
+        if follower is not None and self._context.state.mode is not Mode.IDLE:
+            with lock:
+                follower.gradient_arrived(home)
+
+    def remove(self, ids: Collection[int]) -> None:
+        """Takes the hooks off parameters that have some."""
+        for key in ids:
+            hooked = self._hooked.pop(key, None)
+            if hooked is not None:
+                hooked.arrived.remove()
+                hooked.before.remove()
+
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Takes the hooks off all other parameters."""
+        self.remove([key for key in self._hooked if key not in ids])
+
+    def close(self) -> None:
+        """Takes all hooks off; those that run just now do nothing more."""
+        self._is_open = False
+        self.keep_only(())

@@ -1,0 +1,66 @@
+"""Access: a module's `_parameters`, which gives fetched values while a step runs."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from tieroff.errors import StateError
+from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.mint import home_of
+
+
+class FetchingDict(dict[str, Any]):
+    """A module's `_parameters`; a copy or a pickle of it is a plain dict."""
+
+    __slots__ = ("gate", "is_looked_up")
+    gate: Gate
+    is_looked_up: bool
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        gate = self.gate
+        if gate.updated and id(value) in gate.updated and current_graph_task() != -1:
+            raise StateError(
+                f"{name} is read in backward (by a checkpoint's recomputation, or a hook) after it was updated there: set "
+                "[plan] update_in_backward = false for this model, and go on from a checkpoint"
+            )
+        return value if value is None or not gate.is_open else gate.value_for(value, self.is_looked_up)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, home_of(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+def install(model: torch.nn.Module, gate: Gate) -> None:
+    """Replaces every module's `_parameters`."""
+    for module in model.modules():
+        parameters = module._parameters
+        if type(parameters) not in (dict, OrderedDict) and not isinstance(parameters, FetchingDict):
+            continue  # a scripted module: its parameters are not Python's
+        if isinstance(parameters, FetchingDict) and parameters.gate is gate:
+            continue
+        fetching = FetchingDict(parameters.items())
+        fetching.gate = gate
+        fetching.is_looked_up = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        module.__dict__["_parameters"] = fetching
+
+
+def uninstall(model: torch.nn.Module) -> None:
+    """Gives every module a plain dict again."""
+    for module in model.modules():
+        parameters = module.__dict__["_parameters"]
+        if isinstance(parameters, FetchingDict):
+            module.__dict__["_parameters"] = dict(parameters.items())

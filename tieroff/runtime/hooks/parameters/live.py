@@ -1,0 +1,51 @@
+"""Live values: which device memory is a parameter's."""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tieroff.runtime.items.homes import ParameterItem
+
+
+class Stays:
+    """Stands for the item of a parameter that stays on the device; only its casts come and go."""
+
+    __slots__ = ("dtype", "name", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.tensor: torch.Tensor = tensor
+        self.dtype = dtype
+        self.name = f"a parameter of shape {list(tensor.shape)} that stays on the device"
+
+    def cast(self) -> torch.Tensor:
+        """Returns its value in the type that is computed with."""
+        return self.tensor.detach().to(self.dtype)
+
+
+class LiveValues:
+    """Finds the parameter item whose device value lies on a given storage.
+
+    The address alone is reused, so a weak reference to the storage decides.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[StorageWeakRef, ParameterItem | Stays]] = {}
+
+    def add(self, item: ParameterItem | Stays, value: torch.Tensor) -> None:
+        """Remembers that `value` is a device value of the item."""
+        key = value.untyped_storage()._cdata
+        known = self._found.get(key)
+        if known is None or known[1] is not item or known[0].expired():
+            self._found[key] = (StorageWeakRef(value.untyped_storage()), item)
+
+    def get(self, tensor: torch.Tensor) -> ParameterItem | Stays | None:
+        """Returns the item whose value shares its storage with `tensor`, or None."""
+        found = self._found.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0].expired():
+            return None
+        return found[1]
+
+    def sweep(self) -> None:
+        """Forgets values that died."""
+        self._found = {key: entry for key, entry in self._found.items() if not entry[0].expired()}

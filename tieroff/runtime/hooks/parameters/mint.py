@@ -1,0 +1,101 @@
+"""Mints: tensors on any memory through which gradients reach a parameter's home. See [Note: lifted or minted] in gate.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.items.table import HomeTable
+
+
+class _Identity(torch.autograd.Function):
+    """The one node of a home: takes gradients on the device, gives them to the home."""
+
+    @staticmethod
+    def forward(ctx: Any, home: torch.Tensor, like: torch.Tensor, item: ParameterItem | None) -> torch.Tensor:
+        ctx.item, ctx.home_device, ctx.home_dtype = item, home.device, home.dtype
+        ctx.set_materialize_grads(False)
+        # Only shape, type and device matter: the minted tensors bring their own memory.
+        return torch.empty((), dtype=like.dtype, device=like.device).expand(home.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        (grad,) = grads
+        if grad is not None and grad.device != ctx.home_device:
+            # The home may lie elsewhere by now than when it was read.
+            grad = grad.to(ctx.item.living.device if ctx.item is not None else ctx.home_device)
+        if grad is not None and grad.dtype is not ctx.home_dtype:
+            grad = grad.to(ctx.home_dtype)  # after it crossed the link: it is half as large before
+        return grad, None, None
+
+
+class _Keep(torch.autograd.Function):
+    """A node that only keeps one saved tensor, so that autograd rebuilds it with its edge on any memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise AssertionError("nothing flows through a node that only keeps a tensor")
+
+
+class Mint:
+    """Makes tensors on any memory that all carry the one autograd edge of a home."""
+
+    def __init__(self, home: torch.Tensor, like: torch.Tensor, item: ParameterItem | None) -> None:
+        self.home = home
+        self.item = item
+        # A list of its own: were the hook to hold this object, the two would keep each other alive through autograd's
+        # memory, where Python's collector does not look.
+        self._value: list[torch.Tensor] = []
+        value = self._value
+        with torch.enable_grad(), torch.inference_mode(False):
+            source = _Identity.apply(home, like, item)  # type: ignore[no-untyped-call]
+            # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
+            source.grad_fn._set_sequence_nr(2**64 - 1)
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: value[0]):
+                self._node = _Keep.apply(source).grad_fn  # type: ignore[no-untyped-call]
+
+    def on(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor on the value's memory through which gradients reach the home."""
+        self._value.append(value)
+        try:
+            minted: torch.Tensor = self._node.saved_tensors[0]
+        finally:
+            self._value.clear()
+        minted.__dict__.update(self.home.__dict__)
+        minted._is_param = True  # isinstance(w, nn.Parameter) holds, as for the home
+        minted._tieroff_home = self.home  # type: ignore[attr-defined]
+        return minted
+
+
+class Mints:
+    """The one node of each home that was minted on."""
+
+    def __init__(self, homes: HomeTable) -> None:
+        self._homes = homes
+        self._mints: dict[int, Mint] = {}
+
+    def on(self, value: torch.Tensor, home: torch.Tensor, item: ParameterItem | None) -> torch.Tensor:
+        """Returns a tensor on the value's memory through which gradients, if any are needed, reach the home."""
+        if not (home.requires_grad and torch.is_grad_enabled()):
+            return value
+        mint = self._mints.get(id(home))
+        if mint is None or mint.home is not home or mint.item is not item:
+            mint = self._mints[id(home)] = Mint(home, value, item)
+        return mint.on(value)
+
+    def sweep(self) -> None:
+        """Drops the nodes of homes whose item is gone or another one: each would keep its home alive."""
+        items = self._homes.parameters
+        self._mints = {k: mint for k, mint in self._mints.items() if mint.item is not None and items.get(k) is mint.item}
+
+
+def home_of(value: object) -> object:
+    """Returns the home of a minted tensor that somebody stores as a parameter, or the value itself."""
+    return getattr(value, "_tieroff_home", value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,26 @@
+"""An activation: a storage that autograd saved for backward."""
+
+from __future__ import annotations
+
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.runtime.items.item import Item, Mover
+from tieroff.runtime.items.place import BlockPlace, Place
+
+
+class ActivationItem(Item):
+    """One storage that autograd saved; it may be packed several times, as different views.
+
+    Attributes:
+        ordinal: how many other storages were packed before it in this step.
+        packs: `Packed` objects that are alive.
+    """
+
+    __slots__ = ("ordinal", "packs")
+
+    def __init__(self, ordinal: int, size_bytes: int, tier: Tier) -> None:
+        super().__init__(("activation", ordinal), f"activation {ordinal}", TensorClass.ACTIVATION, size_bytes, tier)
+        self.ordinal = ordinal
+        self.packs = 0
+
+    def make_place(self, traffic: Mover) -> Place:
+        return BlockPlace(traffic.stores[self.tier], self.size_bytes)

@@ -1,0 +1,35 @@
+"""The home items of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tieroff.runtime.items.homes import HomeItem, ParameterItem
+
+
+@dataclass(frozen=True, slots=True)
+class HomeTable:
+    """Every tensor under the engine's care that user code can reach.
+
+    Attributes:
+        parameters: by id of the parameter.
+        gradients: by position of their parameter.
+        states: optimizer state, by id of the parameter and key.
+        names: by id, of every parameter of the model, moved or not.
+    """
+
+    parameters: dict[int, ParameterItem] = field(default_factory=dict)
+    gradients: dict[int, HomeItem] = field(default_factory=dict)
+    states: dict[tuple[int, str], HomeItem] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[HomeItem]:
+        yield from self.parameters.values()
+        yield from self.gradients.values()
+        yield from self.states.values()
+
+    def parameter(self, tensor: object) -> ParameterItem | None:
+        """Returns the item of a parameter, or None; ids alone are reused."""
+        item = self.parameters.get(id(tensor))
+        return item if item is not None and item.tensor is tensor else None

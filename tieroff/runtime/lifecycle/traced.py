@@ -1,0 +1,114 @@
+"""A step that is traced: recorder and layer hooks around it, and what they saw when it is over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+
+from tieroff.core.seams import PlanSource, Recorder, Subject
+from tieroff.core.tensor import TensorClass
+from tieroff.core.trace import Trace
+from tieroff.errors import CaptureError
+from tieroff.runtime.custody import Custody
+from tieroff.runtime.execution.experience import Shapes
+from tieroff.runtime.hooks.forward.compiled import compiled_count, find_compiled
+from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
+from tieroff.runtime.step.kinds import sums_no_gradients
+from tieroff.runtime.step.recorded import Recorded, update_of
+
+log = logging.getLogger("tieroff")
+
+# Phases of ops in which user code runs that is not the update.
+_PASSES = ("forward", "backward", "recompute")
+
+
+class TracedStep:
+    """One step that is traced.
+
+    Attributes:
+        shapes: of the inputs of its forwards.
+        is_watched: False when the recorder could not start.
+    """
+
+    def __init__(self, custody: Custody, plans: PlanSource, recorder: Recorder) -> None:
+        self._custody, self._plans, self._recorder = custody, plans, recorder
+        self.shapes: list[Shapes] = []
+        self._spans: ModuleSpans | None = None
+        self.is_watched = True
+        self._compiled_before = compiled_count()
+
+    def start(self, *, is_recomputing: bool) -> None:
+        """Begins to watch; `is_recomputing`: some layers run again already, so none is looked for."""
+        custody, record = self._custody, self._custody.executor.state.record
+        try:
+            self._recorder.start()
+        except CaptureError as error:
+            log.warning("%s; this step runs on demand", error)
+            record.recorder, self.is_watched = None, False
+            return
+        for item in custody.executor.homes:
+            record.bind(item)
+        layers = custody.settings.recompute_layers
+        if layers and not is_recomputing and next(find_compiled(custody.model), None) is None:
+            starts_ns = custody.executor.clock.starts_ns
+            self._spans = ModuleSpans(layers_of(custody.model, layers), lambda: len(starts_ns))
+
+    def end_spans(self) -> None:
+        """The step's forwards are over: its layers have no hooks any more."""
+        if self._spans is not None:
+            self._spans.remove()
+
+    @property
+    def has_compiled(self) -> bool:
+        """True when code was compiled since the step began, which takes memory of its own."""
+        return compiled_count() > self._compiled_before
+
+    def finish(self) -> Recorded:
+        """Returns what the step showed, once it is over; it was watched."""
+        custody, record = self._custody, self._custody.executor.state.record
+        keys, recorder, subjects = tuple(record.keys), self._recorder, self._subjects()
+        trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
+        trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)
+        index = {subject.key: i for i, subject in enumerate(subjects)}
+        parameters = {s.key: i for i, s in enumerate(subjects) if s.kind is TensorClass.PARAMETER}
+        in_passes = {t for op in trace.ops if op.phase in _PASSES for t in op.writes}
+        written = {key for key, i in parameters.items() if i in in_passes}
+        below = recorder.written_below & parameters.keys()
+        hooked = recorder.written_in_backward & index.keys() - parameters.keys()
+        used = _used_below(trace, recorder, index, keys)
+        lifts_homes = custody.backend.lifts_homes
+        self._learn(trace, list(index), written | below)
+        return Recorded(
+            keys=keys,
+            names=tuple(record.names),
+            trace=trace,
+            index=index,
+            # A home that lies below now may be lifted when it is written next; another one never is.
+            written=frozenset(written | below if lifts_homes else written),
+            written_by_hooks=frozenset(index[key] for key in hooked),
+            # A home on the host stays there for user code.
+            used_below=used if lifts_homes else {},
+            leaves_gradients=not used and sums_no_gradients(trace, keys),
+            scratch_bytes=recorder.scratch_bytes,
+        )
+
+    def _subjects(self) -> list[Subject]:
+        homes, gradients = self._custody.executor.homes, self._custody.executor.gradients
+        persistent = (*homes.parameters.values(), *homes.states.values())
+        subjects = [Subject(item.key, item.name, item.size_bytes, item.kind, is_persistent=True) for item in persistent]
+        return subjects + gradients.recorded_subjects()
+
+    def _learn(self, trace: Trace, keys: list[Hashable], written: set[Hashable]) -> None:
+        """Keeps what the step says about steps that run without a plan."""
+        read = {keys[t] for op in trace.ops if op.phase in _PASSES for t in op.reads}
+        room_bytes = self._plans.spare_bytes(trace)
+        self._custody.executor.on_demand.experience.add(read, written, self.shapes, room_bytes)
+
+
+def _used_below(
+    trace: Trace, recorder: Recorder, index: dict[Hashable, int], keys: tuple[Hashable, ...]
+) -> dict[int, bool]:
+    """Returns the gradients that user code used after backward where they lay, and whether it wrote them."""
+    used = recorder.used_below(update_of(keys) - 1)
+    indices = {index[key]: is_written for key, is_written in used.items() if key in index}
+    return {i: is_written for i, is_written in indices.items() if trace.tensors[i].kind is TensorClass.GRADIENT}

@@ -1,0 +1,35 @@
+"""What the config says to the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tieroff.core.tensor import TensorClass, Tier
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the config says to the runtime.
+
+    Attributes:
+        covers: tensor classes that may move.
+        min_bytes: smaller tensors stay.
+        spill: lower tiers in the order in which they are filled while nothing is planned.
+        allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
+        compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
+        recompute_layers: names or patterns of the modules that may run again in backward.
+        update_in_backward: whether buckets are updated as soon as their gradients are final.
+    """
+
+    covers: frozenset[TensorClass]
+    min_bytes: int
+    spill: tuple[Tier, ...]
+    allocator_threshold_bytes: int | None = None
+    keep_timeline: bool = True
+    chosen: dict[str, str] = field(default_factory=dict)
+    config_toml: str = ""
+    compute_dtype: torch.dtype | None = None
+    recompute_layers: tuple[str, ...] = ()
+    update_in_backward: bool = False

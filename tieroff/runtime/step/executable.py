@@ -1,0 +1,127 @@
+"""An executable: a plan as the runtime walks it, tick by tick.
+
+`core.schedule` alone says what happens at which tick. The two passes before it say what this runtime does otherwise than the
+plan, and why: user code runs at moments that no op of a trace stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tieroff.core.plan import Plan, Residency, Transfer
+from tieroff.core.schedule import Tick, make_schedule
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.trace import Trace
+from tieroff.runtime.step.recorded import Recorded
+
+# Before every transfer of the plan that is issued at the same tick.
+_FIRST_RANK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """What the runtime needs of a plan while a step runs.
+
+    Attributes:
+        ticks: of the plan's schedule, after both passes of this module.
+        tiers: tensors that move -> their lower tier.
+        copied_from: tensors that are copied out -> the first tick at which a copy is issued.
+        births: per op, bytes of activations and gradients that come to life in it.
+        update_at: the tick at which the update begins.
+        stays_after_backward: see `stays_for_update`.
+    """
+
+    ticks: tuple[Tick, ...]
+    tiers: Mapping[int, Tier]
+    copied_from: Mapping[int, int]
+    births: tuple[int, ...]
+    update_at: int
+    stays_after_backward: frozenset[int]
+
+
+def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
+    """Returns what the runtime needs to run this plan of this trace."""
+    tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
+    update_at = recorded.update_at
+    stays = tuple(stays_for_update(plan, trace, tiers, update_at))
+    adapted = brought_back_for_update(without_early_copies(plan, recorded), stays, tiers, update_at)
+    ticks = make_schedule(adapted).ticks
+    copied_from: dict[int, int] = {}
+    for at, tick in enumerate(ticks):
+        for transfer in (*tick.issue_first, *tick.issues):
+            if transfer.source is Tier.DEVICE:
+                copied_from.setdefault(transfer.tensor, at)
+    births = tuple(_births(trace))
+    return Executable(ticks, tiers, copied_from, births, update_at, frozenset(r.tensor for r in stays))
+
+
+def without_early_copies(plan: Plan, recorded: Recorded) -> Plan:
+    """Returns the plan without the transfers in backward of gradients that hooks of users write there.
+
+    Any parameter's hook may write such a gradient, and through `.data`, which no version shows. So it is copied when it has to
+    leave and not before, and comes back for the update and not before.
+    """
+    written, update_at = recorded.written_by_hooks, recorded.update_at
+    if not written:
+        return plan
+    kept = (
+        t
+        for t in plan.transfers
+        if t.tensor not in written or (t.target is Tier.DEVICE and update_at <= t.issue_at < plan.op_count)
+    )
+    return replace(plan, transfers=tuple(kept))
+
+
+def stays_for_update(plan: Plan, trace: Trace, tiers: Mapping[int, Tier], update_at: int) -> Iterator[Residency]:
+    """Yields the residencies of moved tensors across the end of backward, where user code runs before the update.
+
+    A parameter or gradient that the plan has on the device when the update begins may stay there, lifted, and then counts as
+    written from the end of backward; so may a gradient that the plan has there until then. Everything else has to lie below,
+    where a write by user code counts.
+    """
+    if update_at == plan.op_count:
+        return
+    for residency in plan.residencies:
+        if residency.tier is not Tier.DEVICE or residency.tensor not in tiers:
+            continue
+        kind, starts_before = trace.tensors[residency.tensor].kind, residency.start < update_at
+        if kind is TensorClass.GRADIENT:
+            is_there = starts_before and update_at <= residency.stop
+        else:
+            is_there = kind is TensorClass.PARAMETER and starts_before and update_at < residency.stop
+        if is_there:
+            yield residency
+
+
+def brought_back_for_update(
+    plan: Plan, stays: tuple[Residency, ...], tiers: Mapping[int, Tier], update_at: int
+) -> Plan:
+    """Returns the plan with a fetch, as the update begins, of what user code may have sent below before it.
+
+    Such a tensor had to leave at the end of backward if nothing had lifted it by then. The runtime skips the fetch of one
+    that is still there. It is needed by no op in particular, so nothing waits for it before it is used.
+    """
+    back = (
+        Transfer(r.tensor, tiers[r.tensor], Tier.DEVICE, update_at, plan.op_count, _FIRST_RANK)
+        for r in stays
+        if r.stop > update_at
+    )
+    return replace(plan, transfers=(*back, *plan.transfers))
+
+
+def _births(trace: Trace) -> list[int]:
+    """Returns per op the bytes of tensors that are not persistent and first exist in it."""
+    births = [0] * len(trace.ops)
+    first: dict[int, int] = {}
+    for i, op in enumerate(trace.ops):
+        for tensor in (*op.reads, *op.writes):
+            first.setdefault(tensor, i)
+    for tensor, value in enumerate(trace.tensors):
+        if value.is_persistent:
+            continue
+        starts = [first[tensor]] if tensor in first else []
+        starts += [value.holds[0][0]] if value.holds else []
+        if starts:
+            births[min(starts)] += value.size_bytes
+    return births

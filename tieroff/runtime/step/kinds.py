@@ -1,0 +1,145 @@
+"""Kinds of steps: a kind is what has one signature, and its stage says how far it is on the way to a plan.
+
+| stage     | what its next step is for                        | next stages                                           |
+|-----------|--------------------------------------------------|-------------------------------------------------------|
+| Recording | every event and tensor is traced                 | Recording, Measuring, Unplanned (never repeats)       |
+| Measuring | the same events again give durations             | Planned; Recording (it differed, or layers now rerun) |
+| Planned   | it runs as planned                               | Planned (a new plan); Recording (it kept leaving it)  |
+| Unplanned | it runs on demand: no plan, and none is made     | Recording (the kind came back)                        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from tieroff.core.plan import Plan
+from tieroff.core.tensor import TensorClass
+from tieroff.core.timeline import Timeline
+from tieroff.core.trace import Trace
+from tieroff.errors import StateError
+from tieroff.runtime.step.executable import Executable, make_executable
+from tieroff.runtime.step.feedback import Feedback
+from tieroff.runtime.step.recorded import Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The next step is traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """The next step gives the durations of what was recorded."""
+
+    recorded: Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Steps run as planned.
+
+    Attributes:
+        trace: with the durations that were last seen.
+        made_for: the trace with the durations that the plan was made for.
+    """
+
+    recorded: Recorded
+    trace: Trace
+    made_for: Trace
+    plan: Plan
+    executable: Executable
+
+    def predicted(self, trace: Trace, step_ns: int) -> Planned:
+        """Returns the same decisions, with durations as seen by now and the step time that is predicted from them."""
+        return replace(self, trace=trace, plan=replace(self.plan, step_ns=step_ns))
+
+
+@dataclass(frozen=True, slots=True)
+class Unplanned:
+    """Steps do not repeat, or are too rare: all of them run on demand."""
+
+
+Stage = Recording | Measuring | Planned | Unplanned
+
+_NEXT: dict[type[Stage], tuple[type[Stage], ...]] = {
+    Recording: (Recording, Measuring, Unplanned),
+    Measuring: (Planned, Recording),
+    Planned: (Planned, Recording),
+    Unplanned: (Recording,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What the last step that followed a plan did; a newer plan may wait for its first step."""
+
+    trace: Trace
+    plan: Plan
+    timeline: Timeline
+
+
+class StepKind:
+    """One kind of step.
+
+    Attributes:
+        signature: of the step's first input.
+        stage: see the table of the module; `advance` changes it.
+        recorded: what its last recorded step showed, or None.
+        planned: the last plan of this kind, or None; kept while the kind is traced again.
+        ran: see there; None before the first planned step.
+        retraces: how often it was traced.
+        mismatches: steps in a row that left their plan.
+        feedback: what planned steps showed of the plan.
+    """
+
+    __slots__ = ("feedback", "mismatches", "planned", "ran", "recorded", "retraces", "signature", "stage")
+
+    def __init__(self, signature: Hashable) -> None:
+        self.signature = signature
+        self.stage: Stage = Recording()
+        self.recorded: Recorded | None = None
+        self.planned: Planned | None = None
+        self.ran: Ran | None = None
+        self.retraces = self.mismatches = 0
+        self.feedback = Feedback()
+
+    def advance(self, stage: Stage) -> None:
+        """Enters a stage.
+
+        Raises:
+            StateError: the stage cannot follow the one that the kind is in.
+        """
+        if type(stage) not in _NEXT[type(self.stage)]:
+            before, after = type(self.stage).__name__, type(stage).__name__
+            raise StateError(f"a kind of step cannot go from {before} to {after}; this is a bug in tieroff")
+        self.stage = stage
+        if isinstance(stage, Measuring):
+            self.recorded = stage.recorded
+        elif isinstance(stage, Planned):
+            self.planned = stage
+
+    def adopt(self, recorded: Recorded, trace: Trace, plan: Plan) -> None:
+        """Adopts a plan, made for this trace of what was recorded, for the next step of this kind."""
+        self.feedback.plan_count += 1
+        self.advance(Planned(recorded, trace, trace, plan, make_executable(plan, trace, recorded)))
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last trace, with the newest durations."""
+        if isinstance(self.stage, Planned):
+            return self.stage.trace
+        return self.recorded.trace if self.recorded is not None else None
+
+    @property
+    def moves_nothing(self) -> bool:
+        """True when its plan leaves everything on the device."""
+        return isinstance(self.stage, Planned) and self.stage.plan.moves_nothing
+
+
+def sums_no_gradients(trace: Trace, keys: Sequence[Hashable]) -> bool:
+    """Returns whether each gradient of a step comes new from one backward."""
+    arrived = [key for key in keys if isinstance(key, tuple) and key[0] in ("grad", "accumulate")]
+    is_new = all(tensor.kind is not TensorClass.GRADIENT or not tensor.is_persistent for tensor in trace.tensors)
+    is_summed = len({position for _, position in arrived}) < len(arrived)
+    return is_new and not is_summed

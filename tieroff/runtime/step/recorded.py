@@ -1,0 +1,45 @@
+"""What one recorded step showed of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from tieroff.core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The events and tensors of a recorded step.
+
+    Attributes:
+        keys: the events in order; an op begins with each.
+        names: the same for people.
+        trace: durations in it are 0.
+        index: key of a tensor -> its number in the trace.
+        written: keys of parameters that forward or backward itself writes, in ways that a version may not show.
+        written_by_hooks: gradients that user code wrote in backward after they had arrived.
+        used_below: gradients that user code used after backward, and whether it wrote them.
+        leaves_gradients: the update took all gradients as one backward made them: user code used none.
+        scratch_bytes: the most memory that an op took for itself.
+    """
+
+    keys: tuple[Hashable, ...]
+    names: tuple[str, ...]
+    trace: Trace
+    index: Mapping[Hashable, int]
+    written: frozenset[Hashable]
+    written_by_hooks: frozenset[int]
+    used_below: Mapping[int, bool]
+    leaves_gradients: bool
+    scratch_bytes: int
+
+    @property
+    def update_at(self) -> int:
+        """The tick at which the update begins; the number of ticks when there is none."""
+        return update_of(self.keys)
+
+
+def update_of(keys: tuple[Hashable, ...]) -> int:
+    """Returns the tick at which the update begins; the number of ticks when there is none."""
+    return next((i for i, key in enumerate(keys) if isinstance(key, tuple) and key[0] == "bucket"), len(keys))
