@@ -18,6 +18,7 @@ import typer
 
 from tieroff.errors import TieroffError
 from tieroff.launch import command as launching
+from tieroff.partition import command as partitioning
 from tieroff.report.terminal import print_rows, print_table, progress
 from tieroff.units import NS_PER_S, format_bytes, parse_bytes
 
@@ -317,6 +318,7 @@ def compare(
 
 
 app.command("launch", context_settings=launching.SETTINGS)(_reports_errors(launching.launch))
+app.command("partition")(_reports_errors(partitioning.partition))
 
 
 def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, int], found: Sequence[Result]) -> None:
