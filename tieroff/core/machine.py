@@ -63,6 +63,7 @@ class Machine:
         fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
             and fp16), in operations per second; 0 if unknown. Op times of a model that never ran come from these.
         device_memory_bytes_per_s: what the device's own memory reads and writes per second, 0 if unknown.
+        peer_bytes_per_s: what each device sends to others of its machine per second, 0 if unknown.
         nvme_endurance_bytes: bytes that may be written to all drives together over their life, 0 if unknown.
         kernel: the system that it was measured under.
         dirs: tables per directory, by absolute path. `engine` is the fastest there; see `FOLDER_TEXTS` for what else is
@@ -89,6 +90,7 @@ class Machine:
     fp32_flops_per_s: float = 0.0
     bf16_flops_per_s: float = 0.0
     device_memory_bytes_per_s: int = 0
+    peer_bytes_per_s: int = 0
     nvme_endurance_bytes: int = 0
     kernel: str = ""
     dirs: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -86,7 +86,7 @@ def dry_trace(factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN
     roofline = Roofline.of(machine)
     try:
         with torch.device("meta"):
-            made = _checked(factory())
+            made = checked(factory())
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes = Fakes()
             made = replace(made, model=fakes.take_over(made.model), inputs=tree_map(fakes.of, made.inputs))
@@ -105,7 +105,7 @@ def dry_trace(factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN
     )
 
 
-def _checked(made: Any) -> DryModel:
+def checked(made: Any) -> DryModel:
     if isinstance(made, tuple) and len(made) == 2:
         made = DryModel(*made)
     if not isinstance(made, DryModel) or not isinstance(made.model, torch.nn.Module):
