@@ -51,8 +51,8 @@ def _files(pattern: str) -> list[str]:
 
 
 # What the planner uses builds anywhere; the rest calls the Linux kernel.
-PLANNER = ("layout", "search", "simulate")  # folders of native/src
-BINDINGS = ("module", "layout", "simulate", "search", "improve")
+PLANNER = ("layout", "search", "simulate", "sharding")  # folders of native/src
+BINDINGS = ("module", "layout", "simulate", "search", "improve", "sharding")
 
 
 IS_LINUX = sys.platform == "linux"

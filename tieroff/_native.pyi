@@ -261,3 +261,18 @@ def improve(
     seed: int,
     work: int,
 ) -> tuple[float, float, int]: ...
+def shard(
+    *,
+    first_strategy: NDArray[np.int64],
+    cost: NDArray[np.int64],
+    usage: NDArray[np.int64],
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    source: NDArray[np.int64],
+    target: NDArray[np.int64],
+    first_entry: NDArray[np.int64],
+    entry: NDArray[np.int64],
+    limit: int,
+    time_limit_s: float,
+    seed: int,
+) -> tuple[bool, float, list[int], int]: ...

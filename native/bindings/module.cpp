@@ -9,6 +9,7 @@ PYBIND11_MODULE(_native, module) {
   tieroff::bind_simulate(module);
   tieroff::bind_search(module);
   tieroff::bind_improve(module);
+  tieroff::bind_sharding(module);
 #ifdef TIEROFF_WITH_STORAGE
   tieroff::bind_storage(module);
   tieroff::bind_memory(module);

@@ -11,5 +11,6 @@ void bind_layout(pybind11::module_& module);
 void bind_simulate(pybind11::module_& module);
 void bind_search(pybind11::module_& module);
 void bind_improve(pybind11::module_& module);
+void bind_sharding(pybind11::module_& module);
 
 }  // namespace tieroff

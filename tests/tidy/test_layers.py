@@ -24,9 +24,10 @@ BELOW = {
 }
 BELOW["api"] = {"session", *BELOW["session"]}
 BELOW["checkpoint"] = {"api", *BELOW["api"]}
-BELOW["__init__"] = {"api", "checkpoint", "integrations", *BELOW["api"]}  # what it loads when it is named
+BELOW["partition"] = BELOW["session"]
+BELOW["__init__"] = {"api", "checkpoint", "integrations", "partition", *BELOW["api"]}  # what it loads when it is named
 BELOW["launch"] = {"api", *BELOW["api"]}
-BELOW["cli"] = {"__init__", "api", "launch", *BELOW["api"]}
+BELOW["cli"] = {"__init__", "api", "launch", "partition", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}
 BELOW["integrations"] = {"api", *BELOW["api"]}
 

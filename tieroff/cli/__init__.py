@@ -14,6 +14,7 @@ from tieroff.cli.output import reports_errors
 from tieroff.cli.planning import compare, plan
 from tieroff.cli.reporting import report
 from tieroff.launch import command as launching
+from tieroff.partition import command as partitioning
 
 app = typer.Typer(
     help="Trains PyTorch models within a memory budget.",
@@ -53,3 +54,4 @@ app.command()(reports_errors(plan))
 app.command()(reports_errors(report))
 app.command()(reports_errors(compare))
 app.command(context_settings=launching.SETTINGS)(reports_errors(launching.launch))
+app.command("partition")(reports_errors(partitioning.partition))

@@ -72,6 +72,7 @@ class Machine:
         has_fp32_matrix_cores: its fp32 peak is that of matrix cores.
         device_power_w: what the board may draw, 0 if unknown.
         process_nm: of the chip, 0 if unknown.
+        peer_bytes_per_s: what each device sends to others of its machine per second, 0 if unknown.
         nvme_endurance_bytes: bytes that may be written to all drives together over their life, 0 if unknown.
         kernel: the system that it was measured under.
         dirs: tables per directory, by absolute path. `engine` is the fastest there; see `FOLDER_TEXTS` for what else is
@@ -105,6 +106,7 @@ class Machine:
     has_fp32_matrix_cores: bool = False
     device_power_w: float = 0.0
     process_nm: float = 0.0
+    peer_bytes_per_s: int = 0
     nvme_endurance_bytes: int = 0
     kernel: str = ""
     dirs: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -101,7 +101,7 @@ def dry_trace(
         prices = Clock.of(machine) if is_accelerated else Roofline.of(machine)
     try:
         with torch.device("meta"):
-            made = _checked(factory())
+            made = checked(factory())
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes = Fakes()
             made = replace(made, model=fakes.take_over(made.model), inputs=tree_map(fakes.of, made.inputs))
@@ -122,7 +122,7 @@ def dry_trace(
     )
 
 
-def _checked(made: Any) -> DryModel:
+def checked(made: Any) -> DryModel:
     if isinstance(made, tuple) and len(made) == 2:
         made = DryModel(*made)
     if not isinstance(made, DryModel) or not isinstance(made.model, torch.nn.Module):

@@ -1,0 +1,256 @@
+"""Tofu's recursion (Wang, Huang, Li: Supporting Very Large Models using Automatic Dataflow Graph Partitioning, EuroSys 2019).
+
+The devices are halved level by level (2, 4, 8). On each level every tensor is cut in two along one dimension, and the cuts
+are chosen together so that the fewest bytes are exchanged: an operator whose operands lie otherwise than one of its splits
+wants fetches what it has not, and what it makes is brought where its tensor lies. A level is solved exactly by elimination
+(the paper's dynamic program over a coarsened chain of groups is the same minimum, found on chains only).
+
+With a `Rule` the same search is held to the splits of others: data parallelism, ZeRO-3, tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tieroff.core.sharding_graph import REPLICATED, OpSplit, ShardedOp, StepGraph, moved_bytes
+from tieroff.errors import ConfigError
+from tieroff.planner.sharding.elimination import Factor, eliminate
+
+TWICE_SHARE = 1e-3
+"""Of a result's bytes: what an op costs besides that runs whole in both groups, so that ties go to ops that are split."""
+
+_PRODUCTS = ("mm", "convolution", "attention")
+"""Parts of the names of ops that are most of a step's work."""
+
+Rule = Callable[[StepGraph, int, list[int]], list[int]]
+"""From a graph, a tensor and the dimensions that it can be cut along, to the placements that are left to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way to split a step that a search is held to.
+
+    Attributes:
+        name: for people.
+        rule: what placements each tensor may have.
+        computes_twice: products may run whole in every group where that exchanges less.
+    """
+
+    name: str
+    rule: Rule
+    computes_twice: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One halving of the devices.
+
+    Attributes:
+        op_bytes: what all devices exchange for it around each op of the step, and at last for the update.
+        placements: of each tensor.
+    """
+
+    op_bytes: tuple[int, ...]
+    placements: tuple[int, ...]
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes that all devices exchange for it in a step."""
+        return sum(self.op_bytes)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A step over `2 ** len(levels)` devices, outermost level first."""
+
+    graph: StepGraph
+    levels: tuple[Level, ...]
+
+    @property
+    def device_count(self) -> int:
+        """How many devices there are."""
+        return 1 << len(self.levels)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes that all devices exchange in a step."""
+        return sum(level.exchanged_bytes for level in self.levels)
+
+    def placements(self, tensor: int) -> tuple[int, ...]:
+        """Returns a tensor's placement on each level."""
+        return tuple(level.placements[tensor] for level in self.levels)
+
+    def local_bytes(self, tensor: int) -> int:
+        """Returns what one device holds of a tensor."""
+        cuts = sum(placement >= 0 for placement in self.placements(tensor))
+        return self.graph.tensors[tensor].size_bytes >> cuts
+
+    def held_share(self) -> float:
+        """Returns what one device holds of all parameters, as a share of their bytes."""
+        chosen = [i for i, tensor in enumerate(self.graph.tensors) if tensor.kind == "parameter"]
+        whole = sum(self.graph.tensors[i].size_bytes for i in chosen)
+        return sum(self.local_bytes(i) for i in chosen) / whole if whole else 1.0
+
+
+def partition_step(graph: StepGraph, device_count: int, scheme: Scheme | None = None) -> Partition:
+    """Returns Tofu's partition, or the best of the same recursion under another scheme.
+
+    Tofu's recursion runs under ZeRO-3's rule too, and the better one is taken: each level is the best for itself, but the
+    sum of several greedy levels need not be.
+
+    Raises:
+        ConfigError: the number of devices is no power of two.
+    """
+    if device_count < 1 or device_count & (device_count - 1):
+        raise ConfigError(f"expected 1, 2, 4, 8 … devices, got {device_count}")
+    found = _recurse(graph, device_count, scheme or TOFU)
+    if (scheme is not None and scheme is not TOFU) or device_count <= 2:
+        return found
+    return min(found, _recurse(graph, device_count, ZERO3), key=lambda partition: partition.exchanged_bytes)
+
+
+def _recurse(graph: StepGraph, device_count: int, scheme: Scheme) -> Partition:
+    cuts = [[0] * len(tensor.shape) for tensor in graph.tensors]
+    levels: list[Level] = []
+    while 2 ** len(levels) < device_count:
+        level = _Halving(graph, cuts, scheme, 1 << len(levels)).solve()
+        levels.append(level)
+        for tensor, placement in enumerate(level.placements):
+            if placement >= 0:
+                cuts[tensor][placement] += 1
+    return Partition(graph, tuple(levels))
+
+
+class _Halving:
+    """One level: a variable per tensor (its placement) and per op (its split), and a table per op and operand."""
+
+    def __init__(self, graph: StepGraph, cuts: list[list[int]], scheme: Scheme, groups: int) -> None:
+        self._graph, self._cuts, self._groups, self._scheme = graph, cuts, groups, scheme
+        self._domains: list[list[int]] = []
+        for index, tensor in enumerate(graph.tensors):
+            dims = [dim for dim in range(len(tensor.shape)) if self._is_even(index, dim)]
+            self._domains.append(scheme.rule(graph, index, dims))
+        self._sizes = [t.size_bytes / 2 ** sum(cuts[i]) for i, t in enumerate(graph.tensors)]
+
+    def _is_even(self, tensor: int, placement: int) -> bool:
+        if placement < 0:
+            return True
+        return self._graph.tensors[tensor].shape[placement] % (2 << self._cuts[tensor][placement]) == 0
+
+    def solve(self) -> Level:
+        tensors = len(self._domains)
+        sizes = [len(domain) for domain in self._domains]
+        factors: list[Factor] = []
+        for op in self._graph.ops:
+            variable = len(sizes)
+            splits = self._splits(op)
+            sizes.append(len(splits))
+            twice = [
+                TWICE_SHARE * sum(self._sizes[t] for t, p in zip(op.outputs, split.outputs, strict=True) if p == REPLICATED)
+                for split in splits
+            ]
+            factors.append(Factor((variable,), np.array(twice)))
+            factors += [Factor((variable, t), table) for t, table in self._tables(op, splits)]
+        for index, tensor in enumerate(self._graph.tensors):
+            if tensor.owner >= 0:  # the update wants the gradient where the parameter is
+                factors.append(Factor((index, tensor.owner), self._moves(index, tensor.owner)))
+        found = eliminate(sizes, factors)
+        if not math.isfinite(found.cost):
+            raise ConfigError("expected a way to split every operator, but some rule leaves none")
+        placements = tuple(domain[v] for domain, v in zip(self._domains, found.values[:tensors], strict=True))
+        exchanged = [0.0] * (len(self._graph.ops) + 1)
+        for factor in (f for f in factors if len(f.variables) == 2):
+            first, second = factor.variables
+            place = first - tensors if first >= tensors else -1
+            exchanged[place] += float(factor.table[found.values[first], found.values[second]])
+        return Level(tuple(round(size) * self._groups for size in exchanged), placements)
+
+    def _splits(self, op: ShardedOp) -> list[OpSplit]:
+        """Returns the splits whose operands can be cut so; under some schemes no product is computed twice."""
+        operands = (*op.inputs, *op.outputs)
+        even = [s for s in op.splits if all(map(self._is_even, operands, (*s.inputs, *s.outputs)))]
+        if self._scheme.computes_twice or not any(part in op.name for part in _PRODUCTS):
+            return even
+        once = [s for s in even if set(s.outputs) != {REPLICATED}]
+        return once or even
+
+    def _tables(self, op: ShardedOp, splits: Sequence[OpSplit]) -> list[tuple[int, NDArray[np.float64]]]:
+        """Returns per operand the bytes by split and placement; an operand that is read twice is fetched for each."""
+        tables: list[tuple[int, NDArray[np.float64]]] = []
+        for place, tensor in enumerate(op.inputs):
+            wanted = [split.inputs[place] for split in splits]
+            rows = [[moved_bytes(self._sizes[tensor], p, w) for p in self._domains[tensor]] for w in wanted]
+            tables.append((tensor, np.array(rows)))
+        for place, tensor in enumerate(op.outputs):
+            made = [split.outputs[place] for split in splits]
+            rows = [[moved_bytes(self._sizes[tensor], m, p) for p in self._domains[tensor]] for m in made]
+            tables.append((tensor, np.array(rows)))
+        return tables
+
+    def _moves(self, source: int, target: int) -> NDArray[np.float64]:
+        pairs = [
+            [moved_bytes(self._sizes[source], p, q) for q in self._domains[target]] for p in self._domains[source]
+        ]
+        return np.array(pairs)
+
+
+@functools.lru_cache(maxsize=4)
+def _batch_tensors(graph: StepGraph) -> frozenset[int]:
+    """Returns the tensors whose first dimension is the batch's, or the batch's and the sequence's as one.
+
+    They follow from an input, and their first dimension is that of the first input, or the product of its first two.
+    """
+    inputs = [i for i, tensor in enumerate(graph.tensors) if tensor.name.startswith("input.")]
+    shape = next((graph.tensors[i].shape for i in inputs if graph.tensors[i].shape), ())
+    if not shape:
+        return frozenset()
+    sizes = {shape[0], shape[0] * (shape[1] if len(shape) > 1 else 1)}
+    follows = set(inputs)
+    for op in graph.ops:
+        if follows.intersection(op.inputs):
+            follows.update(op.outputs)
+    kinds = ("input", "activation")
+    return frozenset(
+        i for i in follows if graph.tensors[i].kind in kinds and graph.tensors[i].shape and graph.tensors[i].shape[0] in sizes
+    )
+
+
+def _cut_all(graph: StepGraph, tensor: int, dims: list[int]) -> list[int]:
+    return dims or [REPLICATED]
+
+
+def _cut_batch(graph: StepGraph, tensor: int, dims: list[int]) -> list[int]:
+    if tensor in _batch_tensors(graph) and 0 in dims:
+        return [0]
+    return dims or [REPLICATED]
+
+
+def _keep_parameters(graph: StepGraph, tensor: int, dims: list[int]) -> list[int]:
+    if tensor in _batch_tensors(graph) and 0 in dims:
+        return [0]
+    return [REPLICATED] if graph.tensors[tensor].kind in ("parameter", "gradient") else [*dims, REPLICATED]
+
+
+def _keep_batch(graph: StepGraph, tensor: int, dims: list[int]) -> list[int]:
+    if graph.tensors[tensor].kind == "input":
+        return [REPLICATED]
+    if tensor in _batch_tensors(graph):
+        return [REPLICATED, *(dim for dim in dims if dim > 0)]
+    return dims or [REPLICATED]
+
+
+TOFU = Scheme("tofu", _cut_all)
+"""Every tensor is cut along one dimension per level."""
+ZERO3 = Scheme("zero-3", _cut_batch)
+"""What has the batch is cut by it, parameters and the rest along any dimension."""
+DATA_PARALLEL = Scheme("data parallel", _keep_parameters)
+"""What has the batch is cut by it, parameters and gradients are whole everywhere."""
+TENSOR_PARALLEL = Scheme("tensor parallel", _keep_batch, computes_twice=False)
+"""As in Megatron: inputs are whole everywhere, nothing is cut by the batch, no product is computed twice."""
+SCHEMES = (TOFU, ZERO3, TENSOR_PARALLEL, DATA_PARALLEL)
