@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.covering import pairwise
 from tests.support.models import LOOPS, MODELS
 from tests.support.parity import BACKENDS, HOST, MIXED, NVME, TIERS, Tiers, Workload, check_parity
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: tiers.name)
-@pytest.mark.parametrize("workload", MODELS, ids=lambda workload: workload.name)
+def name_of(value: Any) -> str:
+    """Returns a parameter's name in the name of its test."""
+    return str(getattr(value, "name", value))
+
+
+@pytest.mark.parametrize(("workload", "tiers", "backend"), pairwise(MODELS, TIERS, list(BACKENDS)), ids=name_of)
 def test_model_computes_the_same_wrapped(workload: Workload, tiers: Tiers, backend: str, tmp_path: Path) -> None:
     check_parity(workload, tiers, BACKENDS[backend], tmp_path)
 

@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, use: U
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(float(loss).hex())
+        losses.append(float(loss.detach()).hex())
     return losses
 
 

@@ -82,7 +82,8 @@ def test_another_batch_size_has_a_trace_of_its_own(each_setting: Setting, caplog
     assert messages(caplog) == []
 
 
-def test_plans_of_many_shapes_take_bounded_memory(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.timeout(300)  # 80 steps, and 20 plans
+def test_plans_of_many_shapes_take_bounded_memory(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     traces: list[weakref.ref[Any]] = []
     kept: list[int] = []
 
@@ -97,7 +98,7 @@ def test_plans_of_many_shapes_take_bounded_memory(each_setting: Setting, caplog:
             kept.append(sum(trace() is not None for trace in traces))
         return loss
 
-    phases = phases_of(mlp_and_adam, step, 80, each_setting, caplog)
+    phases = phases_of(mlp_and_adam, step, 80, setting, caplog)
     of_late = ["on demand", "traced", "measured", "planned"]  # with many kinds, one that comes again is worth a trace
     assert phases == ["traced", "measured", "planned", "planned"] * 16 + of_late * 4
     assert kept == [*range(1, 17), 16, 16, 16, 16]

@@ -22,7 +22,7 @@ import tieroff
 from tests.support.twins import Mlp, Setting, adam, assert_same, look, loss_of
 
 torch.set_num_threads(1)
-rank, folder, how = int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2]
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 folder = folder / str(rank)
 folder.mkdir(exist_ok=True)
 dist.init_process_group("gloo")
@@ -70,17 +70,18 @@ def run(how, setting, steps=7):
         tieroff.unwrap(wrapped)
     return seen
 
-plain = run(how, None)
-for setting in (Setting(folder, nvme=True), Setting(folder, delayed=True)):
-    assert_same(plain, run(how, setting))
-weights = torch.cat([v.flatten() for k, v in plain[-1].items() if k.startswith("parameter")])
-gathered = [torch.empty_like(weights) for _ in range(2)]
-dist.all_gather(gathered, weights)
-assert torch.equal(*gathered)
+for how in sys.argv[2:]:
+    plain = run(how, None)
+    for setting in (Setting(folder, nvme=True), Setting(folder, delayed=True)):
+        assert_same(plain, run(how, setting))
+    weights = torch.cat([v.flatten() for k, v in plain[-1].items() if k.startswith("parameter")])
+    gathered = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(gathered, weights)
+    assert torch.equal(*gathered)
+    print("right:", how, flush=True)
 # torch's gloo thread may still hold the last collective's tensors, and would die in freeing them while Python ends.
 gc.collect()
 dist.destroy_process_group()
-print("right", flush=True)
 """
 
 FSDP = """
@@ -125,7 +126,7 @@ for setting in (Setting(folder, nvme=True), Setting(folder, delayed=True)):
     assert_same(plain, run(setting))
 gc.collect()  # see above
 dist.destroy_process_group()
-print("right", flush=True)
+print("right: fsdp", flush=True)
 """
 
 
@@ -136,34 +137,38 @@ def free_port() -> int:
         return port
 
 
-def two_ranks(script: str, folder: Path, project: Path, how: str) -> None:
+def two_ranks(script: str, folder: Path, project: Path, *hows: str) -> list[list[str]]:
+    """Runs a script on two ranks; returns the lines that each wrote."""
     environment = {
         **os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(folder), how],
+            [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(folder), *hows],
             env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
+    said = []
     try:
         for rank, process in enumerate(ranks):
             out, errors = process.communicate(timeout=120)
             assert process.returncode == 0, f"rank {rank}: {errors[-3000:]}"
-            assert out.splitlines()[-1] == "right", out
+            said.append(out.splitlines())
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
     assert list(folder.glob("*/nvme/*")) == []
+    return said
 
 
-@pytest.mark.parametrize("how", ["before", "before, view", "after", "after, view"])
-def test_ddp_over_two_processes(tmp_path: Path, project: Path, how: str) -> None:
-    two_ranks(DDP, tmp_path, project, how)
+def test_ddp_over_two_processes(tmp_path: Path, project: Path) -> None:
+    """DDP before and after the wrapper, with gradients of its own and as views of its buckets, in one pair of processes."""
+    hows = ("before", "before, view", "after", "after, view")
+    assert two_ranks(DDP, tmp_path, project, *hows) == [[f"right: {how}" for how in hows]] * 2
 
 
 def test_a_model_sharded_by_fsdp2_underneath(tmp_path: Path, project: Path) -> None:
-    two_ranks(FSDP, tmp_path, project, "")
+    assert two_ranks(FSDP, tmp_path, project) == [["right: fsdp"]] * 2

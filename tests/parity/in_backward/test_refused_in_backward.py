@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.support.covering import pairwise
 from tests.support.in_backward import WIDTH, Use, backward_again, clip, config, make, read, train
 from tieroff.errors import StateError
 from tieroff.runtime.optimizer.in_backward import AppliedGradient
@@ -38,9 +39,9 @@ def forward(model: nn.Module) -> None:
         model(torch.zeros(2, 32, dtype=torch.long))
 
 
-@pytest.mark.parametrize("use", [clip, read, backward_again, clear, replace, decay, forward])
-@pytest.mark.parametrize("budget", ["50%", "100%"])
-@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize(
+    ("use", "budget", "steps"), pairwise([clip, read, backward_again, clear, replace, decay, forward], ["50%", "100%"], [0, 5])
+)
 def test_a_loop_that_wants_gradients_is_told(use: Use, budget: str, steps: int, tmp_path: Path) -> None:
     model, optimizer = make()
     tieroff.wrap(model, optimizer, config(tmp_path, budget))

@@ -1,0 +1,27 @@
+"""Covering arrays: every pair of values of any two factors at least once, in far fewer cases than the full product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def pairs_of(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+    """Returns the pairs of a case, each as (factor, value, other factor, other value)."""
+    return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
+
+
+def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns cases, as lists of arguments for `pytest.mark.parametrize`, with every pair of values of two factors.
+
+    Greedy and deterministic: of the full product always the first case with the most pairs that no case has yet.
+    """
+    cases = list(product(*(range(len(values)) for values in factors)))
+    missing = {pair for case in cases for pair in pairs_of(case)}
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs_of(case) & missing))
+        missing -= pairs_of(best)
+        chosen.append(best)
+    return [tuple(values[index] for values, index in zip(factors, case, strict=True)) for case in sorted(chosen)]
