@@ -12,6 +12,7 @@ import torch
 import bench_plan
 from bench_plan import geometric_mean, known_bounds, main, parse_arguments, summaries
 from harness import g10_cells, own_traces
+from harness.data import OWN_FOLDER
 from tieroff.core.io.json_files import load_trace_json, save_trace
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
@@ -216,7 +217,7 @@ def test_trace_that_cannot_be_read_is_told(data: Path, capsys: pytest.CaptureFix
 def test_own_traces_are_planned_for_both_executors_at_every_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_trace(load_trace_json(bench_plan.OWN_FOLDER / "lstm.json"), tmp_path / "lstm.json")
+    save_trace(load_trace_json(OWN_FOLDER / "lstm.json"), tmp_path / "lstm.json")
     out = tmp_path / "found.json"
     assert main(["--parts", "own", "--own", str(tmp_path), "--machine", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["own"]
@@ -235,7 +236,7 @@ def test_own_traces_are_planned_for_both_executors_at_every_share(
 
 @pytest.mark.parametrize("name", sorted(own_traces.SUBJECTS))
 def test_shipped_trace_is_small_and_of_a_whole_step(name: str) -> None:
-    path = bench_plan.OWN_FOLDER / f"{name}.json"
+    path = OWN_FOLDER / f"{name}.json"
     assert path.stat().st_size < 10**6
     trace = load_trace_json(path)
     assert (trace.name, trace.origin) == (name, "step")
@@ -247,7 +248,7 @@ def test_shipped_trace_is_small_and_of_a_whole_step(name: str) -> None:
 
 
 def test_shipped_traces_are_all_those_that_are_recorded() -> None:
-    assert {path.stem for path in bench_plan.OWN_FOLDER.glob("*.json")} == set(own_traces.SUBJECTS)
+    assert {path.stem for path in OWN_FOLDER.glob("*.json")} == set(own_traces.SUBJECTS)
 
 
 def test_record_writes_a_trace_per_subject(
