@@ -1,4 +1,4 @@
-"""Words for people: what a plan does with a step's tensors, what that costs, and why."""
+"""Sentences for users: what a plan does with a step's tensors, what that costs, and why."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tieroff.units import NS_PER_S, format_bytes, format_seconds
 _BIGGEST = 5
 _TIERS = tuple(Tier)
 _NAMED = 3
-_WAITING = 0.05  # of a step, from which on it is worth saying what would help
+_WAITING = 0.05  # share of a step spent in stalls from which on a hint is given
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
-"""Per tensor that is ever below the device, the bytes of it that are, per tier."""
+"""Per tensor that is ever in a lower tier, its bytes there, per tier."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What an explanation is made from.
+    """A step and its plan, as an explanation needs them.
 
     Attributes:
-        trace, plan: the step and what is done with it.
+        trace, plan: the step and its plan.
         measured: the figures of the last step; None before one ended.
-        unmoved: why tensors are left alone by the engine itself -> their names.
-        is_cpu: the device's memory and the host's are one, so what user code computes of tensors below is the same.
-        compute_type: what parameters and inputs are cast to for computing, or "" when they are not.
-        may_update_in_backward: the optimizer could be stepped in backward, it is not, and user code left gradients alone.
+        unmoved: reason why the engine moves no such tensor -> names of the tensors.
+        is_cpu: device and host are one memory, so user code computes the same on tensors in lower tiers.
+        compute_type: the type that parameters and inputs are cast to, or "" without a cast.
+        may_update_in_backward: the optimizer could be stepped in backward but is not, and user code used no gradients.
     """
 
     trace: Trace
@@ -44,22 +44,22 @@ class Told:
     may_update_in_backward: bool = False
 
 
-def explain(told: Told, *, detail: bool = False) -> list[str]:
-    """Returns five lines: what fits, what moved and where, what it costs, exactness, and what was left alone.
+def explain(step: Told, *, detail: bool = False) -> list[str]:
+    """Returns five lines: what fits, what moved and where, what it costs, exactness, and what did not move.
 
     Args:
-        told: the step.
-        detail: adds what `describe` says.
+        step: the step.
+        detail: adds the lines of `describe`.
     """
-    lines = [fit(told.trace, told.plan), _moved(told.trace, told.plan), _cost(told), exactness(told), _left_alone(told)]
+    lines = [fit(step.trace, step.plan), _moved(step.trace, step.plan), _cost(step), exactness(step), _left_alone(step)]
     if detail:
-        lines += describe(told.trace, told.plan)
+        lines += describe(step.trace, step.plan)
         lines.append("Tensors saved outside the model's forward (by a loss, say) are counted, not moved; tieroff.scope does.")
     return lines
 
 
 def fit(trace: Trace, plan: Plan) -> str:
-    """Returns the sentence that says whether anything had to move."""
+    """Returns the sentence on whether anything had to move."""
     peak, budget = (format_bytes(of.get(Tier.DEVICE, 0)) for of in (plan.peak_bytes, plan.budget_bytes))
     if plan.moves_nothing:
         return f"Nothing moved, because everything fits: the device holds at most {peak} of {budget}."
@@ -67,19 +67,19 @@ def fit(trace: Trace, plan: Plan) -> str:
     return f"It fits: the device holds at most {peak} of {budget}; with nothing moved it would be {plain}."
 
 
-def exactness(told: Told) -> str:
-    """Returns the sentence that says whether numbers are those of the plain run."""
-    if told.plan.host_updates:
+def exactness(step: Told) -> str:
+    """Returns the sentence on whether numbers equal those of the plain run."""
+    if step.plan.host_updates:
         return "Numbers can differ from the plain run's in rounding: the CPU runs updates of the optimizer."
     text = "Numbers are those of the plain run, bit for bit: nothing is rounded or reordered."
-    if told.compute_type:
+    if step.compute_type:
         text = (
-            f"Parameters and inputs are computed with in {told.compute_type} (compute_dtype), as FSDP2's mixed precision does; "
-            "what is kept, and sums over micro-batches, have the parameters' own type. Moving rounds and reorders nothing."
+            f"Parameters and inputs are cast to {step.compute_type} (compute_dtype), as in FSDP2's mixed precision; "
+            "parameters, gradients, state and sums over micro-batches keep their own type. Moving rounds and reorders nothing."
         )
-    ring = told.trace
-    kinds = {ring.tensors[index].kind for index in away_bytes(ring, told.plan)}
-    if told.is_cpu or TensorClass.GRADIENT not in kinds:
+    ring = step.trace
+    kinds = {ring.tensors[index].kind for index in away_bytes(ring, step.plan)}
+    if step.is_cpu or TensorClass.GRADIENT not in kinds:
         return text
     own = "Sums by your own code over gradients on the host can differ in the last bit; tieroff.clip_grad_norm_ does not."
     return f"{text} {own}"
@@ -103,7 +103,7 @@ def _moved(trace: Trace, plan: Plan) -> str:
 
 
 def unused(plan: Plan) -> list[str]:
-    """Returns a sentence per tier that was asked for and is not used, with the reason."""
+    """Returns a sentence per tier that has a budget and is not used, with the reason."""
     used = [tier.value for tier in (Tier.HOST, Tier.NVME) if plan.peak_bytes.get(tier, 0)]
     if plan.moves_nothing:
         reason = "everything fits without it"
@@ -116,18 +116,18 @@ def unused(plan: Plan) -> list[str]:
     ]
 
 
-def _cost(told: Told) -> str:
-    predicted = told.plan.step_ns
-    text = f"Predicted step {_time(predicted)}, of which compute {_time(told.trace.ideal_ns)}"
-    measured = told.measured
+def _cost(step: Told) -> str:
+    predicted = step.plan.step_ns
+    text = f"Predicted step {_time(predicted)}, of which compute {_time(step.trace.ideal_ns)}"
+    measured = step.measured
     if measured is None:
         return f"{text}; none was measured yet."
-    ticks = max(len(told.trace.ops), 1)
+    ticks = max(len(step.trace.ops), 1)
     hint = ""
-    if told.may_update_in_backward and measured.stall_ns > _WAITING * measured.step_ns:
+    if step.may_update_in_backward and measured.stall_ns > _WAITING * measured.step_ns:
         hint = (
-            " Nothing used gradients between backward and optimizer.step(): with [plan] update_in_backward = true they would "
-            "not be kept, and updates would run beside backward; docs/what-works.md says which loops may have it."
+            " Nothing used gradients between backward and optimizer.step(): [plan] update_in_backward = true would not keep "
+            "them and would run updates beside backward; docs/what-works.md lists the loops that may use it."
         )
     return (
         f"{text}; the last one ({measured.phase}) took {_time(measured.step_ns)}: compute {_time(measured.compute_ns)}, "
@@ -136,9 +136,9 @@ def _cost(told: Told) -> str:
     )
 
 
-def _left_alone(told: Told) -> str:
-    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(told.plan.skipped.items())]
-    for reason, names in told.unmoved.items():
+def _left_alone(step: Told) -> str:
+    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(step.plan.skipped.items())]
+    for reason, names in step.unmoved.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         reasons.append(f"{reason}: {', '.join(names[:_NAMED])}{more}")
     return f"Left alone: {'; '.join(reasons) or 'nothing that could move'}."
@@ -149,7 +149,7 @@ def _time(ns: int) -> str:
 
 
 def describe(trace: Trace, plan: Plan) -> list[str]:
-    """Returns the details: bytes per class and link, what is computed otherwise, the biggest that move; a line each."""
+    """Returns the details: bytes per class and link, what is computed differently, the biggest that move; a line each."""
     ring = trace
     away = away_bytes(ring, plan)
     lines = [f"Policy {plan.policy}: {len(away)} of {len(ring.tensors)} tensors leave the device for a part of the step."]
@@ -221,7 +221,7 @@ def _by_link(ring: Trace, plan: Plan) -> list[str]:
 
 
 def _compute(ring: Trace, plan: Plan) -> list[str]:
-    """Returns what is computed otherwise than in the plain step."""
+    """Returns a line on what is computed differently from the plain step."""
     lines = []
     if plan.recompute:
         lines.append(f"Recomputed in backward: {', '.join(plan.recompute)}.")
@@ -231,7 +231,7 @@ def _compute(ring: Trace, plan: Plan) -> list[str]:
         size = sum(ring.tensors[tensor].size_bytes for tensor in made)
         lines.append(
             f"Ops that run again: {len(plan.repeats)}, {format_seconds(spent_ns / NS_PER_S)} per step; they make "
-            f"{format_bytes(size)} anew instead of moving it."
+            f"{format_bytes(size)} again instead of moving it."
         )
     if plan.host_updates:
         updated = {tensor for update in plan.host_updates for tensor in ring.ops[update.op].writes}

@@ -37,7 +37,7 @@ class StepFigures:
 
     @property
     def rest_ns(self) -> int:
-        """What the step took besides computing and waiting: the engine's own work, and code between ops."""
+        """The step's time apart from compute and stalls: the engine's own work, and code between ops."""
         return max(self.step_ns - self.compute_ns - self.stall_ns, 0)
 
     def scalars(self) -> dict[str, float]:

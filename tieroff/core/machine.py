@@ -56,9 +56,9 @@ class Machine:
 
     Attributes:
         name, measured: which machine; date and method, or "datasheet".
-        device_bytes, host_bytes, nvme_bytes: capacity of each tier; 0 where there is none.
-        *_bytes_per_s: bandwidth of each link alone; 0 where there is none.
-        *_latency_s: seconds that every transfer takes besides.
+        device_bytes, host_bytes, nvme_bytes: capacity of each tier; 0 for a missing tier.
+        *_bytes_per_s: bandwidth of each link alone; 0 for a missing link.
+        *_latency_s: seconds that every transfer takes in addition.
         duplex_share: what both directions of the host link move at once, over the sum of each alone.
         nvme_shares_host_link: traffic to the NVMe also fills the host link.
         cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.

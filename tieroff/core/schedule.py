@@ -68,7 +68,7 @@ class _Draft:
 
 
 def make_schedule(plan: Plan) -> Schedule:
-    """Returns the schedule of a plan, in time linear in what it lists (but for sorting)."""
+    """Returns the schedule of a plan, in time linear in the plan's size (except for sorting)."""
     op_count = plan.op_count
     ticks = [_Draft() for _ in range(op_count + 1)]
     for residency in plan.residencies:

@@ -20,7 +20,7 @@ class Subject:
     """One tensor that the trace will list.
 
     Attributes:
-        key: what the runtime called it when it bound storages to it.
+        key: the runtime's key for it, under which storages are bound.
         owner: key of the tensor that decides its tier, or None.
     """
 
@@ -38,21 +38,21 @@ class Recorder(Protocol):
 
     @property
     def written_below(self) -> frozenset[Hashable]:
-        """The keys of subjects whose bytes below forward or backward wrote: user code did, past the engine."""
+        """Keys of subjects that user code wrote in a lower tier during forward or backward, bypassing the engine."""
 
     @property
     def written_in_backward(self) -> frozenset[Hashable]:
-        """Those of `written_below` that were written before the last backward had ended, such as by hooks."""
+        """Those of `written_below` that were written before the last backward ended, for example by hooks."""
 
     def backward_ended(self) -> None:
         """A backward is over: user code runs next."""
 
     @property
     def scratch_bytes(self) -> int:
-        """The most memory that one op took for itself, past every tensor that was seen."""
+        """The most memory that one op took apart from all tensors that were seen."""
 
     def used_below(self, op: int) -> dict[Hashable, bool]:
-        """Returns the keys of subjects whose bytes below an op used past the engine, and whether it wrote them."""
+        """Returns the keys of subjects that an op used in a lower tier, bypassing the engine, and whether it wrote them."""
 
     def written(self, keys: set[Hashable]) -> set[Hashable]:
         """Returns those of `keys` whose bytes on the device some op wrote after they had been bound."""
@@ -72,22 +72,22 @@ class Recorder(Protocol):
         """
 
     def read(self, key: Hashable) -> None:
-        """The op that runs reads the subject's bytes on the device, in code that is not watched."""
+        """The running op reads the subject's bytes on the device, in code that is not watched."""
 
     def begin_unseen(self) -> None:
-        """Code begins whose tensors are not seen one by one: what it takes for itself has to be measured."""
+        """Code begins whose tensors are not seen one by one; the memory that it takes must be measured."""
 
     def end_unseen(self) -> None:
         """That code has ended."""
 
     def died(self, key: Hashable) -> None:
-        """Nothing can ask for the subject's bytes any more."""
+        """Nothing can use the subject's bytes any more."""
 
     def stop(self) -> None:
         """Ends watching; safe to call twice and after an exception."""
 
     def finish(self, subjects: list[Subject], durations_ns: list[int], name: str) -> Trace:
-        """Returns the trace of what was watched."""
+        """Returns the trace of the watched step."""
 
 
 class Foresight(Protocol):
@@ -103,10 +103,10 @@ class Foresight(Protocol):
         """Autograd saved a tensor for backward, which may be saved several times."""
 
     def wanted(self, key: Hashable) -> None:
-        """Backward uses what was saved."""
+        """Backward uses a saved tensor."""
 
     def ahead(self) -> Iterator[Hashable]:
-        """Yields what is probably used next, nearest first, each key once."""
+        """Yields the keys predicted to be used next, nearest first, each once."""
 
 
 class PlanSource(Protocol):
@@ -116,7 +116,7 @@ class PlanSource(Protocol):
     """
 
     def recorder(self) -> Recorder:
-        """Returns what watches the next step, from which a plan is to be made."""
+        """Returns the recorder of the next step, from which a plan is to be made."""
 
     def plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
         """Returns a plan of the step for links of these rates; a second call for a kind of step plans it again.

@@ -71,7 +71,7 @@ class Timeline:
     Attributes:
         ops: one span per op, in order.
         transfers: those issued in the step, in order of start; one that crosses the step's end may stop after it.
-        stalls: in order of op; their sum is what the step took besides compute and repeats.
+        stalls: in order of op; their sum is the step's time apart from compute and repeats.
         memory: per tier, bytes at each op.
         step_ns: time of one step. Predicted: the mean over the steps after which the state repeats, rounded up.
         repeats: ops that ran once more, in order.

@@ -43,7 +43,7 @@ class Trace:
     Attributes:
         ops: in order of execution.
         tensors: referred to by index.
-        name: what was traced.
+        name: of the traced model or step.
         origin: "step" (a real one), "dry" or "file".
         meta: free text values that travel with it (shapes, torch version).
     """

@@ -25,7 +25,7 @@ class Wear:
 
     @property
     def life_days(self) -> float | None:
-        """Days of training until the drives have taken what they take in their life; None if unknown."""
+        """Days of training until the drives have reached their rated endurance; None if unknown."""
         return self.endurance_bytes / self.day_bytes if self.endurance_bytes and self.day_bytes else None
 
     @property

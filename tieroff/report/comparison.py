@@ -38,9 +38,9 @@ def check_page(path: Path) -> None:
     """
     _plotly()
     if path.suffix != ".html":
-        raise ConfigError(f"expected a file that ends with .html for the plot, got {path}")
+        raise ConfigError(f"--plot {path}: needs a file name that ends with .html")
     if not path.parent.is_dir():
-        raise ConfigError(f"expected a folder that exists for the plot, but {path.parent} is none")
+        raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist")
 
 
 def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequence[Compared]) -> None:
@@ -48,7 +48,7 @@ def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequen
 
     Args:
         path: see `check_page`.
-        title: what was planned.
+        title: of the planned step.
         device_bytes: the device's budget.
         compared: the results, in the order to show.
 
@@ -70,7 +70,7 @@ def _plotly() -> Any:
     try:
         return importlib.import_module("plotly.graph_objects")
     except ImportError as error:
-        raise ConfigError(f"expected plotly for a plot, but {error}: pip install 'tieroff[report]'") from error
+        raise ConfigError(f"--plot needs plotly: {error}; pip install 'tieroff[report]'") from error
 
 
 def _step_figure(compared: Sequence[Compared]) -> Any:

@@ -40,7 +40,7 @@ _NAME_CHARACTERS = 48
 # Of a span that stands for many, and is hardly ever busy.
 _PALEST = 0.2
 _BUDGET_COLOR = "#c62828"
-# A budget above this multiple of what is used is not drawn.
+# A budget above this multiple of the used bytes is not drawn.
 _FAR = 4
 
 
@@ -67,7 +67,7 @@ def _plotly(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"expected plotly for a page, but {error}: pip install 'tieroff[report]'") from error
+        raise ConfigError(f"a page needs plotly: {error}; pip install 'tieroff[report]'") from error
 
 
 def _rows_figure(titles: Sequence[str], heights: Sequence[float] | None = None) -> Any:
@@ -180,7 +180,7 @@ def _add_tier(
             },
             hovertemplate=f"%{{y:.3f}} {unit} {name}<br>op %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
-    # A budget far above what is used would flatten the curves: it is then named in the title alone.
+    # A budget far above the used bytes would flatten the curves: then only the title names it.
     is_drawn = 0 < budget_bytes <= _FAR * max(most_bytes, 1)
     if is_drawn:
         figure.add_hline(
@@ -198,11 +198,11 @@ def _unit(size_bytes: int) -> tuple[int, str]:
 def _tier_title(tier: Tier, budget: int, *, is_drawn: bool) -> str:
     if not budget:
         return f"{tier.value}: no budget of its own"
-    return f"{tier.value}: budget {format_bytes(budget)}" + (" (dashed)" if is_drawn else ", far above what is used")
+    return f"{tier.value}: budget {format_bytes(budget)}" + (" (dashed)" if is_drawn else ", far above the used bytes")
 
 
 def steps_figure(run: Run) -> Any:
-    """Returns the time of every step, by what it was spent on, with the predicted time as a line."""
+    """Returns the time of every step by kind of work, with the predicted time as a line."""
     figure = graph_objects().Figure()
     numbers = [step.number for step in run.steps]
     hover = [f"step {step.number}, {step.phase}: {format_seconds(step.step_ns / NS_PER_S)}" for step in run.steps]

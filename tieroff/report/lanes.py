@@ -1,4 +1,4 @@
-"""A timeline as lanes of spans: compute, waits by what is waited for, each link, and the CPU's updates."""
+"""A timeline as lanes of spans: compute, stalls by their cause, each link, and updates on the CPU."""
 
 from __future__ import annotations
 

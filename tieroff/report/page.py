@@ -35,11 +35,11 @@ def check_page(path: Path) -> None:
     """
     figures.graph_objects()
     if path.suffix != ".html":
-        raise ConfigError(f"expected a file that ends with .html for the page, got {path}")
+        raise ConfigError(f"{path}: the page needs a file name that ends with .html")
     if not path.parent.is_dir():
-        raise ConfigError(f"expected a folder that exists for the page, but {path.parent} is none")
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
     if path.is_dir():
-        raise ConfigError(f"expected a file for the page, but {path} is a folder")
+        raise ConfigError(f"{path}: this is a folder; name a file for the page")
 
 
 def write_page(path: Path, run: Run, predicted: Timeline | None = None, note: str = "") -> None:
@@ -47,13 +47,13 @@ def write_page(path: Path, run: Run, predicted: Timeline | None = None, note: st
 
     Args:
         path: see `check_page`; a file that is there is replaced as a whole.
-        run: what is shown.
+        run: the run to show.
         predicted: the simulator's timeline of the run's plan, if there is one.
         note: what to say about the prediction.
 
     Raises:
         ConfigError: see `check_page`.
-        OSError: the file cannot be written; what was there before is as it was.
+        OSError: the file cannot be written; the previous one is unchanged.
     """
     check_page(path)
     write_whole(path, page(run, predicted, note))
@@ -164,7 +164,7 @@ def _drawn_parts(run: Run, predicted: Timeline | None) -> Iterator[str]:
         yield _figure(figures.memory_figure(run, predicted), "figure-memory")
     differing = ops_that_differ(run)
     if differing.rows:
-        yield "<h3>Ops whose time is furthest from what was planned for</h3>"
+        yield "<h3>Ops whose time differs most from the planned one</h3>"
         yield _table(differing)
     if run.steps:
         yield from _section("Steps", "steps", "The first two are traced and measured with everything moved out.")

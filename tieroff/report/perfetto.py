@@ -23,15 +23,15 @@ def write_perfetto(path: Path, run: Run, predicted: Timeline | None = None) -> N
 
     Args:
         path: the file; one that is there is replaced as a whole.
-        run: what is written.
+        run: the run to write.
         predicted: the simulator's timeline of the run's plan, if there is one.
 
     Raises:
         ConfigError: the path lies in no folder that exists, or there is no timeline at all.
-        OSError: the file cannot be written; what was there before is as it was.
+        OSError: the file cannot be written; the previous one is unchanged.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"expected a folder that exists for the trace, but {path.parent} is none")
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
     ring = run.trace
     timelines = {"measured": run.timeline if run.was_timed else None, "predicted": predicted}
     events = [
@@ -42,8 +42,8 @@ def write_perfetto(path: Path, run: Run, predicted: Timeline | None = None) -> N
     ]
     if not events:
         raise ConfigError(
-            "expected a measured or a predicted timeline to write, but this run moved nothing, so none was measured, and the "
-            "machine that it was planned for is not known"
+            "--perfetto: this run has no timeline: it moved nothing, so none was measured, and the machine that it was planned "
+            "for is not known"
         )
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
 

@@ -33,7 +33,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the plan says of one tensor or op.
+    """The plan's decision on one tensor or op.
 
     Attributes:
         name, kind: of the tensor; an op has kind "op", a recomputed module "module".
@@ -55,7 +55,7 @@ class Decision:
 
 
 def decisions(run: Run, predicted: Timeline | None) -> list[Decision]:
-    """Returns what the plan says of every tensor, biggest first, then of every op that runs otherwise."""
+    """Returns the plan's decision on every tensor, biggest first, then on every op that runs differently."""
     plan = run.plan
     ring = run.trace
     away = away_bytes(ring, plan)

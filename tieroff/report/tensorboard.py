@@ -25,9 +25,9 @@ def write_scalars(folder: Path, run: Run) -> int:
         OSError: the folder cannot be written.
     """
     if not run.steps:
-        raise StateError("expected the figures of steps (steps.json) in the run folder, but there are none")
+        raise StateError("--tensorboard: the run folder has no figures of steps (steps.json)")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"expected a folder for TensorBoard's event files, but {folder} is a file")
+        raise ConfigError(f"--tensorboard {folder}: this is a file; name a folder")
     writer = _writer_class()(log_dir=str(folder))
     try:
         for step in run.steps:
@@ -43,4 +43,4 @@ def _writer_class() -> Any:
     try:
         return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError as error:
-        raise ConfigError(f"expected tensorboard to write scalars, but {error}: pip install 'tieroff[tensorboard]'") from error
+        raise ConfigError(f"--tensorboard needs tensorboard: {error}; pip install 'tieroff[tensorboard]'") from error

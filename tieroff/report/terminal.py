@@ -16,12 +16,12 @@ PIPED_WIDTH = 240
 """Columns of a table that goes to a file or another program, where rich would take 80."""
 
 Report = Callable[[str, float | None], None]
-"""Takes what is being done, and the share that is over; None where nobody knows it."""
+"""Called with the current activity and the share that is done; None if unknown."""
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Report]:
-    """Gives a function that shows what is being done and the share that is over: a bar on a terminal, else nothing.
+    """Yields a function that shows the current activity and the share that is done: a bar on a terminal, else nothing.
 
     The bar is on standard error and is gone when the work is over, so standard output holds results and nothing else.
     """

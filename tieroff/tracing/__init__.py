@@ -1,4 +1,4 @@
-"""Traces of training steps: recorded, foretold from fake tensors, read from files.
+"""Traces of training steps: recorded, predicted from fake tensors, read from files.
 
 `profile` records a step on a machine with a GPU, in files from which a plan can be made on any other.
 """

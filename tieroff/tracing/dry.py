@@ -2,7 +2,7 @@
 
 The model is built on the meta device and stepped with fake tensors, which have shapes, types and storages but no memory.
 The step goes through the same ticks as one of a wrapped model, and the same recorder follows its storages; only durations
-are estimated. Fake tensors say that they lie on the CPU; `kernels` says where torch runs other kernels elsewhere.
+are estimated. Fake tensors report the CPU as their device; `kernels` covers where torch runs other kernels elsewhere.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def dry_trace(
     Args:
         factory: makes a `DryModel`, or a tuple (model, inputs); it is called with the meta device as torch's default.
         machine: whose arithmetic and memory give the op times, by the clock of an accelerator or, for kernels of the CPU,
-            as a roofline; `meta["durations"]` says which.
+            as a roofline; `meta["durations"]` names the estimate.
         min_bytes: smaller tensors are not listed; they count as transient bytes.
         name: what the trace is called; the model's class when empty.
         kernels: "cpu", or any other type of device: the kernels of an accelerator.
@@ -111,8 +111,8 @@ def dry_trace(
         raise
     except Exception as error:
         raise CaptureError(
-            f"expected a training step that runs on tensors without values, but {type(error).__name__}: {error}. A step "
-            "that depends on values (a branch, a shape, a print) cannot be planned dry: trace a real step instead"
+            f"--model: the step needs the values of tensors: {type(error).__name__}: {error}. A step that depends on "
+            "values (a branch, a shape, a print) has no dry trace: trace a real step instead"
         ) from error
     named = machine.name or "without a name"
     return replace(
@@ -165,7 +165,7 @@ class _Saved:
 
 
 class _Parameters(dict[str, Any]):
-    """A module's `_parameters`: tells when one is read."""
+    """A module's `_parameters`; reports each read."""
 
     __slots__ = ("read",)
     read: Callable[[torch.Tensor], None]
@@ -249,7 +249,7 @@ class _DryStep:
         groups = optimizer.param_groups
         whole = [list(group["params"]) for group in groups]
         params = [p for group in whole for p in group]
-        # Of other optimizers nobody knows whether they can be stepped in parts.
+        # Whether other optimizers can be stepped in parts is not known here.
         is_split = type(optimizer).__module__.startswith("torch.optim")
         ranges = buckets_of([_size(p) for p in params]) if is_split else [range(len(params))]
         self._recorder.is_updating = True
@@ -418,7 +418,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """True when a tensor has its storage to itself."""
+    """True if no other tensor shares the storage."""
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == _size(tensor)
 
 

@@ -59,7 +59,7 @@ class FakeRecorder(StepRecorder):
     Attributes:
         spent_ns: per op, its estimated duration.
         accesses: of what people hold: key -> ops at which the program asked for it.
-        is_updating: the optimizer runs, whose counts of steps may be read as numbers though nobody knows them.
+        is_updating: the optimizer runs, whose counts of steps may be read as numbers although they have no value.
     """
 
     def __init__(self, prices: Prices, fakes: Fakes) -> None:
@@ -91,7 +91,7 @@ class FakeRecorder(StepRecorder):
         self.accesses.setdefault(key, []).append(self.op)
 
     def arrived(self, key: Hashable) -> None:
-        """Backward hands over what it held since it made it."""
+        """Backward hands over a tensor that it held since it made it."""
         self.accesses[key] = []
         self._arrivals[key] = self.op
 

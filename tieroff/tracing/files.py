@@ -23,7 +23,7 @@ def load_trace(path: str | Path, execution_trace: str | Path | None = None) -> T
         execution_trace: the other file of a profiled program, see `tieroff.tracing.profile`.
 
     Raises:
-        CaptureError: nothing is there, or its content cannot be read; the message says where.
+        CaptureError: the path does not exist or cannot be read; the message names the place.
     """
     path = Path(path)
     if execution_trace is not None:
@@ -47,7 +47,7 @@ def _is_profile(path: Path) -> bool:
         with path.open("rb") as file:
             beginning = file.read(_BEGINNING_BYTES)
     except OSError:
-        return False  # the reader says what is wrong with it
+        return False  # the reader raises the error
     return b'"traceEvents"' in beginning or b'"schemaVersion"' in beginning
 
 

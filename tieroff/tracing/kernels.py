@@ -40,7 +40,7 @@ def run_backward(loss: torch.Tensor) -> None:
 
 
 def use_device_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Has an optimizer of torch that was not told how update all its parameters together, its default on accelerators."""
+    """Makes a torch optimizer without an explicit choice update all parameters together, its default on accelerators."""
     for group in optimizer.param_groups:
         if group.get("foreach", True) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True

@@ -111,12 +111,12 @@ class StepRecorder(TorchDispatchMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    # -- what the runtime tells ----------------------------------------------------------------------------------
+    # -- events from the runtime ----------------------------------------------------------------------------------
 
     def event(self, name: str, phase: str) -> None:
         self._sweep()
         was_unseen = self._is_unseen
-        self.end_unseen()  # what the code took so far belongs to the op that ends, and what is fetched now is known
+        self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
         self._events.append((name, phase))
         self._now += 1
         self._first_instant.append(self._now)
@@ -128,7 +128,7 @@ class StepRecorder(TorchDispatchMode):
         life, _ = self._life_of(storage)
         if (is_new or is_below) and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
-            life.reads.clear()  # what was seen of it so far is how the engine made it
+            life.reads.clear()  # reads so far belong to the engine's making it
             life.writes.clear()
         if key not in life.keys:
             life.keys.append(key)
@@ -155,7 +155,7 @@ class StepRecorder(TorchDispatchMode):
     def died(self, key: Hashable) -> None:
         self._deaths[key] = self._op
 
-    # -- what torch tells ----------------------------------------------------------------------------------------
+    # -- events from torch ----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -206,7 +206,7 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
-        if is_traceable_wrapper_subclass(tensor):  # a DTensor, say: what it wraps has the bytes, its own storage has none
+        if is_traceable_wrapper_subclass(tensor):  # such as a DTensor: the wrapped tensor has the bytes, itself has none
             for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
                     self._use(part, is_written, is_output)
@@ -227,7 +227,7 @@ class StepRecorder(TorchDispatchMode):
         if life.size_bytes < storage.nbytes():
             life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
         if is_output and not is_new:
-            return  # a view of what is known, or written in place, which its argument tells
+            return  # a view of a known storage, or an in-place write, which its argument shows
         (life.writes if is_written else life.reads).add(max(self._op, 0))
 
     def _write_below(self, tensor: torch.Tensor) -> None:
@@ -355,7 +355,7 @@ class StepRecorder(TorchDispatchMode):
             while op + 1 < count and instant >= self._first_instant[op + 1]:
                 op += 1
                 peaks[op] = total
-            # An op's results are there before anybody lets go of its arguments.
+            # An op's results exist before its arguments are released.
             total += born.get(instant, 0)
             peaks[op] = max(peaks[op], total + self._scratch.get(instant, 0))
             total -= dead.get(instant, 0)

@@ -1,4 +1,4 @@
-"""What an aten op takes on a machine that nobody has: the roofline of its arithmetic and its memory traffic."""
+"""The time of an aten op on a machine that is not at hand: the roofline of its arithmetic and its memory traffic."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Roofline:
         """Returns the roofline of a machine; without a rate for two-byte types they run at that of fp32.
 
         Raises:
-            ConfigError: the machine says nothing of its arithmetic or its memory.
+            ConfigError: the machine file lacks its rates of arithmetic or memory.
         """
         needed = ("fp32_flops_per_s", "device_memory_bytes_per_s")
         missing = [key for key in needed if not getattr(machine, key)]

@@ -14,7 +14,7 @@ class PeakCounter:
     """Reads how far resident memory rose during a call above what it was before and after.
 
     What the heap has kept of memory freed earlier goes back to the system first: a call that is served from it would not
-    show, here and now, what it takes in another process or once the heap has shrunk.
+    show what it takes in another process, or once the heap has shrunk.
 
     Attributes:
         works: the system lets this process reset its peak (Linux, /proc/self/clear_refs).

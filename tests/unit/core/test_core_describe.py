@@ -38,5 +38,5 @@ def test_parts_are_counted_once_per_tier_and_named() -> None:
 
 def test_repeats_and_updates_on_the_host_are_told_with_their_time() -> None:
     lines = describe(_TRACE, _plan(repeats=(Repeat(0, 2),), host_updates=(HostUpdate(2, 2, 3, 5_000_000),)))
-    assert "Ops that run again: 1, 1.0 ms per step; they make 4.00 KiB anew instead of moving it." in lines
+    assert "Ops that run again: 1, 1.0 ms per step; they make 4.00 KiB again instead of moving it." in lines
     assert "Updates of the optimizer that the CPU runs: 1, on 2.00 KiB in host memory, 5.0 ms per step." in lines

@@ -74,7 +74,7 @@ def test_step_without_any_time_has_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "plot.html").stat().st_size > 0
 
 
-@pytest.mark.parametrize(("path", "told"), [("plot.json", "ends with .html"), ("nowhere/plot.html", "nowhere is none")])
+@pytest.mark.parametrize(("path", "told"), [("plot.json", "ends with .html"), ("nowhere/plot.html", "nowhere does not exist")])
 def test_path_that_cannot_take_a_page_is_refused(tmp_path: Path, path: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_page(tmp_path / path)

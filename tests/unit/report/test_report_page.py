@@ -186,7 +186,7 @@ def test_memory_has_predicted_measured_and_the_budget_of_each_tier() -> None:
     assert by_name["measured", "y3"] == [0, 0, 4, 4]
     assert ("predicted", "y3") in by_name
     assert [shape.y0 for shape in figure.layout.shapes] == [7]  # 64 MiB would flatten 4 MiB, and the host is empty
-    assert "nvme: budget 64.00 MiB, far above what is used" in [note.text for note in figure.layout.annotations]
+    assert "nvme: budget 64.00 MiB, far above the used bytes" in [note.text for note in figure.layout.annotations]
 
 
 def test_comparison_has_predicted_beside_measured() -> None:
@@ -230,7 +230,7 @@ def test_longest_waits_and_ops_that_differ_are_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"), [("page.json", "ends with .html"), ("nowhere/page.html", "nowhere is none"), ("d.html", "is a folder")]
+    ("path", "told"), [("page.json", "ends with .html"), ("nowhere/page.html", "nowhere does not exist"), ("d.html", "is a folder")]
 )
 def test_path_that_cannot_take_a_page_is_refused(tmp_path: Path, path: str, told: str) -> None:
     (tmp_path / "d.html").mkdir()

@@ -256,7 +256,7 @@ class Choosing(nn.Linear):
         (lambda: nn.Linear(4, 4), "got Linear"),
         (lambda: ("model", (1,)), "got str"),
         (lambda: (nn.Linear(4, 4), torch.randn(2, 4)), "got Tensor"),
-        (lambda: (nn.Linear(4, 4), (torch.randn(2, 5),)), "expected a training step"),
+        (lambda: (nn.Linear(4, 4), (torch.randn(2, 5),)), "needs the values of tensors"),
         (lambda: (nn.Embedding(4, 4).requires_grad_(False), (torch.zeros(2, dtype=torch.long),)), "depends on a parameter"),
         (lambda: DryModel(nn.Linear(4, 4), (torch.randn(2, 4),), lambda out: out), r"got \(2, 4\)"),
         (lambda: DryModel(nn.Linear(4, 4), (torch.randn(2, 4),), lambda out: 3.0), "got float"),  # type: ignore[arg-type, return-value]

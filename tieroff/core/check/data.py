@@ -74,7 +74,7 @@ class Versions:
         """Starts with valid data where anything is resident.
 
         Args:
-            name: what is followed, for messages.
+            name: of the tensor, for messages.
             resident: tiers in which the bytes are at the start of the ring.
             is_persistent: the data is always needed.
             needed_until: last tick at which an op, a hold or the program needs the data.

@@ -22,7 +22,7 @@ def check(plan: Plan, trace: Trace, capabilities: Capabilities | None = None) ->
     """Returns when a plan is right for a trace and an executor; see [Note: rules].
 
     Args:
-        plan: what is checked.
+        plan: the plan to check.
         trace: one step.
         capabilities: what the executor can do; all defaults if None.
 

@@ -7,7 +7,7 @@
 | range | an index, a tick, an interval or a range of bytes is out of range, or tiers of a transfer make no sense |
 | capability | the executor cannot do it: tier, wrap, host to NVMe, repeat, update on the host, part, size, movable, gradient |
 | rank | ranks of a link are no permutation, or do not follow the order of issue |
-| repeat | a repeat is out of order, writes what it must not, or what it reads is not there as its first run read it |
+| repeat | a repeat is out of order, writes what it must not, or its inputs are not those that its first run read |
 | host_update | an update on the host is out of order, lacks valid data in HOST, or an op touches the data meanwhile |
 | overlap | two residencies of the same bytes in one tier share an op |
 | required | bytes are nowhere, or an op or a hold requires bytes that are not on the device |
@@ -32,7 +32,7 @@ from tieroff.errors import InvalidPlanError
 
 
 class Rule(StrEnum):
-    """The rules of [Note: rules], roughly in the order in which they are looked at."""
+    """The rules of [Note: rules], roughly in the order in which they are checked."""
 
     DIGEST = "digest"
     RANGE = "range"

@@ -62,7 +62,7 @@ def derive_uses(plan: Plan, ring: Trace, capabilities: Capabilities) -> list[Use
 
 def _derive_required(uses: Uses, op_count: int, min_bytes: int) -> None:
     tensor = uses.tensor
-    # A hold of the very op that the host runs says no more than that the op uses the tensor.
+    # A hold of the op that the host runs only means that the op uses the tensor.
     away = {(use.op, use.op + 1) for use in uses.updates}
     merged: list[Interval] = []
     for start, stop in sorted([(use.op, use.op + 1) for use in uses.runs] + [h for h in tensor.holds if h not in away]):

@@ -40,7 +40,7 @@ Parse = Callable[[Any, str], Any]
 
 
 class _Misfit(Exception):
-    """A value that is not what the format says, with the place of it."""
+    """A value that the format does not allow, with its place."""
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
@@ -75,7 +75,7 @@ def load_trace_json(path: str | Path) -> Trace:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Returns the plan in a file that `save_plan` wrote; `tieroff.core.check.plan.check` says whether it fits a trace.
+    """Returns the plan in a file that `save_plan` wrote; `tieroff.core.check.plan.check` checks it against a trace.
 
     Raises:
         InvalidPlanError: the file is missing, cut off or of another kind; `rule` is "file".
@@ -110,7 +110,7 @@ def _plan_error(message: str) -> InvalidPlanError:
 
 @cache
 def _defaults(cls: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass in order, with their defaults; MISSING where there is none."""
+    """Returns the fields of a dataclass in order, with their defaults; MISSING for a field without."""
     made = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
     return {f.name: made[f.name]() if f.name in made else f.default for f in fields(cls)}
 
@@ -137,10 +137,10 @@ def write_whole(path: str | Path, text: str) -> None:
     """Writes a text file beside its place, flushes it to the disk and renames it: a reader sees the old one or the new one.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: it cannot be written; the previous file is unchanged.
     """
     path = Path(path)
-    # A name that nobody can guess, opened exclusively: in a shared folder a link planted under it is not followed.
+    # A random name, opened exclusively: in a shared folder a link planted at it is not followed.
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.part")
     file = part.open("x", encoding="utf-8")
     try:

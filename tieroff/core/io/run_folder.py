@@ -41,7 +41,7 @@ class Run:
         config_toml: the config that it ran under.
         steps: figures of the steps, oldest first.
         machine: the one that the plan was made for; None when it is not known (the plan was given).
-        explanation: what `Engine.explain(detail=True)` said.
+        explanation: the text of `Engine.explain(detail=True)`.
         result: the content of result.json, which scripts write; {} without one.
     """
 
@@ -68,7 +68,7 @@ class Run:
 def save_run(run: Run, folder: str | Path) -> None:
     """Writes a run into a folder, which is made when it is missing; every file is there whole, or as it was before.
 
-    result.json is left to whoever measures from outside.
+    result.json is left to programs that measure from outside.
 
     Raises:
         OSError: a file cannot be written.
@@ -129,7 +129,7 @@ def _result(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_text(path))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: expected JSON, but it was cut off or is none: line {error.lineno}: {error.msg}") from error
+        raise ConfigError(f"{path}: truncated or not JSON: line {error.lineno}: {error.msg}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
