@@ -230,7 +230,8 @@ def test_longest_waits_and_ops_that_differ_are_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"), [("page.json", "ends with .html"), ("nowhere/page.html", "nowhere does not exist"), ("d.html", "is a folder")]
+    ("path", "told"),
+    [("page.json", "ends with .html"), ("nowhere/page.html", "nowhere does not exist"), ("d.html", "is a folder")],
 )
 def test_path_that_cannot_take_a_page_is_refused(tmp_path: Path, path: str, told: str) -> None:
     (tmp_path / "d.html").mkdir()
