@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tieroff import _native
 from tieroff.errors import ConfigError, InfeasiblePlanError
+from tieroff.planner.native import _native
 from tieroff.units import format_bytes
 
 _NS_PER_S = 1_000_000_000

@@ -17,8 +17,8 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from tieroff import _native
 from tieroff.core.tensor import Tier
+from tieroff.planner.native import _native
 from tieroff.planner.problem.assemble import last_dirty_writes
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot, Span, Unit, holds_within
 

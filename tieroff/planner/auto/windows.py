@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieroff import _native
 from tieroff.planner.auto.select import Selection
+from tieroff.planner.native import _native
 from tieroff.planner.problem.assemble import Move, last_dirty_writes
 from tieroff.planner.problem.pieces import LOWER
 from tieroff.planner.problem.problem import Bytes, Problem, Slot, holds_within

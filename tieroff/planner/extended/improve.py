@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tieroff import _native
+from tieroff.planner.native import _native
 from tieroff.planner.problem.pieces import LOWER, Windows
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.problem.runs import link_rates

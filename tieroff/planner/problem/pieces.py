@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from tieroff import _native
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.tensor import Tier
+from tieroff.planner.native import _native
 from tieroff.planner.problem.problem import Bytes, Problem, ring_sum
 from tieroff.units import NS_PER_S
 

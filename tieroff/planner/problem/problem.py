@@ -21,12 +21,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from tieroff import _native
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.machine import Link, Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Trace
+from tieroff.planner.native import _native
 
 Bytes = npt.NDArray[np.int64]
 

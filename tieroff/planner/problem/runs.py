@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tieroff import _native
 from tieroff.core.tensor import Tier
+from tieroff.planner.native import _native
 from tieroff.planner.problem.pieces import LOWER, Windows
 from tieroff.planner.problem.problem import Bytes, Problem, ring_sum
 from tieroff.units import NS_PER_S

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tieroff import _native
 from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError
+from tieroff.planner.native import _native
 from tieroff.planner.simulate.options import SimulationOptions, prepare, share_millionths, size_of
 from tieroff.units import NS_PER_S
 
