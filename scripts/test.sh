@@ -37,11 +37,17 @@ export OMP_NUM_THREADS=1 # a worker a core; small models are slower on several t
 failed=0
 check() { "$@" || failed=1; }
 
-# Runs pytest; that arguments select no test for one of the two phases is no failure.
+# Runs pytest. Arguments may select no test for one of the two phases (pytest's status 5), but not for both.
+empty=0
 test_phase() {
   local status=0
   .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"} "$@" || status=$?
-  [ "$status" = 0 ] || [ "$status" = 5 ] || failed=1
+  case "$status" in
+    0) ;;
+    5) empty=$((empty + 1)) ;;
+    *) failed=1 ;;
+  esac
+  [ "$empty" -lt 2 ] || failed=1
 }
 
 check .venv/bin/python -m ruff check .

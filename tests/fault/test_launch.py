@@ -150,6 +150,7 @@ def test_ranks_share_the_budget_and_the_output_is_rank_0s(tmp_path: Path, projec
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.alone  # how long the others take to end is measured
 def test_a_rank_killed_in_mid_step_ends_the_others_with_the_reason(tmp_path: Path, project: Path) -> None:
     write_config(tmp_path)
     status, out, errors = run(project, tmp_path, "killed child", "--json")

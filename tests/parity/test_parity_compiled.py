@@ -181,7 +181,7 @@ def test_module_compiled_after_wrap_and_once_more_runs_compiled(backend: str, tm
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("backend", ["cpu", "delayed"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("delayed", marks=pytest.mark.long)])  # each compiles for 25 s
 def test_inductor_gives_the_plain_runs_bits(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # the compiler shows progress by it, and it starts a thread
     before = set(threading.enumerate())

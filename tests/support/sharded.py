@@ -38,8 +38,8 @@ class Block(nn.Module):
         q, k, v = (f(y).view(b, t, self.heads, d // self.heads).transpose(1, 2) for f in (self.query, self.key, self.value))
         a = F.scaled_dot_product_attention(q, k, v)
         x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
-        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return y
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Gpt(nn.Module):

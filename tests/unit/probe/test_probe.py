@@ -324,6 +324,7 @@ def test_threads_are_best_unless_another_engine_is_3_percent_faster(costs: dict[
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.alone  # it compares rates
 def test_survey_measures_every_engine_and_its_machine_names_the_best(tmp_path: Path) -> None:
     dirs = [tmp_path / "a", tmp_path / "b"]
     for folder in dirs:
