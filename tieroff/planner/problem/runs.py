@@ -25,8 +25,10 @@ also the order of issue.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tieroff.core.tensor import Tier
 from tieroff.planner.native import _native
@@ -62,32 +64,63 @@ class Runs:
     stop: Bytes
 
 
+class _Gaps(NamedTuple):
+    """The gaps in which bytes are away, an entry each; those of a piece are neighbours, in order.
+
+    Attributes:
+        index: of the gap in the windows.
+        piece, stop: of the gap.
+        first, last: per piece with any such gap, the entries of its first and of its last one.
+    """
+
+    index: Bytes
+    piece: Bytes
+    stop: Bytes
+    first: Bytes
+    last: Bytes
+
+
+def _away_gaps(windows: Windows) -> _Gaps:
+    index = np.flatnonzero(windows.is_away)
+    piece = windows.piece[index]
+    first = np.flatnonzero(np.append(True, piece[1:] != piece[:-1])[: len(index)])
+    last = np.append(first[1:], len(index))[: len(first)] - 1
+    return _Gaps(index, piece, windows.stop[index], first, last)
+
+
+def _needs_copy(problem: Problem, windows: Windows, gaps: _Gaps) -> NDArray[np.bool_]:
+    """Returns, per away gap, whether its bytes were written since the away gap before it: no copy below is valid then."""
+    tensors = windows.tensor[gaps.piece[gaps.first]]
+    is_persistent = np.array([tensor.is_persistent for tensor in problem.trace.tensors], bool)[tensors]
+    end_before = np.append(0, gaps.stop[:-1])[: len(gaps.index)]
+    # Before the first gap of a persistent piece came its last one, in the step before.
+    end_before[gaps.first] = np.where(is_persistent, gaps.stop[gaps.last] - problem.op_count, 0)
+    return windows.copy_from[gaps.index] > end_before
+
+
+def _number_runs(gaps: _Gaps, needs_copy: NDArray[np.bool_]) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
+    """Returns the gap that begins each run; then, per gap, its run and whether that began in the step before."""
+    begins = needs_copy.copy()
+    begins[gaps.first] = True
+    run = np.cumsum(begins) - 1
+    # The first gaps of a piece belong to the copy that its last run made in the step before.
+    turn = gaps.first[~needs_copy[gaps.first] & (run[gaps.first] != run[gaps.last])]
+    target = np.arange(run[-1] + 1 if len(run) else 0)
+    target[run[turn]] = run[gaps.last[np.searchsorted(gaps.first, turn)]]
+    is_kept = target == np.arange(len(target))
+    number = np.cumsum(is_kept) - 1
+    return np.flatnonzero(begins)[is_kept], number[target[run]], target[run] != run
+
+
 def find_runs(problem: Problem, windows: Windows) -> Runs:
     """Returns the runs of all pieces, each in the tier in which its gaps spend most time."""
     op_count = problem.op_count
-    gap = np.flatnonzero(windows.is_away)
-    piece, stop = windows.piece[gap], windows.stop[gap]
-    is_first = np.append(True, piece[1:] != piece[:-1])[: len(gap)]
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(gap))[: len(first)] - 1
-    before = np.append(0, stop[:-1])[: len(gap)]
-    is_persistent = np.array([tensor.is_persistent for tensor in problem.trace.tensors], bool)[windows.tensor[piece[first]]]
-    before[first] = np.where(is_persistent, stop[last] - op_count, 0)
-    is_copied = windows.copy_from[gap] > before
-    begins = is_copied | is_first
-    run = np.cumsum(begins) - 1
-    # The first gaps of a piece belong to the copy that its last run made in the step before.
-    turn = first[~is_copied[first] & (run[first] != run[last])]
-    target = np.arange(run[-1] + 1 if len(run) else 0)
-    target[run[turn]] = run[last[np.searchsorted(first, turn)]]
-    shift = np.where(target[run] != run, op_count, 0)
-    heads = np.flatnonzero(begins)
-    is_kept = target == np.arange(len(target))
-    number = np.cumsum(is_kept) - 1
-    of_gap = number[target[run]]
-    heads = heads[is_kept]
+    gaps = _away_gaps(windows)
+    needs_copy = _needs_copy(problem, windows, gaps)
+    heads, of_gap, is_carried = _number_runs(gaps, needs_copy)
+    gap = gaps.index
     # A load is awaited after residencies have ended at its tick, so its source stays for one op more.
-    ends = stop + 1 - windows.is_last[gap] + shift
+    ends = gaps.stop + 1 - windows.is_last[gap] + np.where(is_carried, op_count, 0)
     stops = np.zeros(len(heads), np.int64)
     np.maximum.at(stops, of_gap, ends)
     time = np.zeros((len(heads), len(LOWER)), np.int64)
@@ -95,9 +128,9 @@ def find_runs(problem: Problem, windows: Windows) -> Runs:
     return Runs(
         gap=gap,
         of_gap=of_gap,
-        piece=piece[heads],
+        piece=gaps.piece[heads],
         tier=np.argmax(time, axis=1),
-        is_copied=is_copied[heads],
+        is_copied=needs_copy[heads],
         copy_from=np.maximum(windows.copy_from[gap[heads]], windows.start[gap[heads]] - op_count),
         release=windows.away_start[gap[heads]],
         stop=stops,
