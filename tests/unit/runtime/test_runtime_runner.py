@@ -160,7 +160,7 @@ def runner_at(cursor: int, plan: Plan, traffic: Stored) -> PlanRunner:
     tensors = tuple(Tensor(f"{i}", KIB, TensorClass.ACTIVATION) for i in range(3))
     trace = Trace(tuple(Op(f"op {key}", 1) for key in keys), tensors)
     recorded = Recorded(keys, tuple(map(str, keys)), trace, {}, frozenset(), frozenset(), {}, False, 0)
-    kind, state = StepKind("kind"), StepState()
+    kind, state = StepKind(), StepState()
     kind.advance(Measuring(recorded))
     kind.adopt(recorded, trace, plan)
     runner = PlanRunner(state, traffic)  # type: ignore[arg-type]

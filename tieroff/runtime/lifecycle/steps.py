@@ -45,7 +45,7 @@ class KnownKinds(OrderedDict[Hashable, StepKind]):
         """Returns the kind of a step that begins, in the stage that this step is for."""
         kind = self.get(signature)
         if kind is None:
-            kind = self[signature] = StepKind(signature)
+            kind = self[signature] = StepKind()
             if len(self) > _KINDS_KEPT:
                 kind.advance(Unplanned())  # of so many kinds, only one that comes again soon is worth a trace
                 self.popitem(last=False)

@@ -83,7 +83,6 @@ class StepKind:
     """One kind of step.
 
     Attributes:
-        signature: of the step's first input.
         stage: see the table of the module; `advance` changes it.
         recorded: what its last recorded step showed, or None.
         planned: the last plan of this kind, or None; kept while the kind is traced again.
@@ -93,10 +92,9 @@ class StepKind:
         feedback: what planned steps showed of the plan.
     """
 
-    __slots__ = ("feedback", "mismatches", "planned", "ran", "recorded", "retraces", "signature", "stage")
+    __slots__ = ("feedback", "mismatches", "planned", "ran", "recorded", "retraces", "stage")
 
-    def __init__(self, signature: Hashable) -> None:
-        self.signature = signature
+    def __init__(self) -> None:
         self.stage: Stage = Recording()
         self.recorded: Recorded | None = None
         self.planned: Planned | None = None

@@ -1,0 +1,87 @@
+"""Stages of a kind of step, and what the runtime makes of a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from tieroff.core.plan import Plan, Residency, Transfer
+from tieroff.core.tensor import Tensor, TensorClass, Tier
+from tieroff.core.trace import Op, Trace
+from tieroff.errors import StateError
+from tieroff.runtime.step.executable import make_executable
+from tieroff.runtime.step.kinds import Measuring, Recording, Stage, StepKind, Unplanned
+from tieroff.runtime.step.recorded import Recorded
+
+KEYS = (("forward",), ("param", 0), ("grad", 0), ("bucket", 0), ("end",))
+PARAMETER, GRADIENT = 0, 1
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def trace() -> Trace:
+    ops = tuple(Op(str(key), 1) for key in KEYS)
+    tensors = (
+        Tensor("w", 64, TensorClass.PARAMETER, is_persistent=True),
+        Tensor("gradient of w", 64, TensorClass.GRADIENT, holds=((2, 3),)),
+    )
+    return Trace(ops, tensors)
+
+
+def recorded(written_by_hooks: frozenset[int] = frozenset()) -> Recorded:
+    return Recorded(KEYS, tuple(map(str, KEYS)), trace(), {}, frozenset(), written_by_hooks, {}, False, 0)
+
+
+def plan(residencies: tuple[Residency, ...], transfers: tuple[Transfer, ...]) -> Plan:
+    return Plan("test", "", len(KEYS), {}, {}, residencies, transfers)
+
+
+GRADIENT_LEAVES_AND_RETURNS = plan(
+    (Residency(GRADIENT, DEVICE, 2, 3), Residency(GRADIENT, HOST, 2, 5), Residency(GRADIENT, DEVICE, 3, 5)),
+    (Transfer(GRADIENT, DEVICE, HOST, 3, 3, 0), Transfer(GRADIENT, HOST, DEVICE, 3, 3, 0)),
+)
+
+
+@pytest.mark.parametrize("stage", [Measuring(recorded()), Unplanned(), Recording()], ids=lambda s: type(s).__name__)
+def test_a_kind_begins_with_a_recording_and_only_measured_ones_are_planned(stage: Stage) -> None:
+    kind = StepKind()
+    kind.advance(stage)
+    if isinstance(stage, Measuring):
+        kind.adopt(recorded(), trace(), plan((), ()))
+        assert kind.planned is not None and kind.moves_nothing
+        kind.advance(Recording())
+        assert kind.planned is not None, "the last plan is known while the kind is traced again"
+        assert not kind.moves_nothing
+    else:
+        with pytest.raises(StateError, match=f"from {type(stage).__name__} to Planned"):
+            kind.adopt(recorded(), trace(), plan((), ()))
+
+
+def test_a_stage_that_cannot_follow_is_refused() -> None:
+    kind = StepKind()
+    kind.advance(Unplanned())
+    with pytest.raises(StateError, match="from Unplanned to Measuring"):
+        kind.advance(Measuring(recorded()))
+
+
+def test_transfers_of_gradients_that_hooks_write_wait_for_the_update() -> None:
+    executable = make_executable(GRADIENT_LEAVES_AND_RETURNS, trace(), recorded())
+    assert executable.copied_from == {GRADIENT: 3}
+    executable = make_executable(GRADIENT_LEAVES_AND_RETURNS, trace(), recorded(frozenset({GRADIENT})))
+    assert executable.copied_from == {}
+    assert [t.target for tick in executable.ticks for t in (*tick.issue_first, *tick.issues)] == [DEVICE]
+
+
+def test_what_is_there_for_the_update_stays_and_is_fetched_again_if_it_had_to_leave() -> None:
+    everything = plan(
+        (
+            Residency(PARAMETER, HOST, 0, 5),
+            Residency(PARAMETER, DEVICE, 1, 4),
+            Residency(GRADIENT, DEVICE, 2, 3),
+            Residency(GRADIENT, HOST, 2, 5),
+        ),
+        (Transfer(PARAMETER, HOST, DEVICE, 1, 1, 7),),
+    )
+    executable = make_executable(everything, trace(), recorded())
+    assert executable.stays_after_backward == {PARAMETER, GRADIENT}
+    at_update = executable.ticks[executable.update_at]
+    assert [(t.tensor, t.target) for t in at_update.issues] == [(PARAMETER, DEVICE)]
+    assert not at_update.await_ins, "it is awaited where it is used"
