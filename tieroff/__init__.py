@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from tieroff.api import engine, scope, unwrap, wrap
     from tieroff.checkpoint import load_weights, save_weights
     from tieroff.config import Config
+    from tieroff.partition.parallelize import parallelize
     from tieroff.runtime.optimizer.clipping import clip_grad_norm_
     from tieroff.tracing.dry import DryModel
 
 __all__ = [
     "CaptureError", "CheckpointError", "Config", "ConfigError", "DryModel", "InfeasiblePlanError", "InvalidPlanError",
     "StateError", "StoreError", "TieroffError", "TraceMismatchError", "clip_grad_norm_", "engine", "integrations",
-    "load_weights", "save_weights", "scope", "unwrap", "wrap",
+    "load_weights", "parallelize", "save_weights", "scope", "unwrap", "wrap",
 ]  # fmt: skip
 
 if sys.platform.startswith("linux"):
@@ -47,6 +48,7 @@ except PackageNotFoundError:  # run from a source tree that was not installed
 _LAZY = {
     "wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "load_weights": "checkpoint", "save_weights": "checkpoint",
     "clip_grad_norm_": "runtime.optimizer.clipping", "Config": "config", "DryModel": "tracing.dry",
+    "parallelize": "partition.parallelize",
 }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ namespace tieroff::sharding {
 
 namespace {
 
+constexpr int kDominanceRounds = 8;  // each looks at all; the first ones find nearly all there is
+
 using Map = std::vector<int>;  // new strategy -> old strategy
 
 std::vector<Group> groups_of(const Problem& problem) {
@@ -295,7 +297,8 @@ Reduced reduce(const Problem& problem) {
     return reduced;
   }
   hold(problem, groups);
-  for (std::vector<Map> kept; drop_dominated(groups, links, kept);) {
+  std::vector<Map> kept;
+  for (int round = 0; round < kDominanceRounds && drop_dominated(groups, links, kept); ++round) {
     keep_only(groups, links, kept);
     fold_links(groups, links);
   }

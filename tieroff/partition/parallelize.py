@@ -1,0 +1,120 @@
+"""`tieroff.parallelize`: a module's parameters, inputs and results placed on a mesh as a partition says.
+
+Placing parameters alone does not enforce a partition: DTensor picks each operator's split for itself, the cheapest by its
+operands as they lie. So what a module returns is brought where the partition has it, and the next one begins from there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from tieroff.core.placement_plan import PlacementPlan, Placements
+from tieroff.errors import ConfigError
+
+
+def parallelize(model: torch.nn.Module, mesh: DeviceMesh, plan: PlacementPlan) -> torch.nn.Module:
+    """Places a module on a mesh; the training loop stays as it is, with the same batch in every rank.
+
+    Every rank calls it with the same values. Parameters become DTensors, so an optimizer is made afterwards. The model takes
+    plain tensors and returns plain ones, whole in every rank.
+
+    Args:
+        model: the module, with values; it is changed in place.
+        mesh: a mesh of the plan's shape.
+        plan: where everything lies; `load_placements` reads one that `tieroff partition --out` wrote.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ConfigError: a mesh of another shape, a parameter that the plan does not name, or one that cannot be split so.
+    """
+    if tuple(mesh.shape) != plan.mesh_shape:
+        raise ConfigError(f"expected a mesh of shape {plan.mesh_shape}, as the plan of {plan.model}, got {tuple(mesh.shape)}")
+    _check_parameters(model, plan)
+    placed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                if parameter not in placed:  # one that is shared stays shared
+                    placed[parameter] = _placed(parameter, mesh, _wanted(plan, prefix, name))
+                module._parameters[name] = placed[parameter]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+    for prefix, module in model.named_modules():
+        if prefix and prefix in plan.modules:
+            module.register_forward_hook(functools.partial(_bring, mesh, plan.modules[prefix]))
+    model.register_forward_pre_hook(functools.partial(_take_inputs, mesh, plan), with_kwargs=True)
+    model.register_forward_hook(_give_whole)
+    return model
+
+
+def _check_parameters(model: torch.nn.Module, plan: PlacementPlan) -> None:
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    missing = [name for name in found if name not in plan.parameters]
+    if missing:
+        raise ConfigError(f"the plan of {plan.model} says nothing of the parameter {missing[0]!r}: it is of another model")
+    for name, shape in found.items():
+        groups = [1] * len(shape)
+        for size, placement in zip(plan.mesh_shape, plan.parameters[name], strict=True):
+            if placement >= len(shape):
+                raise ConfigError(
+                    f"parameter {name!r} of shape {shape} has no dimension {placement}: the plan is of another model"
+                )
+            if placement >= 0:
+                groups[placement] *= size
+        uneven = [dim for dim, (length, count) in enumerate(zip(shape, groups, strict=True)) if length % count]
+        if uneven:
+            raise ConfigError(
+                f"parameter {name!r} of shape {shape} cannot be split evenly over {groups[uneven[0]]} devices along "
+                f"dimension {uneven[0]}: partition the model as it is"
+            )
+
+
+def _wanted(plan: PlacementPlan, prefix: str, name: str) -> Placements:
+    # The second name of a shared parameter is not in the plan; the first one placed it.
+    return plan.parameters[f"{prefix}.{name}" if prefix else name]
+
+
+def _placed(parameter: torch.nn.Parameter, mesh: DeviceMesh, placements: Placements) -> torch.nn.Parameter:
+    split = distribute_tensor(parameter.detach(), mesh, _dtensor_placements(placements))
+    return torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _dtensor_placements(placements: Placements) -> list[Any]:
+    return [Shard(placement) if placement >= 0 else Replicate() for placement in placements]
+
+
+def _bring(mesh: DeviceMesh, placements: Placements, module: torch.nn.Module, args: Any, out: Any) -> Any:
+    """Brings a module's result where the plan has it."""
+    if not isinstance(out, DTensor):
+        return out
+    return out.redistribute(mesh, _dtensor_placements(placements))
+
+
+def _take_inputs(mesh: DeviceMesh, plan: PlacementPlan, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Splits the model's inputs, tensor by tensor in order."""
+    wanted = iter(plan.inputs)
+
+    def split(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        placements = next(wanted, (-1,) * mesh.ndim)
+        # Each rank has the whole batch and keeps its part: nothing is sent.
+        whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(mesh, _dtensor_placements(placements))
+
+    return tree_map_only(torch.Tensor, split, (args, dict(kwargs)))
+
+
+def _give_whole(module: torch.nn.Module, args: Any, out: Any) -> Any:
+    """Gives back whole tensors, so that a loss is the same plain number in every rank."""
+    return tree_map_only(DTensor, DTensor.full_tensor, out)
