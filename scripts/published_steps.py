@@ -28,26 +28,29 @@ from tieroff.units import NS_PER_S
 GPUS = Path(__file__).resolve().parent / "data" / "gpus.toml"
 _STEP = re.compile(r"(?P<model>.+)-train-(?P<sequence>\d+)-(?P<batch>\d+)")
 _EAGER: dict[str, Any] = {"attn_implementation": "eager"}
-_EXTRA = ("file", "link_bytes_per_s", "host_bytes")
+_EXTRA = ("file", "source", "link_bytes_per_s", "host_bytes")
 
 
 def _gpt(layers: int, width: int, heads: int) -> Callable[[int], torch.nn.Module]:
     def make(sequence: int) -> torch.nn.Module:
         sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": sequence}
-        return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, **_EAGER))
+        model: torch.nn.Module = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, **_EAGER))
+        return model
 
     return make
 
 
 def _bert(sequence: int) -> torch.nn.Module:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    return BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=sequence, **_EAGER))
+    model: torch.nn.Module = BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=sequence, **_EAGER))
+    return model
 
 
 def _opt(sequence: int) -> torch.nn.Module:
     sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192}
     sizes |= {"word_embed_proj_dim": 2048, "max_position_embeddings": sequence}
-    return OPTForCausalLM(OPTConfig(**sizes, use_cache=False, **_EAGER))
+    model: torch.nn.Module = OPTForCausalLM(OPTConfig(**sizes, use_cache=False, **_EAGER))
+    return model
 
 
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
@@ -63,7 +66,7 @@ MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
 class _NoUpdate(torch.optim.SGD):
     """The steps were measured without an optimizer."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing."""
 
 

@@ -139,7 +139,7 @@ class Clock:
         reached = share * machine.fp32_flops_per_s
         if not machine.device_power_w or not machine.process_nm:
             return reached
-        joule_per_flop = c.fp32_joule_per_flop * (machine.process_nm / _REFERENCE_NM) ** _NODE_EXPONENT
+        joule_per_flop: float = c.fp32_joule_per_flop * (machine.process_nm / _REFERENCE_NM) ** _NODE_EXPONENT
         return min(reached, machine.device_power_w / joule_per_flop)
 
     def _product_flops(self, work: Work) -> float:
