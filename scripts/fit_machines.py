@@ -131,8 +131,8 @@ def write_machines(clocks: dict[str, dict[str, float]], measured: Sequence[Measu
             **links,
         )
         origin = f"fitted with others to {', '.join(rows)}" if rows else "not among those that the clock was fitted to"
-        head = f"# Written by scripts/fit_machines.py from scripts/data/gpus.toml; {origin}.\n"
-        head += "# Links are what copies of pinned memory reach through its PCIe; host memory is assumed. Measure yours.\n\n"
+        head = f"# Written by scripts/fit_machines.py from {table['source']}; {origin}.\n"
+        head += "# Assumed: links, what copies of pinned memory reach through such a PCIe, and host memory. Measure yours.\n"
         (MACHINES / f"{table['file']}.toml").write_text(head + machine_to_toml(machine))
 
 

@@ -28,7 +28,7 @@ from tieroff.units import NS_PER_S
 GPUS = Path(__file__).resolve().parent / "data" / "gpus.toml"
 _STEP = re.compile(r"(?P<model>.+)-train-(?P<sequence>\d+)-(?P<batch>\d+)")
 _EAGER: dict[str, Any] = {"attn_implementation": "eager"}
-_EXTRA = ("file", "link_bytes_per_s", "host_bytes")
+_EXTRA = ("file", "source", "link_bytes_per_s", "host_bytes")
 
 
 def _gpt(layers: int, width: int, heads: int) -> Callable[[int], torch.nn.Module]:

@@ -140,7 +140,9 @@ def _dry_trace(model: str, machine: Machine) -> Trace:
 
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    return dry_trace(find_factory(model), machine, name=model)
+    # Figures of a datasheet are peaks of an accelerator, of which the clock knows what is reached.
+    kernels = machine.device_type or ("cuda" if machine.measured.startswith("datasheet") else "cpu")
+    return dry_trace(find_factory(model), machine, name=model, kernels=kernels)
 
 
 def _budget(trace: Trace, device_budget: str, host_budget: str | None, nvme_budget: str | None) -> dict[Tier, int]:

@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter, tree_map
 
-from tieroff.core.buckets import buckets_of
 from tieroff.core.machine import Machine
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, ConfigError, TieroffError
-from tieroff.tracing.clock.model import Clock
+from tieroff.tracing.buckets import Buckets, EarlyUpdates
+from tieroff.tracing.clock.interval import interval
+from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.fakes import FakeRecorder, Fakes, Prices
 from tieroff.tracing.kernels import DeviceKernels, run_backward, use_device_updates
 from tieroff.tracing.roofline import Roofline
@@ -46,6 +47,8 @@ class DryModel:
         optimizer: from parameters to a `torch.optim.Optimizer`; None: `torch.optim.AdamW` with its defaults.
         autocast: the type that forward and loss run under `torch.autocast` with; None: without.
         rounds: forward and backward passes per update, whose gradients add up.
+        update_in_backward: each bucket of the optimizer is stepped when its gradients are final, as `[plan]
+            update_in_backward` has the engine do.
     """
 
     model: torch.nn.Module
@@ -54,6 +57,7 @@ class DryModel:
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     autocast: torch.dtype | None = None
     rounds: int = 1
+    update_in_backward: bool = False
 
 
 def find_factory(text: str) -> Callable[[], Any]:
@@ -97,8 +101,7 @@ def dry_trace(
         CaptureError: the factory returns something else, or the step cannot run on tensors without values.
     """
     is_accelerated = kernels != "cpu"
-    if prices is None:
-        prices = Clock.of(machine) if is_accelerated else Roofline.of(machine)
+    prices = prices or (Clock.of(machine) if is_accelerated else Roofline.of(machine))
     try:
         with torch.device("meta"):
             made = checked(factory())
@@ -115,10 +118,11 @@ def dry_trace(
             "values (a branch, a shape, a print) has no dry trace: trace a real step instead"
         ) from error
     named = machine.name or "without a name"
+    between = "{:.3f} {:.3f}".format(*interval(machine, Constants.shipped())) if is_accelerated else ""
     return replace(
         trace,
         origin="dry",
-        meta={**trace.meta, "durations": f"estimated: {'clock' if is_accelerated else 'roofline'} of machine {named}"},
+        meta={**trace.meta, "durations": f"estimated: roofline of machine {named}", "interval": between},
     )
 
 
@@ -198,6 +202,9 @@ class _DryStep:
         self._recorded: list[Subject] = []
         self._states: dict[Hashable, Subject] = {}
         self._is_forward = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._buckets: Buckets | None = None
+        self._early: EarlyUpdates | None = None
 
     def run(self, name: str) -> Trace:
         """Returns the trace of the step."""
@@ -206,6 +213,7 @@ class _DryStep:
         optimizer = make(made.model.parameters())
         if self._is_accelerated:
             use_device_updates(optimizer)
+        self._optimizer, self._buckets = optimizer, Buckets(optimizer)
         self._watch()
         recorder.start()
         try:
@@ -213,10 +221,12 @@ class _DryStep:
                 recorder.accesses["param", position] = []
                 recorder.bind(self._parameters[position].untyped_storage(), ("param", position))
             with DeviceKernels() if self._is_accelerated else contextlib.nullcontext():
-                for _ in range(made.rounds):
+                for number in range(made.rounds):
                     loss = self._forward()
+                    if made.update_in_backward and number == made.rounds - 1:
+                        self._early = EarlyUpdates(self._buckets.params, self._update)
                     run_backward(loss)
-            self._update(optimizer)
+                self._finish_updates()
         finally:
             recorder.stop()
         subjects = [*self._homes(), *self._states.values(), *self._recorded]
@@ -244,30 +254,33 @@ class _DryStep:
             )
         return loss
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps the optimizer bucket by bucket, and clears the gradients."""
-        groups = optimizer.param_groups
-        whole = [list(group["params"]) for group in groups]
-        params = [p for group in whole for p in group]
-        # Whether other optimizers can be stepped in parts is not known here.
-        is_split = type(optimizer).__module__.startswith("torch.optim")
-        ranges = buckets_of([_size(p) for p in params]) if is_split else [range(len(params))]
+    def _update(self, number: int) -> None:
+        """Steps one bucket of the optimizer; one that is stepped in backward takes its gradients along."""
+        assert self._buckets is not None and self._optimizer is not None
+        chosen = self._buckets.params[number]
         self._recorder.is_updating = True
-        for number, bucket in enumerate(ranges):
-            chosen = params[bucket.start : bucket.stop]
-            self._tick(f"bucket:{number}", "optimizer")
-            for param in chosen:
-                self._ask_for_update(param)
-            wanted = {id(p) for p in chosen}
-            for group, all_params in zip(groups, whole, strict=True):
-                group["params"] = [p for p in all_params if id(p) in wanted]
-            optimizer.step()
-            for param in chosen:
-                self._adopt_state(param, optimizer.state.get(param, {}))
-        for group, all_params in zip(groups, whole, strict=True):
-            group["params"] = all_params
+        self._tick(f"bucket:{number}", "optimizer")
+        for param in chosen:
+            self._ask_for_update(param)
+        self._buckets.step(number)
+        for param in chosen:
+            self._adopt_state(param, self._optimizer.state.get(param, {}))
+            if self._early is not None:
+                param.grad = None
+                self._recorder.died(("gradient", self._positions.get(id(param), -1)))
+        self._recorder.is_updating = False
+
+    def _finish_updates(self) -> None:
+        """Steps what was not stepped in backward, and clears the gradients."""
+        assert self._buckets is not None and self._optimizer is not None
+        if self._early is not None:
+            self._early.finish()
+        else:
+            for number in range(len(self._buckets.params)):
+                self._update(number)
+        self._recorder.is_updating = True
         self._tick("end", "")
-        optimizer.zero_grad()
+        self._optimizer.zero_grad()
         self._settle_gradients()
 
     # -- ticks ---------------------------------------------------------------------------------------------------
@@ -354,19 +367,22 @@ class _DryStep:
         if grad is None or not _is_whole(grad):
             return
         key = ("gradient", position)
-        if key in self._recorder.accesses:  # of an earlier round: the new one was added to it
-            return
-        self._recorder.bind(grad.untyped_storage(), key)
-        self._recorder.arrived(key)
-        self._recorded.append(
-            Subject(key, f"gradient of {name}", _size(grad), TensorClass.GRADIENT, owner=("param", position))
-        )
+        if key not in self._recorder.accesses:  # else one of an earlier round, to which the new one was added
+            self._recorder.bind(grad.untyped_storage(), key)
+            self._recorder.arrived(key)
+            self._recorded.append(
+                Subject(key, f"gradient of {name}", _size(grad), TensorClass.GRADIENT, owner=("param", position))
+            )
+        if self._early is not None:
+            self._early.arrived(param)
 
     def _settle_gradients(self) -> None:
         """Gradients that were cleared end here; the others wrap round the step."""
         for i, subject in enumerate(self._recorded):
             if subject.kind is TensorClass.GRADIENT:
                 assert isinstance(subject.owner, tuple)
+                if self._early is not None:
+                    continue  # they died with their buckets
                 if self._parameters[subject.owner[1]].grad is None:
                     self._recorder.died(subject.key)
                 else:

@@ -1,8 +1,8 @@
 """The kernels that an accelerator runs where the CPU runs others, for a step on fake tensors.
 
 Fake tensors lie on the CPU, since torch without an accelerator has no autograd for any other device. Where torch
-chooses by device, this mode chooses as it does on CUDA: attention that keeps no scores in memory, dropout in one kernel, an
-optimizer that updates its parameters together.
+chooses by device, this mode chooses as it does on CUDA: attention that keeps no scores in memory, dropout and
+root-mean-square norms in one kernel. Optimizers update their parameters together.
 """
 
 from __future__ import annotations
@@ -84,7 +84,17 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return torch.native_dropout(input, p, True)[0]
 
 
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor | None:
+    """Returns a norm of the same traffic and the same saved tensors; on the CPU torch takes `_fused_rms_norm` apart."""
+    if weight is None or weight.dtype is not input.dtype:
+        return None
+    return torch.native_layer_norm(input, normalized_shape, weight, None, eps or 0.0)[0]
+
+
 _KERNELS: dict[Any, Callable[..., torch.Tensor | None]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
+    F.rms_norm: _rms_norm,
 }

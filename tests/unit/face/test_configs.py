@@ -17,6 +17,7 @@ from tieroff.tracing.roofline import Roofline
 RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml", "two_ranks.toml", "in_backward.toml")
 MACHINES = (
     "a100_40gb.toml", "a100_80gb.toml", "h100_80gb.toml", "h200_4xgen5.toml", "h200_8xgen5.toml", "rtx4090_1xgen4.toml",
+    "a100_80gb_pcie.toml", "l4.toml", "mi210.toml", "p100_16gb.toml", "t4.toml", "v100_32gb.toml",  # scripts/fit_machines.py
 )  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_shipped_machine_loads_and_can_plan_a_model(project: Path, tmp_path: Pat
     machine = load_machine(project / "configs/machines" / name)
     save_machine(machine, tmp_path / name)
     assert load_machine(tmp_path / name) == machine
-    assert machine.measured == "datasheet"
+    assert machine.measured.startswith("datasheet")
     assert machine.has_tier(Tier.HOST)
     assert machine.has_tier(Tier.NVME) == ("gen" in name)
     roofline = Roofline.of(machine)

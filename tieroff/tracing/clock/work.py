@@ -48,7 +48,7 @@ class Work:
 
     Attributes:
         kind: "matmul", "attention", "convolution" or "memory".
-        element_bytes: of the floating-point type, the largest of its tensors: 2 or 4, say.
+        element_bytes: of the first floating-point tensor that it is given: 2 or 4, say.
         flops: operations; 0 for "memory".
         traffic_bytes: what it reads and writes, each byte once for every time that it is touched.
         product: of a matmul the batch, rows, columns and the length of each sum; () otherwise.
@@ -77,7 +77,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         inputs = [*inputs[1:], *results]
     touched = [*inputs, *results]
     traffic_bytes = sum(_touched_bytes(tensor) for tensor in touched) * _PASSES.get(packet, 1)
-    element_bytes = max((t.itemsize for t in touched if t.dtype.is_floating_point), default=0)
+    element_bytes = next((t.itemsize for t in touched if t.dtype.is_floating_point), 0)
     flops = _flops(packet, args, kwargs, out)
     product = _product(packet, args)
     kind = "matmul" if product else "memory"
