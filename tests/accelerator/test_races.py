@@ -6,6 +6,7 @@ import concurrent.futures
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -314,7 +315,9 @@ def between_devices() -> None:
 
 
 def a_thread_waits_for_another_one() -> None:
-    target, x, jobs, answers = pinned(), zeros(), queue.Queue(), queue.SimpleQueue()
+    target, x = pinned(), zeros()
+    jobs: queue.Queue[Any] = queue.Queue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def work() -> None:
         event = jobs.get()

@@ -78,7 +78,7 @@ def _rlock_class(native: ModuleType) -> type:
     return RLock
 
 
-class _SimpleQueue(queue._PySimpleQueue):  # type: ignore[name-defined,misc]
+class _SimpleQueue(queue._PySimpleQueue):  # type: ignore[name-defined]
     """Made of locks that are seen, unlike the one in C."""
 
 

@@ -58,7 +58,7 @@ class Runs:
     of_gap: Bytes
     piece: Bytes
     tier: Bytes
-    is_copied: Bytes
+    is_copied: NDArray[np.bool_]
     copy_from: Bytes
     release: Bytes
     stop: Bytes
@@ -68,12 +68,12 @@ class _Gaps(NamedTuple):
     """The gaps in which bytes are away, an entry each; those of a piece are neighbours, in order.
 
     Attributes:
-        index: of the gap in the windows.
+        number: of the gap in the windows.
         piece, stop: of the gap.
         first, last: per piece with any such gap, the entries of its first and of its last one.
     """
 
-    index: Bytes
+    number: Bytes
     piece: Bytes
     stop: Bytes
     first: Bytes
@@ -92,10 +92,10 @@ def _needs_copy(problem: Problem, windows: Windows, gaps: _Gaps) -> NDArray[np.b
     """Returns, per away gap, whether its bytes were written since the away gap before it: no copy below is valid then."""
     tensors = windows.tensor[gaps.piece[gaps.first]]
     is_persistent = np.array([tensor.is_persistent for tensor in problem.trace.tensors], bool)[tensors]
-    end_before = np.append(0, gaps.stop[:-1])[: len(gaps.index)]
+    end_before = np.append(0, gaps.stop[:-1])[: len(gaps.number)]
     # Before the first gap of a persistent piece came its last one, in the step before.
     end_before[gaps.first] = np.where(is_persistent, gaps.stop[gaps.last] - problem.op_count, 0)
-    return windows.copy_from[gaps.index] > end_before
+    return windows.copy_from[gaps.number] > end_before
 
 
 def _number_runs(gaps: _Gaps, needs_copy: NDArray[np.bool_]) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
@@ -118,7 +118,7 @@ def find_runs(problem: Problem, windows: Windows) -> Runs:
     gaps = _away_gaps(windows)
     needs_copy = _needs_copy(problem, windows, gaps)
     heads, of_gap, is_carried = _number_runs(gaps, needs_copy)
-    gap = gaps.index
+    gap = gaps.number
     # A load is awaited after residencies have ended at its tick, so its source stays for one op more.
     ends = gaps.stop + 1 - windows.is_last[gap] + np.where(is_carried, op_count, 0)
     stops = np.zeros(len(heads), np.int64)
