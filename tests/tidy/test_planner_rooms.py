@@ -10,6 +10,7 @@ import pytest
 from tests.tidy.test_layers import imported_modules
 
 ROOMS = (
+    "native",
     *("foresight", "user_code", "simulate", "layout", "problem", "bounds", "extended", "layers"),
     *("policy", "auto", "policies", "make_plan", "compare"),
 )
