@@ -1,13 +1,16 @@
-"""The rooms inside a package have floors, and no module imports itself round a circle."""
+"""The rooms inside a package have floors, no module imports itself round a circle, and no folder is crowded."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+FILES_MAX = 12
+CROWDED = ("tieroff", "benchmarks", "scripts", "tests", "native", "docs", "examples", "configs")
 
 # From the ground up: a room imports from those before it. A file of its own in the package is a room too.
 FLOORS = {
@@ -15,8 +18,12 @@ FLOORS = {
         "tensor lifetime machine trace plan sharding_graph sharding placement_plan buckets wear timeline history describe "
         "schedule check seams io"
     ),
+    "storage": "memory limits native completion store extents homes engines transfers space host nvme",
     "planner": (
         "simulate problem sharding bounds layout extended layers user_code foresight policy auto policies make_plan compare"
+    ),
+    "runtime": (
+        "settings tensors items backend resources step execution hooks optimizer executor custody lifecycle engine resident"
     ),
     "session": "ranks links rank_budget budgets planning given_plan build",
 }
@@ -101,6 +108,15 @@ def circles(package: Path) -> list[list[str]]:
     return list(groups.values())
 
 
+def crowded(project: Path, folders: tuple[str, ...]) -> list[str]:
+    """Returns the folders with more than FILES_MAX files of source."""
+    paths = [path for folder in folders for path in (project / folder).rglob("*") if path.is_file()]
+    made = {"__pycache__", "build", "node_modules"}
+    sources = [path for path in paths if path.suffix not in (".so", ".pyc") and not made & set(path.parts)]
+    counts = Counter(str(path.parent.relative_to(project)) for path in sources)
+    return [f"{folder}: {count} files" for folder, count in sorted(counts.items()) if count > FILES_MAX]
+
+
 @pytest.mark.parametrize("package", FLOORS)
 def test_rooms_import_downwards(project: Path, package: str) -> None:
     assert arrows_up(project / "tieroff" / package, FLOORS[package].split()) == []
@@ -108,6 +124,10 @@ def test_rooms_import_downwards(project: Path, package: str) -> None:
 
 def test_no_module_imports_itself_round_a_circle(project: Path) -> None:
     assert circles(project / "tieroff") == []
+
+
+def test_no_folder_is_crowded(project: Path) -> None:
+    assert crowded(project, CROWDED) == []
 
 
 def package_of(folder: Path, **files: str) -> Path:
@@ -139,3 +159,12 @@ def test_imports_for_types_alone_make_no_arrow(tmp_path: Path) -> None:
     package = package_of(tmp_path, a=text, c="from top.deep.low.a import y")
     assert arrows_up(package, ("low", "high")) == []
     assert circles(package.parent) == []
+
+
+def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for index in range(FILES_MAX):
+        (tmp_path / "src" / f"{index}.py").write_text("")
+    assert crowded(tmp_path, ("src",)) == []
+    (tmp_path / "src" / "more.cpp").write_text("")
+    assert crowded(tmp_path, ("src",)) == [f"src: {FILES_MAX + 1} files"]
