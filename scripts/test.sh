@@ -51,6 +51,7 @@ test_phase() {
 }
 
 check .venv/bin/python -m ruff check .
+check .venv/bin/python -m ruff format --check --quiet .
 check .venv/bin/python -m codespell_lib
 check .venv/bin/python -m mypy
 rm -f .coverage

@@ -84,7 +84,8 @@ def check_operator(op: Any, backend: str, folder: Path) -> None:
 OPERATORS = [op for op in op_db if op.supports_autograd and dtype_for(op) is not None]
 
 
-@pytest.mark.parametrize("backend", ["delayed", pytest.param("cpu", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.formatted_name)
 def test_operator_computes_the_same_wrapped(op: Any, backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
