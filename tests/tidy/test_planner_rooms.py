@@ -10,7 +10,7 @@ import pytest
 from tests.tidy.test_layers import imported_modules
 
 ROOMS = (
-    *("foresight", "user_code", "simulate", "layout", "problem", "bounds", "extended", "layers"),
+    *("foresight", "user_code", "simulate", "layout", "problem", "bounds", "extended", "layers", "sharding"),
     *("policy", "auto", "policies", "make_plan", "compare"),
 )
 """Folders and files of tieroff/planner, each above those that it may import."""
