@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tieroff import _native
 from tieroff.core.tensor import Tier
-from tieroff.planner.native import _native
 from tieroff.planner.problem.pieces import LOWER, Windows
 from tieroff.planner.problem.problem import Bytes, Problem, ring_sum
 from tieroff.units import NS_PER_S
@@ -68,12 +68,12 @@ class _Gaps(NamedTuple):
     """The gaps in which bytes are away, an entry each; those of a piece are neighbours, in order.
 
     Attributes:
-        number: of the gap in the windows.
+        gap: its index in the windows.
         piece, stop: of the gap.
         first, last: per piece with any such gap, the entries of its first and of its last one.
     """
 
-    number: Bytes
+    gap: Bytes
     piece: Bytes
     stop: Bytes
     first: Bytes
@@ -81,21 +81,21 @@ class _Gaps(NamedTuple):
 
 
 def _away_gaps(windows: Windows) -> _Gaps:
-    index = np.flatnonzero(windows.is_away)
-    piece = windows.piece[index]
-    first = np.flatnonzero(np.append(True, piece[1:] != piece[:-1])[: len(index)])
-    last = np.append(first[1:], len(index))[: len(first)] - 1
-    return _Gaps(index, piece, windows.stop[index], first, last)
+    gap = np.flatnonzero(windows.is_away)
+    piece = windows.piece[gap]
+    first = np.flatnonzero(np.append(True, piece[1:] != piece[:-1])[: len(gap)])
+    last = np.append(first[1:], len(gap))[: len(first)] - 1
+    return _Gaps(gap, piece, windows.stop[gap], first, last)
 
 
 def _needs_copy(problem: Problem, windows: Windows, gaps: _Gaps) -> NDArray[np.bool_]:
     """Returns, per away gap, whether its bytes were written since the away gap before it: no copy below is valid then."""
     tensors = windows.tensor[gaps.piece[gaps.first]]
     is_persistent = np.array([tensor.is_persistent for tensor in problem.trace.tensors], bool)[tensors]
-    end_before = np.append(0, gaps.stop[:-1])[: len(gaps.number)]
+    end_before = np.append(0, gaps.stop[:-1])[: len(gaps.gap)]
     # Before the first gap of a persistent piece came its last one, in the step before.
     end_before[gaps.first] = np.where(is_persistent, gaps.stop[gaps.last] - problem.op_count, 0)
-    return windows.copy_from[gaps.number] > end_before
+    return windows.copy_from[gaps.gap] > end_before
 
 
 def _number_runs(gaps: _Gaps, needs_copy: NDArray[np.bool_]) -> tuple[Bytes, Bytes, NDArray[np.bool_]]:
@@ -118,7 +118,7 @@ def find_runs(problem: Problem, windows: Windows) -> Runs:
     gaps = _away_gaps(windows)
     needs_copy = _needs_copy(problem, windows, gaps)
     heads, of_gap, is_carried = _number_runs(gaps, needs_copy)
-    gap = gaps.number
+    gap = gaps.gap
     # A load is awaited after residencies have ended at its tick, so its source stays for one op more.
     ends = gaps.stop + 1 - windows.is_last[gap] + np.where(is_carried, op_count, 0)
     stops = np.zeros(len(heads), np.int64)
