@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 import tieroff
 from tests.support import sharded
@@ -77,7 +77,7 @@ def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_training_on_several_ranks_is_that_on_one(name: str, ranks: int, tmp_path: Path) -> None:
     graph = capture_step(FACTORIES[name], sharded.MACHINE)
     save_placements(placements_of(partition_step(graph, ranks)), tmp_path / "plan.json")
-    multiprocessing.spawn(run_rank, (ranks, name, str(tmp_path)), nprocs=ranks)  # type: ignore[no-untyped-call]
+    spawn(run_rank, (ranks, name, str(tmp_path)), nprocs=ranks)
     losses, values = alone(name)
     for rank in range(ranks):
         found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)

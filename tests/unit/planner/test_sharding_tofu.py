@@ -130,7 +130,7 @@ def test_a_step_refused_on_one_device_is_planned_on_two() -> None:
     found = partition_model(layer(), sharded.MACHINE, 2, lambda step: {Tier.DEVICE: step.peak_bytes * 22 // 100}, "greedy")
     one, two = found.devices
     assert one.plan.status == "infeasible"
-    assert two.plan.status == "ok" and two.plan.d2h_bytes > 0
+    assert two.plan.status == "ok" and (two.plan.d2h_bytes or 0) > 0
     assert found.fastest == 2
 
 
