@@ -44,8 +44,8 @@ class Block(nn.Module):
         else:  # DTensor runs no fused attention on the CPU
             a = torch.softmax(q @ k.transpose(-1, -2) * (d // self.heads) ** -0.5, -1) @ v
         x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
+        result: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Gpt(nn.Module):
