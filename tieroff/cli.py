@@ -18,6 +18,7 @@ import typer
 
 from tieroff.errors import TieroffError
 from tieroff.launch import command as launching
+from tieroff.probe.calibration import command as calibrating
 from tieroff.report.terminal import print_rows, print_table, progress
 from tieroff.units import NS_PER_S, format_bytes, parse_bytes
 
@@ -322,6 +323,7 @@ def compare(
                 print(f"{row['policy']}: {row['reason']}")
 
 
+app.command("calibrate")(_reports_errors(calibrating.calibrate))
 app.command("launch", context_settings=launching.SETTINGS)(_reports_errors(launching.launch))
 
 
