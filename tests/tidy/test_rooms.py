@@ -20,7 +20,8 @@ FLOORS = {
     ),
     "storage": "memory limits native completion store extents homes engines transfers space host nvme",
     "planner": (
-        "simulate problem sharding bounds layout extended layers user_code foresight policy auto policies make_plan compare"
+        "native simulate problem sharding bounds layout extended layers user_code foresight "
+        "policy auto policies make_plan compare"
     ),
     "runtime": (
         "settings tensors items backend resources step execution hooks optimizer executor custody lifecycle engine resident"
