@@ -136,7 +136,9 @@ def frontier_section(folder: Path) -> str:
         moved = ((row.d2h_bytes or 0) / 1e9, (row.h2d_bytes or 0) / 1e9)
         rows.append((budget_gib, row, min(theirs), max(theirs), moved))
     full, their_full = speeds[FRONTIER_GIB[-1]], max(row[3] for row in rows)
-    header = ("GPU memory", "predicted tokens/s", "of 67.3 GiB", "measured tokens/s", "of 67.3 GiB", "moved down, up", "planned in")
+    header = (
+        "GPU memory", "predicted tokens/s", "of 67.3 GiB", "measured tokens/s", "of 67.3 GiB", "moved down, up", "planned in",
+    )  # fmt: skip
     cells = [
         (
             f"{gib} GiB", f"{speeds[gib]:,.0f}", f"{speeds[gib] / full:.2f}" if full else "-", f"{low:,.0f}-{high:,.0f}",
@@ -146,8 +148,8 @@ def frontier_section(folder: Path) -> str:
     ]  # fmt: skip
     return f"""## Llama-3-8B on an H100, by device memory
 
-Sequences of {sequence}, {STEP_TOKENS:,} tokens a step in rounds of {ROUND_TOKENS:,} ({len(trace.ops):,} ops), AdamW in bf16 with its
-updates in backward, all layers run again in backward, two tiers. The other system is als244/dataflow, whose steps have
+Sequences of {sequence}, {STEP_TOKENS:,} tokens a step in rounds of {ROUND_TOKENS:,} ({len(trace.ops):,} ops), AdamW in bf16
+with its updates in backward, all layers run again in backward, two tiers. The other system is als244/dataflow, whose steps have
 65,536 tokens and more, over which an update weighs less. The clock's share of bf16 products was fitted at 67.3 GiB alone
 (configs/machines/h100_80gb.toml).
 

@@ -15,6 +15,7 @@ from tieroff.cli.planning import compare, plan
 from tieroff.cli.reporting import report
 from tieroff.launch import command as launching
 from tieroff.partition import command as partitioning
+from tieroff.probe.calibration import command as calibrating
 
 app = typer.Typer(
     help="Trains PyTorch models within a memory budget.",
@@ -53,5 +54,6 @@ app.command()(reports_errors(doctor))
 app.command()(reports_errors(plan))
 app.command()(reports_errors(report))
 app.command()(reports_errors(compare))
+app.command()(reports_errors(calibrating.calibrate))
 app.command(context_settings=launching.SETTINGS)(reports_errors(launching.launch))
 app.command("partition")(reports_errors(partitioning.partition))
