@@ -21,7 +21,7 @@ from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, pre
 from tieroff.core.machine import Machine, load_machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.rows import plan_row
+from tieroff.planner.compare.rows import plan_row
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Constants
 from tieroff.tracing.dry import dry_trace

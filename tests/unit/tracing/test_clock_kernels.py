@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tieroff import DryModel
-from tieroff.core.check import check
+from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace, validate
 from tieroff.errors import CaptureError
-from tieroff.planner.auto import make_plan
+from tieroff.planner.make_plan import make_plan
 from tieroff.tracing.dry import dry_trace
 
 MACHINE = Machine(
@@ -51,7 +51,8 @@ class Block(nn.Module):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.project(self.norm(x)).view(2, SEQUENCE, 3 * HEADS, -1).transpose(1, 2).split(HEADS, dim=1)
         mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=x.device).tril() if x.dtype is torch.float32 else None
-        y = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
+        query, key, value = parts
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return x + F.dropout(self.out(y.transpose(1, 2).reshape(2, SEQUENCE, WIDTH)), 0.1)
 
 
