@@ -130,7 +130,7 @@ def test_measured_steps_are_within_their_intervals() -> None:
     name = "bert_large-train-512-2"
     step = step_of(name)
     for gpu in ("NVIDIA_L4", "NVIDIA_A100_80GB_PCIe", "AMD_Instinct_MI210"):
-        seconds = json.loads(outside("gpu", "neusight", gpu, f"{name}.json").read_text())["e2e_latency"] / 1000
+        seconds = json.loads(outside(f"gpu/neusight/{gpu}/{name}.json").read_text())["e2e_latency"] / 1000
         machine = load_gpus()[gpu]
         predicted = predict_s(step, machine)
         low, high = interval(machine, CONSTANTS)
@@ -143,7 +143,7 @@ def test_every_measured_step_is_within_15_percent_and_the_mean_within_7(project:
     from evidence import own_machines
     from published_steps import measured_steps, predict_s, step_of
 
-    measured, machines = measured_steps(outside("gpu", "neusight")), own_machines()
+    measured, machines = measured_steps(outside("gpu/neusight")), own_machines()
     fitted = {"NVIDIA_A100_80GB_PCIe", "NVIDIA_L4", "AMD_Instinct_MI210"}
     rows = [row for row in measured if row.gpu in fitted]
     steps = {name: step_of(name) for name in sorted({row.step for row in rows})}
