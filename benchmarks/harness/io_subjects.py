@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tieroff.probe.nvme import Memory, Track
+from tieroff.storage.buffers import Buffer, allocate
 from tieroff.storage.engines import OpenFile, choose
-from tieroff.storage.host.buffers import Buffer, allocate
 
 Kind = Literal["write", "read", "both"]
 

@@ -8,7 +8,7 @@ import time
 from torch import Tensor
 
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.items.place import Place
+from tieroff.runtime.backend.place import Place
 from tieroff.storage.completion import Completion
 from tieroff.units import NS_PER_S
 

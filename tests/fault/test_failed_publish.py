@@ -10,8 +10,8 @@ import torch
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.cpu import CpuBackend
+from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.place import HomePlace
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.traffic import Traffic

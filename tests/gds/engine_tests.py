@@ -40,10 +40,11 @@ from tieroff.core.tensor import Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.probe import doctor
 from tieroff.runtime.backend.cuda import CudaBackend
+from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.items.place import BlockPlace, HomePlace
 from tieroff.storage.engines.cuda_memory import CudaMemory
-from tieroff.storage.engines.cufile import CuFile, GdsStatus, gds_status, open_cufile
+from tieroff.storage.nvme.gds_status import gds_status
+from tieroff.storage.engines.cufile import CuFile, GdsStatus, open_cufile
 from tieroff.storage.engines.gds import GdsEngine
 from tieroff.storage.nvme.file_store import FileStore, Room
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import spawn
 
 import tieroff
 from tests.support import sharded
-from tieroff.core.placement_plan import PlacementPlan, load_placements, save_placements
+from tieroff.core.sharding.placements import PlacementPlan, load_placements, save_placements
 from tieroff.errors import ConfigError
 from tieroff.partition.partition_model import placements_of
 from tieroff.planner.sharding.tofu import partition_step

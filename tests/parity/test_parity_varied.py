@@ -17,8 +17,8 @@ from harness.varied import MODELS, Plain, train
 from tests.support.parity import BACKENDS
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.cpu import CpuBackend
+from tieroff.runtime.backend.place import Place
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.place import Place
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.completion import Completion
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieroff.core.check.sharding import check_sharding, count_sharding
-from tieroff.core.sharding import FORBIDDEN_COST, ShardingEdge, ShardingNode, ShardingProblem, build_problem
+from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingEdge, ShardingNode, ShardingProblem, build_problem
 from tieroff.planner.sharding.elimination import solve_without_limit
 from tieroff.planner.sharding.search import search_sharding
 

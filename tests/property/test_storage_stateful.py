@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from tieroff.errors import StoreError
+from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.memory import align_up
 from tieroff.storage.nvme.file_store import FileStore, Room

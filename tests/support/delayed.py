@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.items.place import Place
+from tieroff.runtime.backend.place import Place
 from tieroff.storage.completion import Completion
 
 

@@ -21,10 +21,10 @@ from tieroff.core.machine import Machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
+from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.items.homes import local_of
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.place import HomePlace
 
 SEED = 20
 STEPS = 6

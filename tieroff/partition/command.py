@@ -13,7 +13,7 @@ import typer
 from tieroff.units import format_bytes
 
 if TYPE_CHECKING:
-    from tieroff.core.sharding import ShardingPlan, ShardingProblem
+    from tieroff.core.sharding.problem import ShardingPlan, ShardingProblem
     from tieroff.partition.partition_model import Partitioned
 
 MARGIN_S = 1.0
@@ -55,7 +55,7 @@ def partition(
 def _partition_model(model: str, devices: int, machine: Path, device_budget: str, out: Path | None, as_json: bool) -> None:
     from tieroff.config import DeviceBudget
     from tieroff.core.machine import load_machine
-    from tieroff.core.placement_plan import save_placements
+    from tieroff.core.sharding.placements import save_placements
     from tieroff.core.tensor import Tier
     from tieroff.partition.partition_model import as_document, partition_model
     from tieroff.report.terminal import progress

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from tieroff.core.placement_plan import PlacementPlan, Placements
+from tieroff.core.sharding.placements import PlacementPlan, Placements
 from tieroff.errors import ConfigError
 
 

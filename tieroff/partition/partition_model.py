@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tieroff.core.machine import Machine
-from tieroff.core.placement_plan import PlacementPlan
-from tieroff.core.sharding_graph import PARTIAL, REPLICATED, StepGraph
+from tieroff.core.sharding.graph import PARTIAL, REPLICATED, StepGraph
+from tieroff.core.sharding.placements import PlacementPlan
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.planner.compare.rows import Row, plan_row

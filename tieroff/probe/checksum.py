@@ -6,8 +6,8 @@ import os
 import statistics
 import time
 
+from tieroff.storage.buffers import allocate
 from tieroff.storage.engines import OpenFile, choose
-from tieroff.storage.host.buffers import allocate
 
 SIZE_BYTES = 2**20  # one chunk, so that one thread does all of it
 BLOCK_BYTES = 4096

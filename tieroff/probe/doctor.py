@@ -19,8 +19,8 @@ from tieroff.errors import ConfigError, StoreError, TieroffError
 from tieroff.probe import kernel
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.gds import KVIKIO, cuda_version, gds_path, version_of
+from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, OpenFile, Transfer, available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.limits import host_limit_bytes
 from tieroff.storage.nvme import files
 from tieroff.units import format_bytes

@@ -33,7 +33,7 @@ def gds_path(folder: Path) -> tuple[str, str]:
     """Returns the path of the gds engine to a folder ("none" where it does not work), and why it is not a better one."""
     if version_of(KVIKIO) is None:
         return "none", "kvikio is not installed: pip install tieroff[gds]"
-    from tieroff.storage.engines.cufile import gds_status
+    from tieroff.storage.nvme.gds_status import gds_status
 
     try:
         [status] = gds_status([folder])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tieroff.storage.host.buffers import allocate
+from tieroff.storage.buffers import allocate
 
 CUDA_COPY_BYTES = 16 * 2**20
 MEMORY_COPY_BYTES = 8 * 2**20

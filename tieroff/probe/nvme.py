@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from tieroff.errors import StoreError
+from tieroff.storage.buffers import allocate
 from tieroff.storage.engines import Engine, OpenFile, Transfer, choose
-from tieroff.storage.host.buffers import allocate
 from tieroff.storage.nvme import files
 from tieroff.units import format_bytes
 

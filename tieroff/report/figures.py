@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from tieroff.core.describe import away_bytes
+from tieroff.core.explain.describe import away_bytes
 from tieroff.core.io.run_folder import Run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline

@@ -10,12 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tieroff.core.describe import Told, explain
+from tieroff.core.explain.describe import Told, explain
+from tieroff.core.explain.wear import wear_of
 from tieroff.core.io.json_files import write_whole
 from tieroff.core.io.run_folder import Run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
-from tieroff.core.wear import wear_of
 from tieroff.errors import ConfigError
 from tieroff.report import figures
 from tieroff.report.tables import Table, comparison, decisions, longest_waits, ops_that_differ

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from tieroff.core.describe import away_bytes
+from tieroff.core.explain.describe import away_bytes
 from tieroff.core.history import StepFigures
 from tieroff.core.io.run_folder import Run
 from tieroff.core.machine import LINK_NAMES

@@ -11,10 +11,10 @@ import torch
 from tieroff.core.seams import Foresight
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
+from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
-from tieroff.runtime.items.place import HomePlace
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tieroff.core.describe import Told, explain
+from tieroff.core.explain.describe import Told, explain
 from tieroff.core.history import History
 from tieroff.core.io.run_folder import Run, save_run
 from tieroff.core.plan import Plan

@@ -14,9 +14,8 @@ import pytest
 
 from tests.fault.storage.faulty import FaultyEngine, flip_bit
 from tieroff.errors import StoreError
-from tieroff.storage import space
+from tieroff.storage import buffers, space
 from tieroff.storage.engines import available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore, Room
 

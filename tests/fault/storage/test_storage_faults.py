@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tieroff.errors import StoreError
+from tieroff.storage import buffers
 from tieroff.storage.engines import available
-from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore, Room
 
@@ -310,7 +310,7 @@ def run_script(script: str, project: Path, *arguments: str) -> subprocess.Comple
 
 KILLED = """
 import os, signal, sys, threading
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 from tieroff.storage.engines import choose
 from tieroff.storage.nvme.file_store import FileStore, Room
 engine = choose(sys.argv[2])
@@ -335,7 +335,7 @@ def test_killed_process_leaves_nothing(tmp_path: Path, project: Path, name: str)
 
 UNCLOSED = """
 import sys
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 from tieroff.storage.engines import choose
 from tieroff.storage.nvme.file_store import FileStore, Room
 engine = choose(sys.argv[2])

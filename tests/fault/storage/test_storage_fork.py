@@ -14,7 +14,7 @@ from tieroff.storage.engines import available
 PRELUDE = """
 import os, sys, threading
 from tieroff.errors import StateError
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 from tieroff.storage.engines import choose
 from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.host.pool import HostStore

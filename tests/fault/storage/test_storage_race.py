@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.nvme.file_home import FileHome
 from tieroff.storage.nvme.file_store import FileStore, Room
 

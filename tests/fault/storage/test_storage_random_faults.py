@@ -11,8 +11,8 @@ import pytest
 
 from tests.fault.storage.faulty import Action, FaultyEngine, Kind
 from tieroff.errors import StateError, StoreError
+from tieroff.storage import buffers
 from tieroff.storage.engines import available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.nvme.file_store import FileStore, Room
 
 KIB = 2**10

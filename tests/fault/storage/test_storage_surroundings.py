@@ -22,7 +22,7 @@ MIB = 2**20
 PRELUDE = """
 import ctypes, errno, os, sys
 from tieroff.errors import ConfigError, StoreError
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 from tieroff.storage.engines import choose
 from tieroff.storage.nvme.file_store import FileStore, Room
 MIB = 2**20

@@ -12,7 +12,7 @@ from torch import nn
 import tieroff
 from tests.support.delayed import DelayedBackend
 from tests.support.in_backward import Use, backward_again, clip, config, make, read, train
-from tieroff.core import describe
+from tieroff.core.explain import describe
 from tieroff.runtime.backend.cpu import CpuBackend
 
 STEPS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tieroff.core.describe import describe
+from tieroff.core.explain.describe import describe
 from tieroff.core.plan import HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace

@@ -13,7 +13,14 @@ import pytest
 from tests.support.outside import outside
 from tieroff.core.check.sharding import check_sharding, count_sharding
 from tieroff.core.io.iopddl import load_problem
-from tieroff.core.sharding import FORBIDDEN_COST, ShardingEdge, ShardingNode, ShardingPlan, ShardingProblem, build_problem
+from tieroff.core.sharding.problem import (
+    FORBIDDEN_COST,
+    ShardingEdge,
+    ShardingNode,
+    ShardingPlan,
+    ShardingProblem,
+    build_problem,
+)
 from tieroff.errors import ConfigError, InvalidPlanError
 
 DOCUMENT: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.report.report_samples import DEVICE, HOST, NVME, PLAN, TRACE, figures
-from tieroff.core.describe import Told, explain
+from tieroff.core.explain.describe import Told, explain
 from tieroff.core.plan import HostUpdate, Residency, Transfer
 from tieroff.core.tensor import TensorClass
 from tieroff.units import MIB

@@ -14,7 +14,7 @@ from tests.support.outside import outside
 from tieroff.cli import app
 from tieroff.core.check.sharding import check_sharding
 from tieroff.core.io.iopddl import load_problem
-from tieroff.core.sharding import FORBIDDEN_COST, ShardingEdge, ShardingNode, build_problem
+from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingEdge, ShardingNode, build_problem
 from tieroff.errors import ConfigError
 from tieroff.planner.sharding.elimination import Factor, eliminate, solve_without_limit
 from tieroff.planner.sharding.search import search_sharding

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from tests.support import sharded
 from tieroff.cli import app
 from tieroff.core.machine import save_machine
-from tieroff.core.placement_plan import load_placements
-from tieroff.core.sharding_graph import PARTIAL, REPLICATED, OpSplit, ShardedOp, ShardedTensor, StepGraph, moved_bytes
+from tieroff.core.sharding.graph import PARTIAL, REPLICATED, OpSplit, ShardedOp, ShardedTensor, StepGraph, moved_bytes
+from tieroff.core.sharding.placements import load_placements
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import validate
 from tieroff.errors import ConfigError

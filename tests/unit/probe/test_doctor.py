@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tieroff.probe import doctor, gds, kernel
-from tieroff.storage.engines import Direction, Transfer, available, choose, cufile
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
+from tieroff.storage.engines import Direction, Transfer, available, choose
+from tieroff.storage.nvme import gds_status as statuses
 
 
 def open_descriptors() -> int:
@@ -166,7 +167,7 @@ def test_gds_is_reported_as_the_engine_reports_it(tmp_path: Path, monkeypatch: p
         return [Status()]
 
     monkeypatch.setattr(gds, "version_of", lambda names: "kvikio 1")
-    monkeypatch.setattr(cufile, "gds_status", gds_status)
+    monkeypatch.setattr(statuses, "gds_status", gds_status)
     assert doctor.engine_path(tmp_path, "gds") == doctor.EnginePath("gds", Status.path, Status.reason)
     monkeypatch.setattr(gds, "version_of", lambda names: None)
     assert doctor.engine_path(tmp_path, "gds") == doctor.EnginePath(

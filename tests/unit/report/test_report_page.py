@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.unit.report.report_samples import HOSTILE, MS, NVME, PLAN, TIMELINE, TRACE, figures, hostile, idle, sample
+from tieroff.core.explain.wear import wear_of
 from tieroff.core.plan import HostUpdate, Repeat
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline
-from tieroff.core.wear import wear_of
 from tieroff.errors import ConfigError
 from tieroff.planner.compare.predict import predict
 from tieroff.report import figures as drawn

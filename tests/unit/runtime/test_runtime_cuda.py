@@ -12,7 +12,7 @@ import pytest
 
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.cuda import copy_by_engine
-from tieroff.runtime.items.place import BlockPlace, HomePlace
+from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.storage.engines.aio import AioEngine
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore

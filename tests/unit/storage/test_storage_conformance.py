@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tieroff.errors import StateError, StoreError
+from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.space import SpaceStore

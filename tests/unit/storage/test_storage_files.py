@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 from tieroff.storage.nvme.file_home import FileHome
 from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.nvme.shares import share_out

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from tieroff.errors import ConfigError
-from tieroff.storage.engines import choose, cufile
+from tieroff.storage.engines import choose
+from tieroff.storage.nvme.gds_status import gds_status
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.gds import GdsEngine, _errno_in
 
@@ -74,7 +75,7 @@ def test_missing_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_status_without_kvikio_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "kvikio.defaults", None)
-    status = cufile.gds_status([tmp_path])[0]
+    status = gds_status([tmp_path])[0]
     assert (status.dir, status.path) == (str(tmp_path), "none")
     assert "tieroff[gds]" in status.reason
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tieroff.errors import StateError
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 
 native: Any = pytest.importorskip("tieroff._native")
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage import engines
+from tieroff.storage import buffers, engines
 from tieroff.storage.engines import Engine
 from tieroff.storage.extents import FreeList
-from tieroff.storage.host import buffers
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 

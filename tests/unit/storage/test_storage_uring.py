@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tieroff.storage import engines
+from tieroff.storage import buffers, engines
 from tieroff.storage.engines import Direction, OpenFile, available, choose
-from tieroff.storage.host import buffers
 from tieroff.storage.nvme import files
 
 native_engines: Any = pytest.importorskip("tieroff.storage.engines.native")
@@ -281,7 +280,7 @@ for name, measured in (("uring", None), ("auto", "uring")):
 
 REFUSED_LATER = """
 from tieroff.errors import StateError
-from tieroff.storage.host import buffers
+from tieroff.storage import buffers
 from tieroff.storage.nvme import files
 from tieroff.storage.engines.native import UringEngine
 import os, pathlib, threading, time

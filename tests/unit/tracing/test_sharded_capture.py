@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support import sharded
-from tieroff.core.sharding_graph import PARTIAL, REPLICATED, OpSplit, StepGraph
+from tieroff.core.sharding.graph import PARTIAL, REPLICATED, OpSplit, StepGraph
 from tieroff.errors import CaptureError
 from tieroff.tracing.sharded.capture import capture_step
 from tieroff.tracing.sharded.dtensor_strategies import DTensorSplits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tieroff.core.sharding import FORBIDDEN_COST, ShardingPlan, ShardingProblem
+from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
 from tieroff.errors import InvalidPlanError
 
 

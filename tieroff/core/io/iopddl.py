@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tieroff.core.sharding import Integers, ShardingProblem
+from tieroff.core.sharding.problem import Integers, ShardingProblem
 from tieroff.errors import ConfigError
 
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tieroff.core.describe import fit, unused
+from tieroff.core.explain.describe import fit, unused
+from tieroff.core.explain.wear import wear_of
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.core.wear import wear_of
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.compare.rows import Result, Row
 from tieroff.planner.make_plan import make_plan

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tieroff.core.sharding import FORBIDDEN_COST, ShardingPlan, ShardingProblem
+from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
 from tieroff.errors import ConfigError
 
 ENTRIES_MAX = 40_000_000

@@ -17,7 +17,7 @@ import math
 
 from tieroff import _native
 from tieroff.core.check.sharding import check_sharding, count_sharding
-from tieroff.core.sharding import ShardingPlan, ShardingProblem
+from tieroff.core.sharding.problem import ShardingPlan, ShardingProblem
 from tieroff.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tieroff.core.sharding_graph import REPLICATED, OpSplit, ShardedOp, StepGraph, moved_bytes
+from tieroff.core.sharding.graph import REPLICATED, OpSplit, ShardedOp, StepGraph, moved_bytes
 from tieroff.errors import ConfigError
 from tieroff.planner.sharding.elimination import Factor, eliminate
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from tieroff.errors import StoreError
-from tieroff.runtime.items.place import Place
+from tieroff.runtime.backend.place import Place
 from tieroff.storage.completion import Completion
 
 # A transfer that has not ended after this long is reported instead of waited for.

@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
-from tieroff.runtime.items.place import Place
+from tieroff.runtime.backend.place import Place
+from tieroff.storage import buffers
 from tieroff.storage.completion import Completion
-from tieroff.storage.host import buffers
 from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
 
 _VECTOR_MATH = (

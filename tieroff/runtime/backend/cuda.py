@@ -27,9 +27,9 @@ import torch
 
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
-from tieroff.runtime.items.place import Place
+from tieroff.runtime.backend.place import Place
+from tieroff.storage import buffers
 from tieroff.storage.completion import Completion
-from tieroff.storage.host import buffers
 
 log = logging.getLogger("tieroff")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tieroff.core.tensor import TensorClass, Tier
+from tieroff.runtime.backend.place import BlockPlace, Place
 from tieroff.runtime.items.item import Item, Mover
-from tieroff.runtime.items.place import BlockPlace, Place
 
 
 class ActivationItem(Item):

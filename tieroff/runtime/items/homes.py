@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
+from tieroff.runtime.backend.place import HomePlace, Place
 from tieroff.runtime.items.item import Item, Mover
-from tieroff.runtime.items.place import HomePlace, Place
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.tensors import bytes_of, view_of

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.place import Place
+from tieroff.runtime.backend.place import Place
 from tieroff.runtime.items.residency import Event, State
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 from tieroff.errors import ConfigError, StoreError
 from tieroff.storage.engines.cuda_memory import CudaMemory
-from tieroff.storage.nvme import files
 
 Path = Literal["nvidia-fs", "cufile", "compatibility", "none"]
 
@@ -97,29 +96,3 @@ def _why_compatible(is_asked_for: bool) -> str:
     if not os.access("/run/udev", os.R_OK):
         return "/run/udev cannot be read, which cuFile needs (in a container: mount it)"
     return "the library cuFile cannot be used here"
-
-
-def gds_status(dirs: Sequence[str | os.PathLike[str]]) -> list[GdsStatus]:
-    """Returns how this engine's bytes would reach each directory, found with a nameless file in it that is gone after."""
-    return [_status_of(os.fspath(path)) for path in dirs]
-
-
-def _status_of(path: str) -> GdsStatus:
-    try:
-        load_kvikio()
-        CudaMemory()
-        directory = files.open_directory(path, free_bytes_min=0)
-        try:
-            file = files.open_nameless(path, directory, is_direct=True)
-        finally:
-            os.close(directory)
-    except (ConfigError, StoreError) as error:
-        return GdsStatus(path, "none", str(error))
-    try:
-        opened, status = open_cufile(f"/proc/self/fd/{file.fd}", path)
-        opened.close()
-        return status
-    except RuntimeError as error:
-        return GdsStatus(path, "none", f"kvikio refused a file there: {error}")
-    finally:
-        os.close(file.fd)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from tieroff.errors import ConfigError, StateError
+from tieroff.storage import buffers
 from tieroff.storage.engines.base import Direction, Engine, OpenFile, Transfer
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.cufile import CuFile, GdsStatus, load_kvikio, open_cufile
-from tieroff.storage.host import buffers
 from tieroff.storage.memory import align_up, write_back
 
 THREAD_COUNT = 8

@@ -10,8 +10,8 @@ import stat
 from collections.abc import Callable
 
 from tieroff.errors import ConfigError, StoreError
+from tieroff.storage import buffers
 from tieroff.storage.engines.base import OpenFile
-from tieroff.storage.host import buffers
 from tieroff.storage.memory import PAGE_BYTES, is_in_memory
 from tieroff.units import format_bytes
 

@@ -3,7 +3,7 @@
 A product of matrices runs at a share of the peak that depends on what the peak is made of, never faster than the board's
 power allows, in tiles of 128 x 128 of which the last of each row and column are filled up, with a prologue per tile and
 a tail while units run out of tiles. Everything else takes its memory traffic at a share of the memory's bandwidth, and
-every kernel takes a floor. Constants come from measured steps (`scripts/fit_machines.py`); what `tieroff calibrate`
+every kernel takes a floor. Constants come from measured steps (`scripts/evidence/fit_machines.py`); what `tieroff calibrate`
 measured on a machine, the `[clock]` table of its file, comes first.
 """
 
@@ -65,7 +65,7 @@ class Constants:
 
     @classmethod
     def shipped(cls) -> Constants:
-        """Returns the constants that `scripts/fit_machines.py` found."""
+        """Returns the constants that `scripts/evidence/fit_machines.py` found."""
         text = files("tieroff.tracing.clock").joinpath("constants.toml").read_text(encoding="utf-8")
         return cls(**tomllib.loads(text))
 

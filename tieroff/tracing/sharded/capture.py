@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from tieroff.core.machine import Machine
-from tieroff.core.sharding_graph import REPLICATED, OpSplit, ShardedOp, ShardedTensor, StepGraph
+from tieroff.core.sharding.graph import REPLICATED, OpSplit, ShardedOp, ShardedTensor, StepGraph
 from tieroff.errors import CaptureError, TieroffError
 from tieroff.tracing.dry import DryModel, checked
 from tieroff.tracing.roofline import Roofline

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from tieroff.core.sharding_graph import PARTIAL, REPLICATED, OpSplit
+from tieroff.core.sharding.graph import PARTIAL, REPLICATED, OpSplit
 
 GROUPS = 2
 REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)

@@ -1,6 +1,6 @@
 """Fits the clock's constants to measured steps, and writes the machine files of GPUs that nobody here has.
 
-    python scripts/fit_machines.py ../shared/data/gpu/neusight
+    python scripts/evidence/fit_machines.py ../shared/data/gpu/neusight
 
 Writes tieroff/tracing/clock/constants.toml and configs/machines/*.toml of the GPUs in scripts/data/gpus.toml that name a file.
 A constant leaves its starting value, that of published single kernels, only as far as the steps insist on it: as many steps
@@ -23,7 +23,7 @@ from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, pre
 from tieroff.core.machine import Machine, machine_to_toml
 from tieroff.tracing.clock.model import Constants
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 CONSTANTS = PROJECT / "tieroff" / "tracing" / "clock" / "constants.toml"
 MACHINES = PROJECT / "configs" / "machines"
 
@@ -108,7 +108,7 @@ def write_constants(constants: Constants, measured: Sequence[Measured]) -> None:
     """Writes the constants with where they come from."""
     gpus = ", ".join(sorted({row.gpu for row in measured}))
     lines = [
-        "# Written by scripts/fit_machines.py. What each means: tieroff/tracing/clock/model.py.",
+        "# Written by scripts/evidence/fit_machines.py. What each means: tieroff/tracing/clock/model.py.",
         f"# Fitted to {len(measured)} training steps that NeuSight measured on {gpus}.",
         *(f"{key} = {value:.4g}" for key, value in asdict(constants).items()),
     ]
@@ -131,7 +131,7 @@ def write_machines(clocks: dict[str, dict[str, float]], measured: Sequence[Measu
             **links,
         )
         origin = f"fitted with others to {', '.join(rows)}" if rows else "not among those that the clock was fitted to"
-        head = f"# Written by scripts/fit_machines.py from {table['source']}; {origin}.\n"
+        head = f"# Written by scripts/evidence/fit_machines.py from {table['source']}; {origin}.\n"
         head += "# Assumed: links, what copies of pinned memory reach through such a PCIe, and host memory. Measure yours.\n"
         (MACHINES / f"{table['file']}.toml").write_text(head + machine_to_toml(machine))
 

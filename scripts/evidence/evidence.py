@@ -1,6 +1,6 @@
 """Writes docs/evidence.md: what tieroff predicts beside what others measured, the bad errors too.
 
-    python scripts/evidence.py ../shared/data/gpu
+    python scripts/evidence/evidence.py ../shared/data/gpu
 
 Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in scripts/data/gpus.toml and were
 not fitted are predicted from their makers' figures alone.
@@ -37,7 +37,7 @@ HOST_BYTES = 200 << 30
 
 HEAD = """# Evidence from real GPUs
 
-Predictions beside what others measured, error by error. Written by `python scripts/evidence.py DATA`; the origin of the data is
+Predictions beside what others measured, error by error. Written by `python scripts/evidence/evidence.py DATA`; the origin of the data is
 in its README. A prediction is what `tieroff plan` says before anything ran.
 """
 
@@ -68,7 +68,7 @@ def steps_section(folder: Path) -> str:
 {table(header, rows)}
 
 Mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}; {inside} of {len(rows)} inside the interval. The
-clock was fitted to A100 80GB, L4 and MI210 (`scripts/fit_machines.py`, which also prints the errors with the model or the GPU
+clock was fitted to A100 80GB, L4 and MI210 (`scripts/evidence/fit_machines.py`, which also prints the errors with the model or the GPU
 left out: standard deviations {constants.log_error:.1%} and {constants.log_error_unseen:.1%}, from which intervals come). On the
 A100 forward passes of five steps took 1.4 to 1.6 times the sum of their own kernels, in the same source, and on the MI210 of
 two; where a step fills 70 % of the card the model explains it by the allocator, elsewhere nothing here does. The Switch
