@@ -74,15 +74,7 @@ setup(
             depends=[*_files("include/tieroff/**/*.hpp"), *_files("bindings/*.hpp")],
             define_macros=[("TIEROFF_WITH_STORAGE", None)] if IS_LINUX else [],
             include_dirs=[str(NATIVE / "include"), pybind11.get_include()],
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-pthread",
-                "-fvisibility=hidden",
-            ],
+            extra_compile_args=["-std=c++20", "-O3", "-Wall", "-Wextra", "-Werror", "-pthread", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             language="c++",
         )

@@ -54,9 +54,14 @@ def show(rows: list[dict[str, Any]]) -> Table:
         for policy in POLICIES:
             seen = row[policy]
             table.add_row(
-                row["model"], policy, f"{seen['step_s']:.3f} s", f"{seen['stall_s']:.3f} s", f"{seen['faults']:g}",
-                f"{seen['moved_bytes'] / 2**20:.0f} MiB", "yes" if seen["losses_equal"] else "NO",
-            )  # fmt: skip
+                row["model"],
+                policy,
+                f"{seen['step_s']:.3f} s",
+                f"{seen['stall_s']:.3f} s",
+                f"{seen['faults']:g}",
+                f"{seen['moved_bytes'] / 2**20:.0f} MiB",
+                "yes" if seen["losses_equal"] else "NO",
+            )
     return table
 
 

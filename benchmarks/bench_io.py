@@ -249,9 +249,13 @@ def compare_with_fio(reference: Subject, file: OpenFile, range_bytes: int) -> li
             raw.append(moved.all_bytes / moved.wall_s)
             fio.append(fio_rate(path_of(file), kind, range_bytes, range_bytes, FIO_S))
         rows.append(
-            {"kind": kind, "raw_bytes_per_s": statistics.median(raw), "fio_bytes_per_s": statistics.median(fio),
-             **_written("raw_over_fio_", ratio_of(raw, fio))}
-        )  # fmt: skip
+            {
+                "kind": kind,
+                "raw_bytes_per_s": statistics.median(raw),
+                "fio_bytes_per_s": statistics.median(fio),
+                **_written("raw_over_fio_", ratio_of(raw, fio)),
+            }
+        )
     return rows
 
 

@@ -130,9 +130,12 @@ def parse_arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namesp
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="demo", help="its sizes; each can be given on its own")
     parser.add_argument(
-        "--peers", nargs="+", choices=list(PEERS), default=None,
+        "--peers",
+        nargs="+",
+        choices=list(PEERS),
+        default=None,
         help=f"default: all of them, {IN_BACKWARD} with --clip 0 alone; the plain loop always runs",
-    )  # fmt: skip
+    )
     budgets = [parse_budget(text) for text in ("100%", "50%", "25%")]
     parser.add_argument("--budget", nargs="+", type=parse_budget, default=budgets, help='such as "25%%" or "6GiB"')
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each run")

@@ -231,8 +231,13 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cells", nargs="+", default=None, metavar="TRACE", help="folders of --data; all when left out")
     parser.add_argument("--host", nargs="+", type=parse_size, default=list(HOSTS), help="host memory (default: 0 32GiB 128GiB)")
     parser.add_argument("--repeat", type=int, default=1, help="plan each row this often; planning time is the median")
-    parser.add_argument("--machine", nargs="*", type=Path, default=[ROOT / "configs/machines/rtx4090_1xgen4.toml"],
-                        help="machine files for the own traces, beside a slow one")  # fmt: skip
+    parser.add_argument(
+        "--machine",
+        nargs="*",
+        type=Path,
+        default=[ROOT / "configs/machines/rtx4090_1xgen4.toml"],
+        help="machine files for the own traces, beside a slow one",
+    )
     parser.add_argument("--data", type=Path, default=g10_cells.FOLDER, help="folder of G10's traces and published times")
     parser.add_argument("--own", type=Path, default=OWN_FOLDER, help="folder of own traces")
     parser.add_argument("--record", type=Path, default=None, metavar="DIR", help="record the own traces anew into DIR, and end")

@@ -128,12 +128,14 @@ def show(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         ratio = row["predicted_over_measured"]
         table.add_row(
-            row["case"], str(len(row["layers"])), str(row["steps"]),
+            row["case"],
+            str(len(row["layers"])),
+            str(row["steps"]),
             *(f"{row[key] * 1e3:.1f} ms" for key in ("price_s", "predicted_s", "measured_s")),
             f"{100 * (ratio - 1):+.1f} %" if ratio else "-",
             *(f"{row[key] * 1e3:.0f} ms" for key in ("step_moving_s", "step_again_s")),
             "yes" if row["losses_equal"] else "NO",
-        )  # fmt: skip
+        )
     return table
 
 

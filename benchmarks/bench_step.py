@@ -53,11 +53,7 @@ class Row:
 
     def summary(self, plain: Row) -> dict[str, Any]:
         """Returns the row as plain data; numbers are null when the budget is infeasible."""
-        head = {
-            "budget": self.name,
-            "budget_bytes": self.budget_bytes,
-            "status": "infeasible" if self.infeasible else "ok",
-        }
+        head = {"budget": self.name, "budget_bytes": self.budget_bytes, "status": "infeasible" if self.infeasible else "ok"}
         if self.infeasible:
             return {**head, **dict.fromkeys(_MEASURED), "reason": self.infeasible}
         tokens_per_s = statistics.median(result.tokens_per_s for result in self.results)
@@ -116,9 +112,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Options]:
     return arguments, Options(**chosen)
 
 
-def measure(
-    rows: list[Row], options: Options, config: Config, repeat: int, folder: Path, nvme_dir: Path, effort: str
-) -> None:
+def measure(rows: list[Row], options: Options, config: Config, repeat: int, folder: Path, nvme_dir: Path, effort: str) -> None:
     """Fills the rows, of which the first is the plain loop; an infeasible budget is tried once."""
     for repetition in range(repeat):
         for row in rows:
@@ -141,9 +135,7 @@ def measure(
                 row.infeasible = str(error)
 
 
-def choose_budget(
-    config: Config, share: float, peak_bytes: int, device: str, nvme_dir: Path
-) -> tuple[Config, int | None]:
+def choose_budget(config: Config, share: float, peak_bytes: int, device: str, nvme_dir: Path) -> tuple[Config, int | None]:
     """Returns the config for a share of the plain run's peak, and the budget in bytes (None: all that is free)."""
     chosen, budget_bytes = fit_budget(config, int(peak_bytes * share), device, nvme_dir)
     if share < 1:

@@ -77,9 +77,7 @@ def show(result: dict[str, Any]) -> None:
             continue
         equal = "equal" if row["losses_equal"] else "DIFFERENT"
         peak = format_bytes(row["peak_bytes"])
-        table.add_row(
-            f"bench {row['budget']}", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['relative']:.1%}", peak, equal
-        )
+        table.add_row(f"bench {row['budget']}", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['relative']:.1%}", peak, equal)
     if result["bench"]["error"]:
         table.add_row("bench", result["bench"]["error"], "", "", "")
     make_console().print(table)

@@ -65,9 +65,7 @@ def show(console: Console, plain: Result, own: Result, budget_bytes: int) -> Non
         table.add_column(head, justify="left" if not head else "right")
     table.add_row("budget", "none", f"{format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)")
     ratio = own.peak_bytes / budget_bytes
-    table.add_row(
-        "peak memory", format_bytes(plain.peak_bytes), f"{format_bytes(own.peak_bytes)} ({ratio:.0%} of budget)"
-    )
+    table.add_row("peak memory", format_bytes(plain.peak_bytes), f"{format_bytes(own.peak_bytes)} ({ratio:.0%} of budget)")
     speed = own.tokens_per_s / plain.tokens_per_s
     table.add_row("tokens per second", f"{plain.tokens_per_s:,.0f}", f"{own.tokens_per_s:,.0f} ({speed:.0%} of plain)")
     for link, size_bytes in stats["moved_bytes"].items():

@@ -29,10 +29,27 @@ if TYPE_CHECKING:
     from tieroff.tracing.dry import DryModel
 
 __all__ = [
-    "CaptureError", "CheckpointError", "Config", "ConfigError", "DryModel", "InfeasiblePlanError", "InvalidPlanError",
-    "StateError", "StoreError", "TieroffError", "TraceMismatchError", "clip_grad_norm_", "engine", "integrations",
-    "load_weights", "parallelize", "save_weights", "scope", "unwrap", "wrap",
-]  # fmt: skip
+    "CaptureError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DryModel",
+    "InfeasiblePlanError",
+    "InvalidPlanError",
+    "StateError",
+    "StoreError",
+    "TieroffError",
+    "TraceMismatchError",
+    "clip_grad_norm_",
+    "engine",
+    "integrations",
+    "load_weights",
+    "parallelize",
+    "save_weights",
+    "scope",
+    "unwrap",
+    "wrap",
+]
 
 if sys.platform.startswith("linux"):
     # torch reads this when it allocates the first tensor on the CPU, and then asks for huge pages in large ones. Memory that
@@ -46,10 +63,17 @@ except PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0+unknown"
 
 _LAZY = {
-    "wrap": "api", "unwrap": "api", "engine": "api", "scope": "api", "load_weights": "checkpoint", "save_weights": "checkpoint",
-    "clip_grad_norm_": "runtime.optimizer.clipping", "Config": "config", "DryModel": "tracing.dry",
+    "wrap": "api",
+    "unwrap": "api",
+    "engine": "api",
+    "scope": "api",
+    "load_weights": "checkpoint",
+    "save_weights": "checkpoint",
+    "clip_grad_norm_": "runtime.optimizer.clipping",
+    "Config": "config",
+    "DryModel": "tracing.dry",
     "parallelize": "partition.parallelize",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

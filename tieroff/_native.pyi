@@ -156,6 +156,7 @@ def simulate(
     step_count_max: int,
     with_spans: bool,
 ) -> SimulationResult: ...
+
 # Rows: residencies (tier, start, stop, size_bytes). Kinds are in the order of AllocationKind. Returns a line per tier.
 def memory_per_op(
     transient_bytes: NDArray[np.int64],
@@ -222,9 +223,7 @@ def sweep_windows(
     is_boundary: NDArray[np.int64],
     is_last: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
-def serve_in_turn(
-    limits_ns: NDArray[np.float64], takes_ns: NDArray[np.float64], is_backwards: bool
-) -> NDArray[np.float64]: ...
+def serve_in_turn(limits_ns: NDArray[np.float64], takes_ns: NDArray[np.float64], is_backwards: bool) -> NDArray[np.float64]: ...
 def dispatch(
     duration_ns: NDArray[np.int64],
     link: NDArray[np.int64],

@@ -9,11 +9,7 @@ from tieroff.errors import ConfigError
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 NS_PER_S = 1_000_000_000
 
-_FACTORS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
-}  # fmt: skip
+_FACTORS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 

@@ -297,12 +297,24 @@ def fio_rate(path: str, kind: str, start: int, range_bytes: int, seconds: float)
         raise SubjectFailed("fio is not installed")
     done = subprocess.run(
         [
-            program, "--name=reference", f"--filename={path}", f"--rw={kind}", f"--bs={RAW_BLOCK_BYTES}",
-            f"--iodepth={RAW_DEPTH}", "--ioengine=io_uring", "--direct=1", "--time_based", f"--runtime={int(seconds * 1000)}ms",
-            f"--offset={start}", f"--size={range_bytes}", "--output-format=json",
+            program,
+            "--name=reference",
+            f"--filename={path}",
+            f"--rw={kind}",
+            f"--bs={RAW_BLOCK_BYTES}",
+            f"--iodepth={RAW_DEPTH}",
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--time_based",
+            f"--runtime={int(seconds * 1000)}ms",
+            f"--offset={start}",
+            f"--size={range_bytes}",
+            "--output-format=json",
         ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         raise SubjectFailed(f"fio failed: {(done.stderr or done.stdout).strip()[-500:]}")
     text = done.stdout

@@ -20,11 +20,7 @@ from train_gpt import GPT
 STEPS = 8
 """The first is recorded and the second timed; those after it run under a plan, and their shortest times replace those."""
 
-CONFIG = {
-    "device": "cpu",
-    "budget": {"device": "90%", "host": "512MiB"},
-    "plan": {"min_bytes": 0, "recompute": False},
-}
+CONFIG = {"device": "cpu", "budget": {"device": "90%", "host": "512MiB"}, "plan": {"min_bytes": 0, "recompute": False}}
 """A little less than the step needs, so that the steps after the first two run under a plan."""
 
 

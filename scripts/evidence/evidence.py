@@ -37,7 +37,8 @@ HOST_BYTES = 200 << 30
 
 HEAD = """# Evidence from real GPUs
 
-Predictions beside what others measured, error by error. Written by `python scripts/evidence/evidence.py DATA`; the origin of the data is
+Predictions beside what others measured, error by error. Written by
+`python scripts/evidence/evidence.py DATA`; the origin of the data is
 in its README. A prediction is what `tieroff plan` says before anything ran.
 """
 
@@ -68,8 +69,8 @@ def steps_section(folder: Path) -> str:
 {table(header, rows)}
 
 Mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}; {inside} of {len(rows)} inside the interval. The
-clock was fitted to A100 80GB, L4 and MI210 (`scripts/evidence/fit_machines.py`, which also prints the errors with the model or the GPU
-left out: standard deviations {constants.log_error:.1%} and {constants.log_error_unseen:.1%}, from which intervals come). On the
+clock was fitted to A100 80GB, L4 and MI210 (`scripts/evidence/fit_machines.py`, which also prints the errors with the model or
+the GPU left out: standard deviations {constants.log_error:.1%} and {constants.log_error_unseen:.1%}, from which intervals come). On the
 A100 forward passes of five steps took 1.4 to 1.6 times the sum of their own kernels, in the same source, and on the MI210 of
 two; where a step fills 70 % of the card the model explains it by the allocator, elsewhere nothing here does. The Switch
 Transformer is left out: which expert a word goes to depends on values.
@@ -82,8 +83,14 @@ def _step_row(row: Measured, step: Step, machine: Machine, constants: Constants)
     error = predicted_s / row.seconds - 1
     inside = "yes" if low <= row.seconds <= high else "no"
     return (
-        row.gpu, row.step, f"{row.seconds:.3f} s", f"{predicted_s:.3f} s", f"{error:+.1%}", f"{low:.3f}-{high:.3f} s", inside,
-    )  # fmt: skip
+        row.gpu,
+        row.step,
+        f"{row.seconds:.3f} s",
+        f"{predicted_s:.3f} s",
+        f"{error:+.1%}",
+        f"{low:.3f}-{high:.3f} s",
+        inside,
+    )
 
 
 def import_section(folder: Path) -> str:
@@ -95,9 +102,12 @@ def import_section(folder: Path) -> str:
         persistent = sum(tensor.size_bytes for tensor in trace.tensors if tensor.is_persistent)
         compute_ns = sum(op.duration_ns for op in trace.ops if op.name != "record_param_comms")
         return (
-            str(len(trace.ops)), str(len(trace.tensors)), f"{trace.peak_bytes:,}", f"{persistent:,}",
+            str(len(trace.ops)),
+            str(len(trace.tensors)),
+            f"{trace.peak_bytes:,}",
+            f"{persistent:,}",
             f"{compute_ns / 1e6:.3f} ms",
-        )  # fmt: skip
+        )
 
     header = ("ResNet-50 on an A100", "ops", "tensors", "peak bytes", "persistent bytes", "kernels without NCCL")
     rows = [("imported", *figures(imported)), ("joined by hand", *figures(by_hand))]
@@ -140,11 +150,16 @@ def frontier_section(folder: Path) -> str:
     header = ("GPU memory", "predicted tokens/s", share, "measured tokens/s", share, "moved down, up", "planned in")
     cells = [
         (
-            f"{gib} GiB", f"{speeds[gib]:,.0f}", f"{speeds[gib] / full:.2f}" if full else "-", f"{low:,.0f}-{high:,.0f}",
-            f"{low / their_full:.2f}-{high / their_full:.2f}", f"{down:.0f}, {up:.0f} GB", f"{row.plan_s or 0:.0f} s",
+            f"{gib} GiB",
+            f"{speeds[gib]:,.0f}",
+            f"{speeds[gib] / full:.2f}" if full else "-",
+            f"{low:,.0f}-{high:,.0f}",
+            f"{low / their_full:.2f}-{high / their_full:.2f}",
+            f"{down:.0f}, {up:.0f} GB",
+            f"{row.plan_s or 0:.0f} s",
         )
         for gib, row, low, high, (down, up) in rows
-    ]  # fmt: skip
+    ]
     return f"""## Llama-3-8B on an H100, by device memory
 
 Sequences of {sequence}, {STEP_TOKENS:,} tokens a step in rounds of {ROUND_TOKENS:,} ({len(trace.ops):,} ops), AdamW in bf16

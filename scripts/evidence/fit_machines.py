@@ -145,9 +145,7 @@ def main() -> None:
     constants = fit(measured, steps, gpus)
     by_model, by_gpu = (left_out(measured, steps, gpus, group) for group in ("model", "gpu"))
     constants = replace(
-        constants,
-        log_error=root_mean_square(by_model.values()),
-        log_error_unseen=root_mean_square(by_gpu.values()),
+        constants, log_error=root_mean_square(by_model.values()), log_error_unseen=root_mean_square(by_gpu.values())
     )
     clocks = {
         gpu: own(constants, [row for row in measured if row.gpu == gpu], steps, gpus)

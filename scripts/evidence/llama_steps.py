@@ -38,9 +38,7 @@ class Layer(nn.Module):
         """Returns the layer's output; x is (batch, sequence, width), angles (2, sequence, head)."""
         batch, sequence, _ = x.shape
         y = self.norm(x)
-        heads = [
-            project(y).view(batch, sequence, -1, _HEAD).transpose(1, 2) for project in (self.query, self.key, self.value)
-        ]
+        heads = [project(y).view(batch, sequence, -1, _HEAD).transpose(1, 2) for project in (self.query, self.key, self.value)]
         query, key = (turned(part, angles) for part in heads[:2])
         y = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, sequence, WIDTH))
@@ -84,10 +82,7 @@ class Llama(nn.Module):
 
 
 def llama(
-    sequence: int = 1024,
-    round_tokens: int = 16 << 10,
-    step_tokens: int = 64 << 10,
-    recomputed_layers: int = LAYERS,
+    sequence: int = 1024, round_tokens: int = 16 << 10, step_tokens: int = 64 << 10, recomputed_layers: int = LAYERS
 ) -> Callable[[], DryModel]:
     """Returns a factory of Llama-3-8B.
 

@@ -13,10 +13,7 @@ from pathlib import Path
 from tieroff.config import Config, DeviceBudget
 from train_gpt import Options, Result
 
-SHAPES: dict[str, dict[str, int]] = {
-    "demo": {},
-    "gpt2": {"layers": 12, "width": 768, "heads": 12, "batch": 4, "length": 512},
-}
+SHAPES: dict[str, dict[str, int]] = {"demo": {}, "gpt2": {"layers": 12, "width": 768, "heads": 12, "batch": 4, "length": 512}}
 SCRIPTS = Path(__file__).resolve().parents[1]
 HOST_SHARE = 0.1
 STAGING_SHARE = 0.025

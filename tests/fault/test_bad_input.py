@@ -94,8 +94,10 @@ def test_a_budget_below_the_largest_op(each_setting: Setting) -> None:
     assert error.available_bytes <= 700
     assert error.op
     assert error.op in str(error)
-    assert_same([{k: v for k, v in plain.seen[1].items() if k.startswith("param")}],
-                [{k: v for k, v in look(model, None).items() if k.startswith("param")}])  # fmt: skip
+    assert_same(
+        [{k: v for k, v in plain.seen[1].items() if k.startswith("param")}],
+        [{k: v for k, v in look(model, None).items() if k.startswith("param")}],
+    )
     tieroff.unwrap(model)
     assert "step" not in optimizer.__dict__
     for index in (2, 3):
@@ -331,8 +333,10 @@ def test_the_model_can_be_used_on_after_an_error_in_planning(each_setting: Setti
             break
     assert done >= 2
     tieroff.unwrap(model)
-    assert_same([{k: v for k, v in plain.seen[done - 1].items() if k.startswith("param")}],
-                [{k: v for k, v in look(model, None).items() if k.startswith("param")}])  # fmt: skip
+    assert_same(
+        [{k: v for k, v in plain.seen[done - 1].items() if k.startswith("param")}],
+        [{k: v for k, v in look(model, None).items() if k.startswith("param")}],
+    )
 
 
 def test_a_forked_child_is_told_to_wrap_for_itself(each_setting: Setting) -> None:

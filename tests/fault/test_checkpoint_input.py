@@ -31,10 +31,15 @@ def build(width: int = 24) -> nn.Module:
 def wrap(model: nn.Module, folder: Path) -> nn.Module:
     drive = folder / "drive"
     drive.mkdir(exist_ok=True)
-    return tieroff.wrap(model, config={
-        "device": "cpu", "budget": {"device": "1GiB", "host": 0, "nvme": "8MiB"}, "nvme": {"dirs": [str(drive)]},
-        "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine_file(folder))},
-    })  # fmt: skip
+    return tieroff.wrap(
+        model,
+        config={
+            "device": "cpu",
+            "budget": {"device": "1GiB", "host": 0, "nvme": "8MiB"},
+            "nvme": {"dirs": [str(drive)]},
+            "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine_file(folder))},
+        },
+    )
 
 
 @pytest.fixture
@@ -134,10 +139,14 @@ def test_an_index_that_names_a_path_outside_its_folder_is_refused(outside: str, 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda _: [1, 2], lambda document: document.pop("weight_map") and None, lambda _: {"weight_map": {"a": 3}},
-     lambda _: {"weight_map": ["a"]}],
+    [
+        lambda _: [1, 2],
+        lambda document: document.pop("weight_map") and None,
+        lambda _: {"weight_map": {"a": 3}},
+        lambda _: {"weight_map": ["a"]},
+    ],
     ids=["a list", "no map", "numbers", "a list as map"],
-)  # fmt: skip
+)
 def test_an_index_of_another_form_is_refused(change: Callable[[dict[str, Any]], Any], model: nn.Module, saved: Path) -> None:
     rewritten_index(saved, change)
     assert_refused(model, saved, INDEX)

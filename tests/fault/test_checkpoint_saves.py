@@ -62,9 +62,13 @@ class Failing:
 
 
 CALLS = [
-    ("posix_fallocate", errno.ENOSPC), ("write", errno.ENOSPC), ("write", errno.EIO), ("fsync", errno.EIO),
-    ("replace", errno.EACCES), ("open", errno.EMFILE),
-]  # fmt: skip
+    ("posix_fallocate", errno.ENOSPC),
+    ("write", errno.ENOSPC),
+    ("write", errno.EIO),
+    ("fsync", errno.EIO),
+    ("replace", errno.EACCES),
+    ("open", errno.EMFILE),
+]
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -151,11 +155,15 @@ def test_a_process_killed_in_mid_save_leaves_the_old_checkpoint_whole(tmp_path: 
 def test_a_wrapped_model_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = build(1), build(1)
     (tmp_path / "drive").mkdir()
-    tieroff.wrap(model, config={
-        "device": "cpu", "budget": {"device": "1GiB", "host": 0, "nvme": "8MiB"},
-        "nvme": {"dirs": [str(tmp_path / "drive")]},
-        "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine_file(tmp_path))},
-    })  # fmt: skip
+    tieroff.wrap(
+        model,
+        config={
+            "device": "cpu",
+            "budget": {"device": "1GiB", "host": 0, "nvme": "8MiB"},
+            "nvme": {"dirs": [str(tmp_path / "drive")]},
+            "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine_file(tmp_path))},
+        },
+    )
     with monkeypatch.context() as patch, pytest.raises(StoreError):
         Failing("write", 3, errno.ENOSPC, patch)
         tieroff.save_weights(model, tmp_path / "saved", max_shard_bytes=SHARDED)

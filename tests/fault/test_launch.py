@@ -79,9 +79,23 @@ def command(folder: Path, how: str, *options: str, ranks: int = 2) -> list[str]:
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     return [
-        sys.executable, "-W", "ignore", "-m", "tieroff", "launch", "--config", str(folder / "config.toml"),
-        "--nproc-per-node", str(ranks), "--log-dir", str(logs), *options, str(folder / "script.py"), str(folder), how,
-    ]  # fmt: skip
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tieroff",
+        "launch",
+        "--config",
+        str(folder / "config.toml"),
+        "--nproc-per-node",
+        str(ranks),
+        "--log-dir",
+        str(logs),
+        *options,
+        str(folder / "script.py"),
+        str(folder),
+        how,
+    ]
 
 
 @contextlib.contextmanager
@@ -89,9 +103,13 @@ def launched(project: Path, folder: Path, how: str, *options: str, ranks: int = 
     """Starts a launch; whatever the test does, it has ended at the end."""
     environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
-        command(folder, how, *options, ranks=ranks), env=environment, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command(folder, how, *options, ranks=ranks),
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         yield process
     finally:

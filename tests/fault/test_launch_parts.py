@@ -21,9 +21,16 @@ from tieroff.launch.summary import as_document, as_lines, first_cause, summarize
 from tieroff.session.ranks import Agreement, Ranks
 
 MACHINE = Machine(
-    name="box", device_bytes=100, host_bytes=100, nvme_bytes=100, d2h_bytes_per_s=1000, h2d_bytes_per_s=900,
-    nvme_write_bytes_per_s=300, nvme_read_bytes_per_s=601, dirs={"/d": {"write_bytes_per_s": 300}},
-)  # fmt: skip
+    name="box",
+    device_bytes=100,
+    host_bytes=100,
+    nvme_bytes=100,
+    d2h_bytes_per_s=1000,
+    h2d_bytes_per_s=900,
+    nvme_write_bytes_per_s=300,
+    nvme_read_bytes_per_s=601,
+    dirs={"/d": {"write_bytes_per_s": 300}},
+)
 
 
 class Failed:

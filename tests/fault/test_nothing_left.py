@@ -240,8 +240,11 @@ def test_the_folder_is_empty_however_the_process_ends(tmp_path: Path, project: P
     environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", TRAIN, str(tmp_path), ending],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         said = process.stdout.readline().split()

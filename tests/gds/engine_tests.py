@@ -43,10 +43,10 @@ from tieroff.runtime.backend.cuda import CudaBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.engine import Engine
 from tieroff.storage.engines.cuda_memory import CudaMemory
-from tieroff.storage.nvme.gds_status import gds_status
 from tieroff.storage.engines.cufile import CuFile, GdsStatus, open_cufile
 from tieroff.storage.engines.gds import GdsEngine
 from tieroff.storage.nvme.file_store import FileStore, Room
+from tieroff.storage.nvme.gds_status import gds_status
 
 IS_DEVICE = os.environ["STAND_IN_MEMORY"] == "device"
 device_only = pytest.mark.skipif(not IS_DEVICE, reason="of device memory; run with STAND_IN_MEMORY=device")
@@ -115,9 +115,7 @@ class Counting:
 @pytest.mark.parametrize(
     "change", [lambda count: count - 1, lambda count: count + 1, lambda count: 0], ids=["fewer", "more", "none"]
 )
-def test_another_count_than_asked_for_is_an_error_and_nothing_is_done(
-    change: Callable[[int], int], tmp_path: Path
-) -> None:
+def test_another_count_than_asked_for_is_an_error_and_nothing_is_done(change: Callable[[int], int], tmp_path: Path) -> None:
     def open_counting(path: str, directory: str) -> tuple[CuFile, GdsStatus]:
         file, status = open_cufile(path, directory)
         return Counting(file, change), status
@@ -261,9 +259,7 @@ def test_whole_blocks_pass_by_the_page_cache(nvme: FileStore) -> None:
 
 
 def test_settings_are_made_on_purpose_and_restored() -> None:
-    names = (
-        "num_threads", "task_size", "bounce_buffer_size", "gds_threshold", "auto_direct_io_read", "auto_direct_io_write",
-    )  # fmt: skip
+    names = ("num_threads", "task_size", "bounce_buffer_size", "gds_threshold", "auto_direct_io_read", "auto_direct_io_write")
     before = [kvikio.defaults.get(name) for name in names]
     engine = GdsEngine(thread_count=3, task_bytes=2 * MIB)
     assert [kvikio.defaults.get(name) for name in names] == [3, 2 * MIB, 2 * MIB, 16384, True, True]

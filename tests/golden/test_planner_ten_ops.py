@@ -22,8 +22,7 @@ _WRITES = {0: (0,), 1: (1,), 2: (2,)}
 _READS = {9: (0,), 8: (1,), 7: (2,)}
 _TRACE = Trace(
     ops=tuple(
-        Op(f"op{i}", 100, _READS.get(i, ()), _WRITES.get(i, ()), transient_bytes=60 if 4 <= i <= 6 else 0)
-        for i in range(10)
+        Op(f"op{i}", 100, _READS.get(i, ()), _WRITES.get(i, ()), transient_bytes=60 if 4 <= i <= 6 else 0) for i in range(10)
     ),
     tensors=tuple(Tensor(f"a{i}", 40, TensorClass.ACTIVATION) for i in range(3)),
     name="ten ops",
@@ -35,15 +34,24 @@ _BUDGET = {DEVICE: 140, HOST: 200}
 def test_floor_sends_everything_out_and_waits_for_each_transfer() -> None:
     plan, timeline = plan_with_timeline(_TRACE, _MACHINE, _BUDGET, "floor")
     assert set(plan.residencies) == {
-        Residency(0, DEVICE, 0, 1), Residency(0, HOST, 1, 10), Residency(0, DEVICE, 9, 10),
-        Residency(1, DEVICE, 1, 2), Residency(1, HOST, 2, 9), Residency(1, DEVICE, 8, 9),
-        Residency(2, DEVICE, 2, 3), Residency(2, HOST, 3, 8), Residency(2, DEVICE, 7, 8),
-    }  # fmt: skip
+        Residency(0, DEVICE, 0, 1),
+        Residency(0, HOST, 1, 10),
+        Residency(0, DEVICE, 9, 10),
+        Residency(1, DEVICE, 1, 2),
+        Residency(1, HOST, 2, 9),
+        Residency(1, DEVICE, 8, 9),
+        Residency(2, DEVICE, 2, 3),
+        Residency(2, HOST, 3, 8),
+        Residency(2, DEVICE, 7, 8),
+    }
     assert set(plan.transfers) == {
-        Transfer(0, DEVICE, HOST, 1, 1, 0), Transfer(0, HOST, DEVICE, 9, 9, 2),
-        Transfer(1, DEVICE, HOST, 2, 2, 1), Transfer(1, HOST, DEVICE, 8, 8, 1),
-        Transfer(2, DEVICE, HOST, 3, 3, 2), Transfer(2, HOST, DEVICE, 7, 7, 0),
-    }  # fmt: skip
+        Transfer(0, DEVICE, HOST, 1, 1, 0),
+        Transfer(0, HOST, DEVICE, 9, 9, 2),
+        Transfer(1, DEVICE, HOST, 2, 2, 1),
+        Transfer(1, HOST, DEVICE, 8, 8, 1),
+        Transfer(2, DEVICE, HOST, 3, 3, 2),
+        Transfer(2, HOST, DEVICE, 7, 7, 0),
+    }
     assert plan.peak_bytes == {DEVICE: 60, HOST: 120, Tier.NVME: 0}
     assert plan.step_ns == timeline.step_ns == 1000 + 6 * 40
     assert timeline.stalls == (
@@ -57,9 +65,12 @@ def test_greedy_sends_out_the_longest_idle_one_and_hides_its_transfers(policy: s
     plan, timeline = plan_with_timeline(_TRACE, _MACHINE, _BUDGET, policy)
     assert plan.policy == policy
     assert set(plan.residencies) == {
-        Residency(0, DEVICE, 0, 2), Residency(0, HOST, 1, 10), Residency(0, DEVICE, 8, 10),
-        Residency(1, DEVICE, 1, 9), Residency(2, DEVICE, 2, 8),
-    }  # fmt: skip
+        Residency(0, DEVICE, 0, 2),
+        Residency(0, HOST, 1, 10),
+        Residency(0, DEVICE, 8, 10),
+        Residency(1, DEVICE, 1, 9),
+        Residency(2, DEVICE, 2, 8),
+    }
     assert set(plan.transfers) == {Transfer(0, DEVICE, HOST, 1, 2, 0), Transfer(0, HOST, DEVICE, 8, 9, 0)}
     assert plan.peak_bytes == {DEVICE: 140, HOST: 40, Tier.NVME: 0}
     assert timeline.step_ns == 1000

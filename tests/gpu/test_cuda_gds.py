@@ -25,9 +25,9 @@ from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.cuda import CudaBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace, Place
 from tieroff.runtime.engine import Engine
-from tieroff.storage.nvme.gds_status import gds_status
 from tieroff.storage.engines.gds import GdsEngine
 from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.gds_status import gds_status
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,7 @@ from tests.support.models import CNN, GPT_WORKLOAD, LOOPS, MLP_WORKLOAD, MODELS
 from tests.support.parity import HOST, MIXED, NVME, TIERS, Tiers, Workload, assert_equal, check_parity, run_plain
 from tieroff.runtime.backend.cuda import CudaBackend
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation:UserWarning"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation:UserWarning")]
 
 LSTM = next(workload for workload in MODELS if workload.name == "lstm")
 

@@ -93,9 +93,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 16) ->
     return losses
 
 
-def wrap(
-    model: nn.Module, folder: Path, backend: str = "cpu", budget: str = "90%", **plan: Any
-) -> torch.optim.Optimizer:
+def wrap(model: nn.Module, folder: Path, backend: str = "cpu", budget: str = "90%", **plan: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters())
     config = {
         "device": "cpu",
@@ -107,9 +105,7 @@ def wrap(
     return optimizer
 
 
-def check_equal(
-    make: Callable[[], nn.Module], folder: Path, backend: str, **plan: Any
-) -> tuple[nn.Module, list[float]]:
+def check_equal(make: Callable[[], nn.Module], folder: Path, backend: str, **plan: Any) -> tuple[nn.Module, list[float]]:
     """Trains plain and wrapped and compares; returns the model, still wrapped, and the losses."""
     plain = make()
     expected = train(plain, torch.optim.AdamW(plain.parameters()))

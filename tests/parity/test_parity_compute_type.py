@@ -62,9 +62,16 @@ BF16 = {"compute_dtype": "bf16"}
 def cnn() -> nn.Module:
     """Without batch normalization, which refuses float32 buffers beside bf16 weights on the CPU, under FSDP2 as well."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.GroupNorm(4, 16),
-        nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 4),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3),
+        nn.GroupNorm(4, 16),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
 
 
 class Attention(nn.Module):
@@ -173,9 +180,11 @@ def test_half_the_bytes_of_activations_move(tmp_path: Path) -> None:
     def moved(**more: Any) -> int:
         found: list[int] = []
         run_wrapped(
-            MLP_WORKLOAD, config_for(NVME, tmp_path) | more, BACKENDS["cpu"](),
+            MLP_WORKLOAD,
+            config_for(NVME, tmp_path) | more,
+            BACKENDS["cpu"](),
             lambda index, engine: found.append(engine.stats().moved_bytes_by_class["activation"]),
-        )  # fmt: skip
+        )
         return found[-1]
 
     assert 0 < moved(**BF16) <= 0.55 * moved()
@@ -253,9 +262,12 @@ def test_compiled_parts_compute_the_same(tmp_path: Path) -> None:
     config = config_for(NVME, tmp_path) | BF16
     phases: list[str] = []
     got = run_wrapped(
-        replace(plain, build=lambda: build(compiles=True)), config, BACKENDS["cpu"](),
-        lambda index, engine: phases.append(engine.stats().phase), clip=clip,
-    )  # fmt: skip
+        replace(plain, build=lambda: build(compiles=True)),
+        config,
+        BACKENDS["cpu"](),
+        lambda index, engine: phases.append(engine.stats().phase),
+        clip=clip,
+    )
     assert_equal(expected, got)
     assert phases[-1] == "planned"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
@@ -263,9 +275,7 @@ def test_compiled_parts_compute_the_same(tmp_path: Path) -> None:
 
 MOVES = {"policy": "floor", "device": "100%", "tiers": NVME}
 FITS = {"policy": "auto", "device": "1GiB", "tiers": NVME}
-HOW = pytest.mark.parametrize(
-    ("how", "min_bytes"), [(MOVES, 0), (FITS, 0), (FITS, "1MiB")], ids=["moves", "fits", "stays"]
-)
+HOW = pytest.mark.parametrize(("how", "min_bytes"), [(MOVES, 0), (FITS, 0), (FITS, "1MiB")], ids=["moves", "fits", "stays"])
 
 
 def wrapped_model(model: nn.Module, folder: Path, how: dict[str, Any], min_bytes: Any) -> torch.optim.Optimizer:

@@ -38,10 +38,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any = con
 
 def wrapped(folder: Path, cover: list[str]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = make()
-    tieroff.wrap(model, optimizer, {
-        "device": "cpu", "budget": {"device": "1GiB", "host": 0, "nvme": "8MiB"}, "nvme": {"dirs": [str(folder)]},
-        "plan": {"policy": "floor", "min_bytes": 0, "cover": cover},
-    })  # fmt: skip
+    tieroff.wrap(
+        model,
+        optimizer,
+        {
+            "device": "cpu",
+            "budget": {"device": "1GiB", "host": 0, "nvme": "8MiB"},
+            "nvme": {"dirs": [str(folder)]},
+            "plan": {"policy": "floor", "min_bytes": 0, "cover": cover},
+        },
+    )
     return model, optimizer
 
 

@@ -14,8 +14,14 @@ from tieroff.planner.policies import all_policies
 
 _SHARES = ("25%", "50%", "75%", "90%")
 _MOVE_LARGE_ACTIVATIONS = {
-    "autoswap", "autoswap-aoa", "autoswap-doa", "autoswap-swdoa", "autoswap-wdoa", "flashneuron", "vdnn-conv",
-}  # fmt: skip
+    "autoswap",
+    "autoswap-aoa",
+    "autoswap-doa",
+    "autoswap-swdoa",
+    "autoswap-wdoa",
+    "flashneuron",
+    "vdnn-conv",
+}
 """Policies whose rule meets none of the shares with a small batch: nothing below a megabyte moves, or too few activations."""
 
 

@@ -143,11 +143,28 @@ def told(tmp_path_factory: pytest.TempPathFactory, project: Path) -> dict[str, l
         'staging = "1MiB"\nchecksum = "always"\n[plan]\npolicy = "floor"\nmin_bytes = 0\nmachine = "machine.toml"\n'
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tieroff", "launch", "--config", "config.toml", "--nproc-per-node", "2",
-         "--log-dir", str(folder), "script.py"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tieroff",
+            "launch",
+            "--config",
+            "config.toml",
+            "--nproc-per-node",
+            "2",
+            "--log-dir",
+            str(folder),
+            "script.py",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert list((folder / "nvme").iterdir()) == []
     rows = [json.loads(line) for line in done.stdout.splitlines()]

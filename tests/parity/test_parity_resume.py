@@ -97,11 +97,16 @@ class Under:
             return
         drive = folder / "drive"
         drive.mkdir(exist_ok=True)
-        tieroff.wrap(run.model, run.optimizer, {
-            "budget": {"device": self.device, "host": self.host_bytes, "nvme": self.nvme_bytes},
-            "nvme": {"dirs": [str(drive)] if self.nvme_bytes else [], "staging": "1MiB"},
-            "plan": {"policy": self.policy, "min_bytes": 0, "machine": str(machine_file(folder))},
-        }, backend=DelayedBackend(3) if self.is_delayed else CpuBackend())  # fmt: skip
+        tieroff.wrap(
+            run.model,
+            run.optimizer,
+            {
+                "budget": {"device": self.device, "host": self.host_bytes, "nvme": self.nvme_bytes},
+                "nvme": {"dirs": [str(drive)] if self.nvme_bytes else [], "staging": "1MiB"},
+                "plan": {"policy": self.policy, "min_bytes": 0, "machine": str(machine_file(folder))},
+            },
+            backend=DelayedBackend(3) if self.is_delayed else CpuBackend(),
+        )
 
     def unwrap(self, run: Run) -> None:
         if self.policy is not None:
@@ -121,10 +126,15 @@ PAIRS = [(FLOOR, HOST), (HOST, FLOOR), (MIXED, DELAYED), (DELAYED, ROOMY), (ROOM
 
 
 def save_with_torch(run: Run, folder: Path) -> None:
-    torch.save({
-        "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "scheduler": run.scheduler.state_dict(),
-        "rng": torch.get_rng_state(),
-    }, folder / "all.pt")  # fmt: skip
+    torch.save(
+        {
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "scheduler": run.scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+        },
+        folder / "all.pt",
+    )
 
 
 def load_with_torch(run: Run, folder: Path) -> None:
@@ -165,9 +175,10 @@ def load_weights(run: Run, folder: Path) -> None:
 
 
 WAYS = {
-    "torch": (save_with_torch, load_with_torch), "dcp": (save_with_dcp, load_with_dcp),
+    "torch": (save_with_torch, load_with_torch),
+    "dcp": (save_with_dcp, load_with_dcp),
     "weights": (save_weights, load_weights),
-}  # fmt: skip
+}
 
 
 def whole_run(optimizer_name: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -226,11 +237,16 @@ def test_resume_is_bit_equal_to_the_run_that_never_stopped(
 @pytest.mark.parametrize(
     ("under", "way"),
     [
-        (FLOOR, "torch"), (DELAYED, "torch"), (HOST, "torch"), (DELAYED, "dcp"), (ROOMY, "dcp"), (FLOOR, "weights"),
+        (FLOOR, "torch"),
+        (DELAYED, "torch"),
+        (HOST, "torch"),
+        (DELAYED, "dcp"),
+        (ROOMY, "dcp"),
+        (FLOOR, "weights"),
         (DELAYED, "weights"),
     ],
     ids=lambda part: getattr(part, "name", part),
-)  # fmt: skip
+)
 def test_loading_in_mid_run_goes_back_to_the_saved_step(under: Under, way: str, tmp_path: Path) -> None:
     save, load = WAYS[way]
     expected = whole_run("adamw")

@@ -44,14 +44,15 @@ def train(touch: Touch, folder: Path | None, policy: str = "auto") -> tuple[list
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if folder is not None:
         tieroff.wrap(
-            model, optimizer,
+            model,
+            optimizer,
             {
                 "device": "cpu",
                 "budget": {"device": "32%", "host": 0, "nvme": "64MiB"},
                 "nvme": {"dirs": [str(folder)], "staging": "1MiB"},
                 "plan": {"min_bytes": "16KiB", "policy": policy},
             },
-        )  # fmt: skip
+        )
     results, account = [], None
     for step in range(7):
         loss = model(torch.randn(256, 160)).square().mean()

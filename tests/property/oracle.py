@@ -183,12 +183,7 @@ def _view(problem: Problem, updates: Sequence[int]) -> Problem:
 
 
 def optimum(
-    problem: Problem,
-    tensors: Sequence[int],
-    *,
-    with_repeats: bool = False,
-    update_ns: int | None = None,
-    most: int = 20_000,
+    problem: Problem, tensors: Sequence[int], *, with_repeats: bool = False, update_ns: int | None = None, most: int = 20_000
 ) -> Optimum | None:
     """Returns the best plan that moves some of the tensors, None if none is valid or there are too many to try.
 

@@ -95,9 +95,7 @@ def relaxation_of(problem: Problem, slot_count: int) -> Relaxation | None:
 
 @_settings
 @given(case=cases(), machine=machines(), caps=executors(), slot_count=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
-def test_bound_holds_for_any_prices(
-    case: _Case, machine: Machine, caps: Capabilities, slot_count: int, seed: int
-) -> None:
+def test_bound_holds_for_any_prices(case: _Case, machine: Machine, caps: Capabilities, slot_count: int, seed: int) -> None:
     plan = plan_of(case, machine, "floor", caps)
     problem = problem_of(case, machine, caps)
     relaxation = relaxation_of(problem, slot_count) if problem.units else None

@@ -29,10 +29,7 @@ from tieroff.planner.simulate.simulator import simulate
 _TIERS = tuple(Tier)
 _LINK_ENDS = tuple(LINK_NAMES)
 _settings = settings(
-    max_examples=400,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    print_blob=True,
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], print_blob=True
 )
 
 
@@ -107,9 +104,17 @@ def plans(draw: st.DrawFn, trace: Trace) -> Plan:
         tuple(draw(st.integers(0, 200)) for _ in residencies),
     )
     return Plan(
-        "random", trace.digest, n, {}, {}, tuple(residencies), ranked(transfers), repeats=tuple(repeats),
-        host_updates=tuple(updates), allocation=allocation,
-    )  # fmt: skip
+        "random",
+        trace.digest,
+        n,
+        {},
+        {},
+        tuple(residencies),
+        ranked(transfers),
+        repeats=tuple(repeats),
+        host_updates=tuple(updates),
+        allocation=allocation,
+    )
 
 
 def ranked(transfers: list[Transfer]) -> tuple[Transfer, ...]:

@@ -149,9 +149,7 @@ def test_store_holds_what_a_dict_holds(name: str, kind: str) -> None:
     engine = choose(name)
     machine: Any = type("Machine", (StoreMachine,), {"engine": engine, "kind": kind})
     case = machine.TestCase
-    case.settings = settings(
-        max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    case.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
     try:
         case().runTest()
     finally:

@@ -37,9 +37,7 @@ def one_step(run: Callable[[], Any], model: nn.Module, step: int) -> dict[str, T
         if parameter.grad is not None:
             found[f"gradient {name}"] = copy_of(parameter.grad)
             parameter.grad = None
-    found |= {
-        f"value {name}": copy_of(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)
-    }
+    found |= {f"value {name}": copy_of(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return found
 
 

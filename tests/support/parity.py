@@ -108,10 +108,7 @@ class Trainer:
     """One training loop; `step` of the workload drives it."""
 
     def __init__(
-        self,
-        workload: Workload,
-        device: torch.device,
-        clip: Callable[..., Tensor] = nn.utils.clip_grad_norm_,
+        self, workload: Workload, device: torch.device, clip: Callable[..., Tensor] = nn.utils.clip_grad_norm_
     ) -> None:
         torch.manual_seed(SEED)
         self.workload = workload
@@ -244,12 +241,18 @@ def machine_file(folder: Path) -> Path:
         speed = 4 << 30
         save_machine(
             Machine(
-                name="test", measured="datasheet", device_bytes=1 << 40, host_bytes=1 << 40, nvme_bytes=1 << 40,
-                d2h_bytes_per_s=speed, h2d_bytes_per_s=speed,
-                nvme_write_bytes_per_s=speed // 4, nvme_read_bytes_per_s=speed // 2,
+                name="test",
+                measured="datasheet",
+                device_bytes=1 << 40,
+                host_bytes=1 << 40,
+                nvme_bytes=1 << 40,
+                d2h_bytes_per_s=speed,
+                h2d_bytes_per_s=speed,
+                nvme_write_bytes_per_s=speed // 4,
+                nvme_read_bytes_per_s=speed // 2,
             ),
             path,
-        )  # fmt: skip
+        )
     return path
 
 
@@ -287,9 +290,7 @@ def assert_all_moved(engine: Engine, workload: Workload, tiers: Tiers) -> None:
     moved = {kind for kind, size_bytes in stats.moved_bytes_by_class.items() if size_bytes}
     assert moved == set(workload.classes)
     links = {link for link, size_bytes in stats.moved_bytes.items() if size_bytes}
-    assert links == ({"d2h", "h2d"} if tiers.host_bytes else set()) | (
-        {"nvme_write", "nvme_read"} if tiers.has_nvme else set()
-    )
+    assert links == ({"d2h", "h2d"} if tiers.host_bytes else set()) | ({"nvme_write", "nvme_read"} if tiers.has_nvme else set())
 
 
 def assert_planned(engine: Engine, tiers: Tiers) -> None:
@@ -313,11 +314,7 @@ def run_plain(workload: Workload, device: torch.device, **options: Any) -> Outco
 
 
 def run_wrapped(
-    workload: Workload,
-    config: dict[str, Any],
-    backend: Backend,
-    after_step: Callable[[int, Engine], None],
-    **options: Any,
+    workload: Workload, config: dict[str, Any], backend: Backend, after_step: Callable[[int, Engine], None], **options: Any
 ) -> Outcome:
     """Runs the workload wrapped, unwraps it, and asserts that nothing is left; returns what it computed."""
     trainer = Trainer(workload, backend.device, **options)

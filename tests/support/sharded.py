@@ -51,9 +51,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Layers and a head."""
 
-    def __init__(
-        self, width: int = 64, heads: int = 4, layers: int = 2, words: int = 128, is_fused: bool = True
-    ) -> None:
+    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2, words: int = 128, is_fused: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, heads, is_fused) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)

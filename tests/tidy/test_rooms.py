@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 FILES_MAX = 12
-CROWDED = ("tieroff", "benchmarks", "scripts", "tests", "native", "examples", "configs")  # pages of docs are grouped by mkdocs.yml
+CROWDED = (
+    "tieroff",
+    "benchmarks",
+    "scripts",
+    "tests",
+    "native",
+    "examples",
+    "configs",
+)  # pages of docs are grouped by mkdocs.yml
 
 # From the ground up: a room imports from those before it. A file of its own in the package is a room too.
 FLOORS = {
-    "core": (
-        "tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"
-    ),
+    "core": ("tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"),
     "storage": "memory limits native buffers completion store extents homes engines transfers space host nvme",
     "planner": (
         "native simulate problem sharding bounds layout extended layers user_code foresight "

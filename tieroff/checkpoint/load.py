@@ -37,12 +37,7 @@ class LoadedWeights(NamedTuple):
 
 
 def load_weights(
-    model: torch.nn.Module,
-    path: str | Path,
-    *,
-    strict: bool = True,
-    convert: bool = False,
-    on_progress: Progress | None = None,
+    model: torch.nn.Module, path: str | Path, *, strict: bool = True, convert: bool = False, on_progress: Progress | None = None
 ) -> LoadedWeights:
     """Loads a model's weights from safetensors files, with one tensor at a time in memory.
 

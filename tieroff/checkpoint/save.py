@@ -35,11 +35,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def save_weights(
-    model: torch.nn.Module,
-    folder: str | Path,
-    *,
-    max_shard_bytes: int | str = "5GiB",
-    on_progress: Progress | None = None,
+    model: torch.nn.Module, folder: str | Path, *, max_shard_bytes: int | str = "5GiB", on_progress: Progress | None = None
 ) -> list[Path]:
     """Saves a model's parameters and persistent buffers as safetensors files, without holding them in memory.
 

@@ -18,12 +18,26 @@ from tieroff.storage.memory import align_up, write_back
 _CHUNK_BYTES = 32 << 20  # written at once, on the drive and out of the page cache before the next
 
 _CODES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16", torch.uint32: "U32",
-    torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
+}
 
 
 def code_of(dtype: torch.dtype) -> str:
@@ -159,10 +173,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def write_shard(
-    fd: int,
-    tensors: Sequence[tuple[str, torch.Tensor]],
-    metadata: Mapping[str, str],
-    written: Callable[[torch.Tensor], None],
+    fd: int, tensors: Sequence[tuple[str, torch.Tensor]], metadata: Mapping[str, str], written: Callable[[torch.Tensor], None]
 ) -> int:
     """Writes an empty file and waits until it is on the drive; returns its bytes.
 

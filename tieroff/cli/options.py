@@ -26,8 +26,7 @@ ExecutionTraceOption = Annotated[
     typer.Option("--execution-trace", help="With what torch's profiler wrote as --trace: the execution trace beside it."),
 ]
 ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="MODULE:FACTORY, a function that returns (model, inputs) or a tieroff.DryModel."),
+    str | None, typer.Option("--model", help="MODULE:FACTORY, a function that returns (model, inputs) or a tieroff.DryModel.")
 ]
 MachineOption = Annotated[Path, typer.Option("--machine", help="A file written by `tieroff probe --out`.")]
 DeviceBudgetOption = Annotated[str, typer.Option("--device-budget", help='Bytes, or a share of the peak ("25%").')]

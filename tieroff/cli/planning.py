@@ -115,8 +115,10 @@ def compare(
         print_json(rows)
     else:
         print_rows(rows)
-        print("faithful step: under the row's own options; with options it is not compared with auto, whose step is "
-              "at most that of every row")  # fmt: skip
+        print(
+            "faithful step: under the row's own options; with options it is not compared with auto, whose step is "
+            "at most that of every row"
+        )
         for row in rows:
             if row["reason"]:
                 print(f"{row['policy']}: {row['reason']}")

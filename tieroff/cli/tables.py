@@ -32,11 +32,17 @@ def print_probe(machine: Machine, found: Survey) -> None:
         refused = [(str(row.dir), row.engine, row.reason) for row in found.refused]
         print_table("refused", ("folder", "engine", "why"), refused)
     cells = [
-        (str(row.dir), row.rates.engine, format_bytes(cell.block_bytes), str(cell.depth),
-         _rate(cell.write_bytes_per_s), _rate(cell.read_bytes_per_s))
+        (
+            str(row.dir),
+            row.rates.engine,
+            format_bytes(cell.block_bytes),
+            str(cell.depth),
+            _rate(cell.write_bytes_per_s),
+            _rate(cell.read_bytes_per_s),
+        )
         for row in found.rows
         for cell in row.cells
-    ]  # fmt: skip
+    ]
     print_table("sizes of transfers", ("folder", "engine", "size", "under way", "write", "read"), cells)
     drives = [(str(folder), found.file_systems[folder], found.drives[folder] or "not told") for folder in found.best]
     print_table("drives", ("folder", "file system", "drive"), drives)

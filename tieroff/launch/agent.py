@@ -164,9 +164,7 @@ def _pci_addresses(count: int) -> list[str]:
     return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
 
 
-def _run(
-    request: Request, nproc: int, folder: Path, changes: Mapping[str, str]
-) -> tuple[dict[int, ProcessFailure], str]:
+def _run(request: Request, nproc: int, folder: Path, changes: Mapping[str, str]) -> tuple[dict[int, ProcessFailure], str]:
     """Returns the failures by rank, and the signal that ended the launch from outside, or ""."""
     config = LaunchConfig(
         min_nodes=1,

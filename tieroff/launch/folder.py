@@ -1,9 +1,9 @@
 """The folder of one launch: the launcher's settings for its ranks, and the ranks' figures for its summary.
 
-    config.toml     the config of every rank, with the machine's budgets written out
-    machine.toml    measured for all ranks, if the config names no machine file
-    launch.json     the launcher's process and the CPUs of each rank
-    rank-N/         stdout.log, stderr.log (rank 0 has the launcher's own), error.json, account.json
+config.toml     the config of every rank, with the machine's budgets written out
+machine.toml    measured for all ranks, if the config names no machine file
+launch.json     the launcher's process and the CPUs of each rank
+rank-N/         stdout.log, stderr.log (rank 0 has the launcher's own), error.json, account.json
 """
 
 from __future__ import annotations

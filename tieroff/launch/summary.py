@@ -149,11 +149,15 @@ def as_document(outcome: Outcome) -> dict[str, Any]:
     """Returns the outcome as JSON data, with an `error` if the launch failed."""
     rows = [
         {
-            "rank": row.rank, "status": row.status, "reason": row.reason, "log": row.log, "peak_bytes": row.peak_bytes,
+            "rank": row.rank,
+            "status": row.status,
+            "reason": row.reason,
+            "log": row.log,
+            "peak_bytes": row.peak_bytes,
             "engines": list(row.engines),
         }
         for row in outcome.ranks
-    ]  # fmt: skip
+    ]
     document: dict[str, Any] = {"folder": str(outcome.folder), "ranks": rows}
     if outcome.error:
         document["error"] = {"type": "LaunchError", "message": outcome.error}

@@ -66,10 +66,12 @@ def layer_runs(trace: Trace) -> list[LayerRun]:
         if not path:
             continue
         saved = [
-            tensor for op in ops for tensor in born.get(op, ())
+            tensor
+            for op in ops
+            for tensor in born.get(op, ())
             if all(read in ops or not is_forward[read] for read in reads[tensor])
             and any(not is_forward[read] for read in reads[tensor])
-        ]  # fmt: skip
+        ]
         if not saved:
             continue
         at = min(read for tensor in saved for read in reads[tensor] if not is_forward[read])
@@ -125,6 +127,11 @@ def choose_modules(trace: Trace, plan: Plan, make: Callable[[Trace], Plan]) -> t
     if chosen:
         size = sum(trace.tensors[tensor].size_bytes for run in runs if run.path in chosen for tensor in run.saved)
         cost, gain = (format_seconds(ns / NS_PER_S) for ns in (sum(costs_ns[path] for path in chosen), plan.step_ns - best_ns))
-        log.info("%d layers run again in backward: %s a step for %s less to keep; the step is to take %s less",
-                 best, cost, format_bytes(size), gain)  # fmt: skip
+        log.info(
+            "%d layers run again in backward: %s a step for %s less to keep; the step is to take %s less",
+            best,
+            cost,
+            format_bytes(size),
+            gain,
+        )
     return chosen

@@ -103,9 +103,7 @@ def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlan
     away = {slot.tensor for slot in slots}
     op = problem.trace.ops[index]
     needed = int(selection.usage[index])
-    there = [
-        life.tensor for life in problem.trace.lifetimes if life.birth <= index < life.death and life.tensor not in away
-    ]
+    there = [life.tensor for life in problem.trace.lifetimes if life.birth <= index < life.death and life.tensor not in away]
     there.sort(key=lambda tensor: -problem.size_bytes(tensor))
     tensors = problem.trace.tensors
     named = ", ".join(f"{tensors[t].name} ({format_bytes(tensors[t].size_bytes)})" for t in there[:_NAMED_TENSORS])

@@ -208,9 +208,7 @@ def _torch() -> tuple[Fact, Fact]:
     except ImportError as error:
         return Fact("torch", False, str(error)), Fact("cuda", False, "torch cannot be imported")
     is_recent = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
-    version = Fact(
-        "torch", is_recent, torch.__version__ if is_recent else f"{torch.__version__}, expected 2.10 or later"
-    )
+    version = Fact("torch", is_recent, torch.__version__ if is_recent else f"{torch.__version__}, expected 2.10 or later")
     if torch.cuda.is_available():
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         left = f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)} free"

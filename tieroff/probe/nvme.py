@@ -153,14 +153,7 @@ class Track:
         return Slice(written * len(self._files), spent)
 
     def run(
-        self,
-        kind: Kind,
-        block_bytes: int,
-        depth: int,
-        seconds: float,
-        *,
-        half: int | None = None,
-        fresh_from: int = 0,
+        self, kind: Kind, block_bytes: int, depth: int, seconds: float, *, half: int | None = None, fresh_from: int = 0
     ) -> Slice:
         """Returns what was moved with `depth` transfers in flight, round and round over the filled blocks.
 
@@ -229,9 +222,17 @@ class Track:
     def rates(self, block_bytes: int, depth: int, write: float, read: float, both: tuple[float, float]) -> NvmeRates:
         """Returns these rates with what else is known of the track; measures latencies."""
         return NvmeRates(
-            self.engine.name, self.is_direct, int(write), int(read), int(both[0]), int(both[1]),
-            self.latency_s("write"), self.latency_s("read"), block_bytes, depth,
-        )  # fmt: skip
+            self.engine.name,
+            self.is_direct,
+            int(write),
+            int(read),
+            int(both[0]),
+            int(both[1]),
+            self.latency_s("write"),
+            self.latency_s("read"),
+            block_bytes,
+            depth,
+        )
 
     def _addresses(self, kind: Kind, size_bytes: int) -> int:
         held = self._memory.get(kind)

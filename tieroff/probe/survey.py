@@ -170,9 +170,7 @@ class _Subject:
     def result(self) -> NvmeRates:
         both_write, both_read = (statistics.median(part) for part in zip(*self.both, strict=True))
         write, read = statistics.median(self.write), statistics.median(self.read)
-        return self.track.rates(
-            self.best_cell.block_bytes, self.best_cell.depth, write, read, (both_write, both_read)
-        )
+        return self.track.rates(self.best_cell.block_bytes, self.best_cell.depth, write, read, (both_write, both_read))
 
     def doubt(self, rates: NvmeRates, memory_bytes_per_s: float) -> str:
         return doubt(rates, self._read_bytes, self._counted, memory_bytes_per_s)
@@ -270,9 +268,7 @@ def _file_bytes(folder: Path, count: int) -> int:
     return min(FILE_BYTES_MAX, int(_free_bytes(folder) * FILL_SHARE / count) // MIB * MIB)
 
 
-def _measure_folder(
-    found: Survey, folder: Path, names: Sequence[str], device: str, seconds: float, report: Report
-) -> None:
+def _measure_folder(found: Survey, folder: Path, names: Sequence[str], device: str, seconds: float, report: Report) -> None:
     size_bytes = _file_bytes(folder, len(names))
     subjects: dict[str, _Subject] = {}
     with ExitStack() as stack:

@@ -19,16 +19,29 @@ from tieroff.report.lanes import LANES, Span, coarsened, spans_of
 from tieroff.units import GIB, KIB, MIB, NS_PER_S, format_bytes, format_seconds
 
 COLORS = {
-    "forward": "#8da0b3", "backward": "#5f7488", "optimizer": "#37474f", "recompute": "#b39ddb", "other": "#b0bec5",
-    "d2h": "#1976d2", "h2d": "#4fc3f7", "nvme_write": "#e65100", "nvme_read": "#ffb300", "cpu": "#2e7d32",
-}  # fmt: skip
+    "forward": "#8da0b3",
+    "backward": "#5f7488",
+    "optimizer": "#37474f",
+    "recompute": "#b39ddb",
+    "other": "#b0bec5",
+    "d2h": "#1976d2",
+    "h2d": "#4fc3f7",
+    "nvme_write": "#e65100",
+    "nvme_read": "#ffb300",
+    "cpu": "#2e7d32",
+}
 """Of phases and links; a wait has the colour of the link that it waits for."""
 _CAUSES = tuple(COLORS)
 TIER_COLORS = {Tier.DEVICE: "#5f7488", Tier.HOST: "#1976d2", Tier.NVME: "#ef8f00"}
 WORDS = {
-    "compute": "compute", "waits": "waits", "d2h": "device → host", "h2d": "host → device",
-    "nvme_write": "NVMe write", "nvme_read": "NVMe read", "cpu": "CPU updates",
-}  # fmt: skip
+    "compute": "compute",
+    "waits": "waits",
+    "d2h": "device → host",
+    "h2d": "host → device",
+    "nvme_write": "NVMe write",
+    "nvme_read": "NVMe read",
+    "cpu": "CPU updates",
+}
 
 SPANS_MAX = 4000
 """A timeline of more spans is drawn with those merged that lie nearer than a 2000th of the step."""
@@ -73,18 +86,25 @@ def _plotly(module: str) -> Any:
 def _rows_figure(titles: Sequence[str], heights: Sequence[float] | None = None) -> Any:
     subplots = _plotly("plotly.subplots")
     return subplots.make_subplots(
-        rows=len(titles), cols=1, shared_xaxes=True, vertical_spacing=0.12 / len(titles), subplot_titles=titles,
+        rows=len(titles),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=0.12 / len(titles),
+        subplot_titles=titles,
         row_heights=heights,
-    )  # fmt: skip
+    )
 
 
 def _finish(figure: Any, height: int) -> Any:
     figure.update_layout(
-        template="plotly_white", height=height, margin={"l": 110, "r": 20, "t": 72, "b": 45}, hovermode="closest",
+        template="plotly_white",
+        height=height,
+        margin={"l": 110, "r": 20, "t": 72, "b": 45},
+        hovermode="closest",
         # Below plotly's own buttons, above the titles of the rows.
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right", "traceorder": "normal"},
         font={"family": "system-ui, sans-serif", "size": 12},
-    )  # fmt: skip
+    )
     figure.update_annotations(font_size=13, x=0, xanchor="left", selector={"xref": "paper"})
     return figure
 
@@ -113,21 +133,32 @@ def lanes_figure(run: Run, predicted: Timeline | None) -> Any:
             group = groups[lane, cause]
             legend = cause if lane == "compute" else WORDS[cause]
             figure.add_bar(
-                row=row, col=1, orientation="h", name=legend, legendgroup=legend, showlegend=legend not in named,
+                row=row,
+                col=1,
+                orientation="h",
+                name=legend,
+                legendgroup=legend,
+                showlegend=legend not in named,
                 base=[span.start_ns / unit_ns for span in group],
                 x=[(span.stop_ns - span.start_ns) / unit_ns for span in group],
-                y=[WORDS[lane]] * len(group), width=0.75,
+                y=[WORDS[lane]] * len(group),
+                width=0.75,
                 marker={
-                    "color": COLORS[cause], "line": {"width": 0},
+                    "color": COLORS[cause],
+                    "line": {"width": 0},
                     "opacity": [_PALEST + (1 - _PALEST) * span.busy for span in group],
                 },
-                hovertext=[_hover(span) for span in group], hoverinfo="text",
-            )  # fmt: skip
+                hovertext=[_hover(span) for span in group],
+                hoverinfo="text",
+            )
             named.add(legend)
         figure.update_yaxes(
-            row=row, col=1, categoryorder="array", categoryarray=[WORDS[lane] for lane in reversed(lanes)],
+            row=row,
+            col=1,
+            categoryorder="array",
+            categoryarray=[WORDS[lane] for lane in reversed(lanes)],
             range=[-0.5, len(lanes) - 0.5],
-        )  # fmt: skip
+        )
     figure.update_layout(barmode="overlay", bargap=0)
     figure.update_xaxes(range=[0, end_ns / unit_ns or 1])
     figure.update_xaxes(row=max(len(shown), 1), col=1, title_text=f"{unit} from the start of the step")
@@ -151,9 +182,10 @@ def memory_figure(run: Run, predicted: Timeline | None) -> Any:
     ring = run.trace
     held = {"predicted": predicted.memory if predicted is not None else {}, "measured": run.timeline.memory}
     tiers = [
-        tier for tier in Tier
+        tier
+        for tier in Tier
         if tier is Tier.DEVICE or plan.budget_bytes.get(tier, 0) or any(any(of.get(tier, ())) for of in held.values())
-    ]  # fmt: skip
+    ]
     below = len(tiers) - 1
     figure = _rows_figure([tier.value for tier in tiers], [0.5] + [0.5 / below] * below if below else None)
     names = [_escape(op.name) for op in ring.ops]
@@ -172,14 +204,23 @@ def _add_tier(
     for name, line in lines.items():
         is_measured = name == "measured"
         figure.add_scatter(
-            row=row, col=1, name=name, legendgroup=name, showlegend=row == 1, mode="lines",
-            x=list(range(len(line))), y=[size / unit_bytes for size in line], customdata=names[: len(line)],
+            row=row,
+            col=1,
+            name=name,
+            legendgroup=name,
+            showlegend=row == 1,
+            mode="lines",
+            x=list(range(len(line))),
+            y=[size / unit_bytes for size in line],
+            customdata=names[: len(line)],
             line={
-                "shape": "hv", "width": 1.5, "dash": "solid" if is_measured else "dot",
+                "shape": "hv",
+                "width": 1.5,
+                "dash": "solid" if is_measured else "dot",
                 "color": TIER_COLORS[tier] if is_measured else "#616161",
             },
             hovertemplate=f"%{{y:.3f}} {unit} {name}<br>op %{{x}}: %{{customdata}}<extra></extra>",
-        )  # fmt: skip
+        )
     # A budget far above the used bytes would flatten the curves: then only the title names it.
     is_drawn = 0 < budget_bytes <= _FAR * max(most_bytes, 1)
     if is_drawn:
@@ -213,14 +254,22 @@ def steps_figure(run: Run) -> Any:
     )
     for name, color, values in parts:
         figure.add_bar(
-            name=name, x=numbers, y=[value / NS_PER_S for value in values], marker_color=color, hovertext=hover,
+            name=name,
+            x=numbers,
+            y=[value / NS_PER_S for value in values],
+            marker_color=color,
+            hovertext=hover,
             hoverinfo="text+name",
-        )  # fmt: skip
+        )
     if run.plan.step_ns:
         figure.add_hline(
-            y=run.plan.step_ns / NS_PER_S, line_dash="dot", line_color="#424242", annotation_text="predicted",
-            annotation_position="top right", annotation_bgcolor="rgba(255,255,255,0.8)",
-        )  # fmt: skip
+            y=run.plan.step_ns / NS_PER_S,
+            line_dash="dot",
+            line_color="#424242",
+            annotation_text="predicted",
+            annotation_position="top right",
+            annotation_bgcolor="rgba(255,255,255,0.8)",
+        )
     figure.update_layout(barmode="stack", bargap=0.15, xaxis_title="step", yaxis_title="s")
     return _finish(figure, 320)
 
@@ -236,16 +285,23 @@ def biggest_figure(run: Run) -> Any:
         own = [i for i in biggest if max((Tier.DEVICE, *away.get(i, {})), key=list(Tier).index) is tier]
         if own:
             figure.add_bar(
-                name="stays on the device" if tier is Tier.DEVICE else f"to {tier.value}", orientation="h",
-                x=[ring.tensors[i].size_bytes / unit_bytes for i in own], y=[str(i) for i in own],
+                name="stays on the device" if tier is Tier.DEVICE else f"to {tier.value}",
+                orientation="h",
+                x=[ring.tensors[i].size_bytes / unit_bytes for i in own],
+                y=[str(i) for i in own],
                 marker_color=TIER_COLORS[tier],
-                hovertext=[_place(ring, i, away.get(i, {})) for i in own], hoverinfo="text",
-            )  # fmt: skip
+                hovertext=[_place(ring, i, away.get(i, {})) for i in own],
+                hoverinfo="text",
+            )
     figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=[str(i) for i in reversed(biggest)], tickmode="array",
-        tickvals=[str(i) for i in biggest], ticktext=[_escape(_short(ring.tensors[i].name)) for i in biggest],
+        type="category",
+        categoryorder="array",
+        categoryarray=[str(i) for i in reversed(biggest)],
+        tickmode="array",
+        tickvals=[str(i) for i in biggest],
+        ticktext=[_escape(_short(ring.tensors[i].name)) for i in biggest],
         automargin=True,
-    )  # fmt: skip
+    )
     figure.update_layout(xaxis_title=unit, bargap=0.25)
     return _finish(figure, 130 + 22 * len(biggest))
 

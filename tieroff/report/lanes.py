@@ -75,9 +75,13 @@ def _waits(timeline: Timeline, ring: Trace) -> Iterator[Span]:
         for stall in stalls:
             before = ring.ops[op].name if op < len(ring.ops) else "the end of the step"
             yield Span(
-                "waits", stall.link, at_ns, at_ns + stall.duration_ns, awaited(stall, ring),
+                "waits",
+                stall.link,
+                at_ns,
+                at_ns + stall.duration_ns,
+                awaited(stall, ring),
                 f"before {before}, {format_seconds(stall.duration_ns / NS_PER_S)}",
-            )  # fmt: skip
+            )
             at_ns += stall.duration_ns
 
 

@@ -201,9 +201,15 @@ def _decision_part(run: Run, predicted: Timeline | None) -> Iterator[str]:
     yield '<p><input id="search" type="search" placeholder="search: a name, a class, a tier, an op" autocomplete="off">'
     yield '<span id="count"></span></p>'
     heads = (
-        "tensor", "class", "size", "where", "when it moves", "moved per step", "waited for it, predicted",
+        "tensor",
+        "class",
+        "size",
+        "where",
+        "when it moves",
+        "moved per step",
+        "waited for it, predicted",
         "waited for it, measured",
-    )  # fmt: skip
+    )
     head = "".join(f'<th data-column="{column}">{text}</th>' for column, text in enumerate(heads))
     yield f'<table id="decision-table"><thead><tr>{head}</tr></thead><tbody></tbody></table>'
     yield f'<script type="application/json" id="decision-rows">{_json_in_html(rows)}</script>'

@@ -59,13 +59,22 @@ def _events(process: int, title: str, timeline: Timeline, ring: Trace) -> Iterat
             yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
             for span in row:
                 yield {
-                    "ph": "X", "name": span.name, "cat": span.cause, "pid": process, "tid": thread,
-                    "ts": span.start_ns / _NS_PER_US, "dur": (span.stop_ns - span.start_ns) / _NS_PER_US,
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.cause,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": span.start_ns / _NS_PER_US,
+                    "dur": (span.stop_ns - span.start_ns) / _NS_PER_US,
                     "args": {"detail": span.detail},
-                }  # fmt: skip
+                }
     for tier, held in timeline.memory.items():
         for op, size_bytes in zip(timeline.ops, held, strict=False):
             yield {
-                "ph": "C", "name": f"{tier.value} bytes", "pid": process, "tid": 0, "ts": op.start_ns / _NS_PER_US,
+                "ph": "C",
+                "name": f"{tier.value} bytes",
+                "pid": process,
+                "tid": 0,
+                "ts": op.start_ns / _NS_PER_US,
                 "args": {"bytes": size_bytes},
-            }  # fmt: skip
+            }

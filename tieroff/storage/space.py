@@ -247,14 +247,7 @@ class SpaceStore(ABC):
             transfer = self._submit_read(block, target_address)
             return self._started(block, transfer, "read", keep, check)
 
-    def _started(
-        self,
-        block: Block,
-        transfer: Transfer,
-        action: str,
-        keep: object,
-        check: Check = UNCHECKED,
-    ) -> StoreTransfer:
+    def _started(self, block: Block, transfer: Transfer, action: str, keep: object, check: Check = UNCHECKED) -> StoreTransfer:
         started = StoreTransfer(transfer, Action(action, *self._place(block)), keep, self.in_flight, check)
         block.transfers.append(started)
         if action == "write":
@@ -263,9 +256,7 @@ class SpaceStore(ABC):
 
     def _check_block(self, block: Block) -> None:
         if block.is_freed or block not in self._live:
-            raise StateError(
-                f"this block of {block.size_bytes} bytes was freed, or belongs to another store"
-            )
+            raise StateError(f"this block of {block.size_bytes} bytes was freed, or belongs to another store")
         block.transfers = [transfer for transfer in block.transfers if not transfer.done()]
 
     def _check_process(self) -> None:

@@ -56,9 +56,7 @@ class StoreTransfer:
     its drive change bytes, it accepts no home that differs.
     """
 
-    def __init__(
-        self, transfer: Transfer, action: Action, keep: object, in_flight: InFlight, check: Check = UNCHECKED
-    ) -> None:
+    def __init__(self, transfer: Transfer, action: Action, keep: object, in_flight: InFlight, check: Check = UNCHECKED) -> None:
         self._transfer = transfer
         self._action = action
         self._keep: object = keep

@@ -82,9 +82,13 @@ def find_factory(text: str) -> Callable[[], Any]:
 
 
 def dry_trace(
-    factory: Callable[[], Any], machine: Machine, min_bytes: int = MIN_BYTES, name: str = "", kernels: str = "cpu",
+    factory: Callable[[], Any],
+    machine: Machine,
+    min_bytes: int = MIN_BYTES,
+    name: str = "",
+    kernels: str = "cpu",
     prices: Prices | None = None,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Returns the trace of one step (forward, backward, update, gradients cleared) without materialising anything.
 
     Args:
@@ -120,9 +124,7 @@ def dry_trace(
     named = machine.name or "without a name"
     between = "{:.3f} {:.3f}".format(*interval(machine, Constants.shipped())) if is_accelerated else ""
     return replace(
-        trace,
-        origin="dry",
-        meta={**trace.meta, "durations": f"estimated: roofline of machine {named}", "interval": between},
+        trace, origin="dry", meta={**trace.meta, "durations": f"estimated: roofline of machine {named}", "interval": between}
     )
 
 
@@ -136,8 +138,7 @@ def checked(made: Any) -> DryModel:
         )
     if not isinstance(made.inputs, (tuple, Mapping)):
         raise CaptureError(
-            "expected the inputs as a tuple of arguments or a mapping of keyword arguments, got "
-            f"{type(made.inputs).__name__}"
+            f"expected the inputs as a tuple of arguments or a mapping of keyword arguments, got {type(made.inputs).__name__}"
         )
     if made.rounds < 1:
         raise CaptureError(f"expected 1 round of forward and backward per update or more, got {made.rounds}")
@@ -184,9 +185,7 @@ class _Parameters(dict[str, Any]):
 class _DryStep:
     """One step of a model on fake tensors, tick by tick as the executor would see it."""
 
-    def __init__(
-        self, made: DryModel, prices: Prices, min_bytes: int, fakes: Fakes, *, is_accelerated: bool
-    ) -> None:
+    def __init__(self, made: DryModel, prices: Prices, min_bytes: int, fakes: Fakes, *, is_accelerated: bool) -> None:
         self._made, self._min_bytes, self._is_accelerated = made, max(min_bytes, 1), is_accelerated
         self._names = {id(p): name for name, p in made.model.named_parameters()}
         self._parameters = list(made.model.parameters())
@@ -410,9 +409,7 @@ class _DryStep:
     def _homes(self) -> Iterator[Subject]:
         for position in self._positions.values():
             param = self._parameters[position]
-            yield Subject(
-                ("param", position), self._names[id(param)], _size(param), TensorClass.PARAMETER, is_persistent=True
-            )
+            yield Subject(("param", position), self._names[id(param)], _size(param), TensorClass.PARAMETER, is_persistent=True)
 
     def _is_listed(self, param: torch.Tensor) -> bool:
         return param.layout is torch.strided and _size(param) >= self._min_bytes and _is_whole(param)

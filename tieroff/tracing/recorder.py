@@ -304,12 +304,17 @@ class StepRecorder(TorchDispatchMode):
         )
         tensors = tuple(
             Tensor(
-                s.name, s.size_bytes, s.kind, s.is_persistent, s.is_movable, merge_intervals(holds[i]),
+                s.name,
+                s.size_bytes,
+                s.kind,
+                s.is_persistent,
+                s.is_movable,
+                merge_intervals(holds[i]),
                 index[s.owner] if s.owner is not None else -1,
                 min(self._deaths.get(s.key, count), count),
             )
             for i, s in enumerate(subjects)
-        )  # fmt: skip
+        )
         trace = Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__})
         if self._tell is not None:
             self._tell(trace)

@@ -214,9 +214,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("at", [0, 1, 4], ids=["traced step", "measured step", "planned step"])
-def test_trouble_and_then_right_steps(
-    each_setting: Setting, caplog: pytest.LogCaptureFixture, trouble: str, at: int
-) -> None:
+def test_trouble_and_then_right_steps(each_setting: Setting, caplog: pytest.LogCaptureFixture, trouble: str, at: int) -> None:
     make, fails = TROUBLES[trouble]
 
     def step(model: Any, optimizer: Any, index: int) -> Any:

@@ -275,9 +275,7 @@ class Lion(torch.optim.Optimizer):
                 state["average"].lerp_(parameter.grad, 0.01)
 
 
-def test_an_optimizer_of_ones_own_is_split_after_its_trial(
-    each_setting: Setting, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_of_ones_own_is_split_after_its_trial(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Any:
         model = Mlp()
         return model, Lion(model.parameters(), 0.01)

@@ -140,16 +140,23 @@ def free_port() -> int:
 def two_ranks(script: str, folder: Path, project: Path, *hows: str) -> list[list[str]]:
     """Runs a script on two ranks; returns the lines that each wrote."""
     environment = {
-        **os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(project),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(folder), *hows],
-            env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = []
     try:
         for rank, process in enumerate(ranks):

@@ -127,9 +127,7 @@ def _raise(grad: Tensor) -> None:
     raise KeyboardInterrupt
 
 
-def test_exception_in_the_update_leaves_nothing_above(
-    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exception_in_the_update_leaves_nothing_above(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model, optimizer = make()
     wrap(made, tmp_path, backend)
     for step in range(STEPS):

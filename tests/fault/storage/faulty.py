@@ -127,9 +127,7 @@ class FaultyEngine:
         for transfer in held:
             transfer.release()
 
-    def read(
-        self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool, is_mapped: bool
-    ) -> Any:
+    def read(self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool, is_mapped: bool) -> Any:
         def call(at: int = offset) -> Transfer:
             return self.inner.read(file, at, address, size_bytes, with_checksum=with_checksum, is_mapped=is_mapped)
 

@@ -234,9 +234,7 @@ def test_flipped_bit_is_found_as_long_as_the_config_says(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ends_that_come_late_and_out_of_order_change_nothing(
-    store: FileStore, engine: FaultyEngine, seed: int
-) -> None:
+def test_ends_that_come_late_and_out_of_order_change_nothing(store: FileStore, engine: FaultyEngine, seed: int) -> None:
     sizes = [random.Random(seed).randrange(1, MIB) for _ in range(12)]
     blocks = [store.allocate(size) for size in sizes]
     sources = [filled(size, index) for index, size in enumerate(sizes)]

@@ -61,9 +61,7 @@ def failure(store: Any, number: int, start: Any) -> StoreError:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("after", [0, 3])
-def test_failed_write_tells_errno_and_bytes_and_can_be_repeated(
-    store: FileStore, engine: Any, number: int, after: int
-) -> None:
+def test_failed_write_tells_errno_and_bytes_and_can_be_repeated(store: FileStore, engine: Any, number: int, after: int) -> None:
     source, target = filled(SIZE, 1), buffers.allocate(SIZE)
     block = store.allocate(SIZE)
     engine.native.inject("write", errno=number, after=after)
@@ -146,9 +144,7 @@ def test_hang_becomes_a_time_out_that_names_the_place(store: FileStore, engine: 
     with pytest.raises(StoreError) as caught:
         write.wait(0.01)
     error = caught.value
-    assert (error.errno, error.path, error.offset, error.size_bytes) == (
-        errno.ETIMEDOUT, store.dirs[0], block.offset, SIZE,
-    )  # fmt: skip
+    assert (error.errno, error.path, error.offset, error.size_bytes) == (errno.ETIMEDOUT, store.dirs[0], block.offset, SIZE)
     assert error.done_bytes == MIB
     assert all(part in str(error) for part in (store.dirs[0], f"offset {block.offset}", str(SIZE)))
     assert not write.done()

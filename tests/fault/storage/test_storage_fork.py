@@ -144,8 +144,11 @@ def test_fork_harms_neither_parent_nor_child(tmp_path: Path, project: Path, name
     environment = {**os.environ, "PYTHONPATH": str(project)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(tmp_path), name],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.splitlines()[-1:] == ["status 0"], done.stdout + done.stderr
     assert done.returncode == 0
     assert os.listdir(tmp_path) == []

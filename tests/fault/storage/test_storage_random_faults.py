@@ -20,10 +20,20 @@ CALLS = 120
 SEEDS = range(8)
 
 FAULTS: list[tuple[Action, Kind]] = [
-    ("write", "errno"), ("write", "short"), ("write", "flip"), ("write", "lost"), ("write", "late"), ("write", "misdirected"),
-    ("read", "errno"), ("read", "short"), ("read", "flip"), ("read", "late"), ("read", "misdirected"),
-    ("verify", "errno"), ("verify", "flip"),
-]  # fmt: skip
+    ("write", "errno"),
+    ("write", "short"),
+    ("write", "flip"),
+    ("write", "lost"),
+    ("write", "late"),
+    ("write", "misdirected"),
+    ("read", "errno"),
+    ("read", "short"),
+    ("read", "flip"),
+    ("read", "late"),
+    ("read", "misdirected"),
+    ("verify", "errno"),
+    ("verify", "flip"),
+]
 
 
 @pytest.fixture(params=available())

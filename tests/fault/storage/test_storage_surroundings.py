@@ -41,9 +41,12 @@ def check(store, block):
 def start(script: str, project: Path, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*through, sys.executable, "-W", "ignore", "-c", PRELUDE + script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(project)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(project)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def run(script: str, project: Path, *arguments: str, through: tuple[str, ...] = ()) -> tuple[int, str, str]:

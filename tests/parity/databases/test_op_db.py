@@ -17,9 +17,7 @@ from tests.support.parity import BACKENDS, SEED
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.bfloat16)
 
 # Operators that do not compute the same, and why. A line whose operator does fails the test.
-LEFT_OUT = {
-    "prod": "traced step only: under any dispatch mode torch's backward takes another formula, whose last bit differs",
-}
+LEFT_OUT = {"prod": "traced step only: under any dispatch mode torch's backward takes another formula, whose last bit differs"}
 
 
 class Applied(nn.Module):

@@ -39,9 +39,7 @@ from tieroff.runtime.engine import Engine
 pytestmark = pytest.mark.long
 
 STEPS, BATCH, LENGTH, WORDS, SIZE = 5, 4, 32, 128, 32
-WIDTHS: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-}  # fmt: skip
+WIDTHS: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
 Batch = dict[str, Tensor]
 
 
@@ -176,12 +174,19 @@ def run_trainer(subject: Subject, folder: Path, config: dict[str, Any] | None) -
     trainer = Trainer(
         model,
         TrainingArguments(
-            str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=1e-3, logging_steps=1,
-            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+            str(folder / "out"),
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
         ),
         train_dataset=[{name: rows[i] for name, rows in data.items()} for i in range(STEPS * BATCH)],
         callbacks=[callback] if config is not None else [],
-    )  # fmt: skip
+    )
     trainer.train()
     losses = [entry[key] for entry in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")]
     if config is not None:

@@ -45,8 +45,9 @@ def test_numbers_are_those_of_the_plain_run(name: str, budget: str, backend: str
     assert all(
         torch.equal(optimizer.state[p][key], value)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-        for key, value in plain_optimizer.state[q].items() if isinstance(value, torch.Tensor)
-    )  # fmt: skip
+        for key, value in plain_optimizer.state[q].items()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def test_gradients_need_not_be_kept(tmp_path: Path) -> None:
@@ -136,6 +137,7 @@ def test_a_model_is_converted_before_its_gradients_are_cleared(tmp_path: Path) -
 
 def test_hooks_before_the_step_have_it_wait(tmp_path: Path) -> None:
     """They may change gradients, so they come first, as in the plain run."""
+
     def shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -89,6 +89,7 @@ def test_an_update_that_fails_does_not_count_as_done(budget: str, tmp_path: Path
     model, optimizer = make("SGD")
     tieroff.wrap(model, optimizer, config(tmp_path, budget))
     train(model, optimizer, 4)
+
     def fail(self: BucketUpdate, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         raise MemoryError("no memory for the update")
 
@@ -149,12 +150,18 @@ def test_gradients_are_refused_not_read() -> None:
     scaler.scale(torch.ones(1))
     assert parameter.grad.shape == (4, 3) and "AppliedGradient" in repr(parameter.grad)
     for use in (
-        lambda: parameter.grad + 1, lambda: parameter.grad.zero_(), lambda: parameter.grad.clone(),
-        lambda: parameter.grad.abs(), lambda: (parameter * 2).sum().backward(),
-        lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0), lambda: tieroff.clip_grad_norm_([parameter], 1.0),
-        lambda: parameter.grad.data_ptr(), lambda: parameter.grad.share_memory_(), lambda: pickle.dumps(parameter.grad),
+        lambda: parameter.grad + 1,
+        lambda: parameter.grad.zero_(),
+        lambda: parameter.grad.clone(),
+        lambda: parameter.grad.abs(),
+        lambda: (parameter * 2).sum().backward(),
+        lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0),
+        lambda: tieroff.clip_grad_norm_([parameter], 1.0),
+        lambda: parameter.grad.data_ptr(),
+        lambda: parameter.grad.share_memory_(),
+        lambda: pickle.dumps(parameter.grad),
         lambda: scaler.unscale_(torch.optim.SGD([parameter])),
-    ):  # fmt: skip
+    ):
         with pytest.raises((StateError, AssertionError, AttributeError)) as caught:
             use()
         assert caught.type is StateError, caught.value

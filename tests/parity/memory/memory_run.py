@@ -45,10 +45,11 @@ def main(folder: str, budget_bytes: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     if budget_bytes:
-        tieroff.wrap(model, optimizer, {
-            "device": "cpu", "budget": {"device": budget_bytes, "host": 0, "nvme": "3GiB"},
-            "nvme": {"dirs": [folder]},
-        })  # fmt: skip
+        tieroff.wrap(
+            model,
+            optimizer,
+            {"device": "cpu", "budget": {"device": budget_bytes, "host": 0, "nvme": "3GiB"}, "nvme": {"dirs": [folder]}},
+        )
     for step in range(STEPS):
         torch.manual_seed(step)
         loss = model(torch.randn(ROWS, WIDTH)).square().mean()
@@ -62,9 +63,12 @@ def main(folder: str, budget_bytes: int) -> None:
         engine = tieroff.engine(model)
         stats = engine.stats()
         found |= {
-            "phase": stats.phase, "counted_bytes": stats.peak_device_bytes, "fallbacks": stats.fallbacks,
-            "planned_bytes": engine.plan.peak_bytes[tieroff.core.tensor.Tier.DEVICE], "moved": stats.moved_bytes,
-        }  # fmt: skip
+            "phase": stats.phase,
+            "counted_bytes": stats.peak_device_bytes,
+            "fallbacks": stats.fallbacks,
+            "planned_bytes": engine.plan.peak_bytes[tieroff.core.tensor.Tier.DEVICE],
+            "moved": stats.moved_bytes,
+        }
     print(json.dumps(found))
 
 

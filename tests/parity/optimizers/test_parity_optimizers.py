@@ -55,9 +55,19 @@ def test_optimizer_makes_the_same_updates_wrapped(name: str, backend: str, tiers
 
 
 PER_PARAMETER = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD,
-    optim.Adagrad, optim.Adadelta, optim.Adafactor,
-)  # fmt: skip
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adafactor,
+)
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 VARIANTS = [
     *((kind, {"foreach": foreach}) for kind in PER_PARAMETER for foreach in (False, True)),
@@ -65,9 +75,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), VARIANTS, ids=[f"{kind.__name__}-{options}" for kind, options in VARIANTS]
-)
+@pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=[f"{kind.__name__}-{options}" for kind, options in VARIANTS])
 def test_every_variant_of_every_optimizer_makes_the_same_updates(
     kind: Callable[..., optim.Optimizer], options: dict[str, bool], tmp_path: Path
 ) -> None:
@@ -115,10 +123,7 @@ def test_sparse_adam_makes_the_same_updates(tmp_path: Path) -> None:
 
 
 def test_every_optimizer_of_torch_is_tried() -> None:
-    tried = {
-        type(factory([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]))
-        for factory in OPTIMIZERS.values()
-    }
+    tried = {type(factory([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])) for factory in OPTIMIZERS.values()}
     tried |= {optim.Muon, optim.SparseAdam}
     refused = {optim.LBFGS, optim.Optimizer}
     kinds = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)}

@@ -76,9 +76,7 @@ def test_every_subject_is_in_every_place_equally_often(count: int) -> None:
 
 def cell_of(kind: Any, **rates: list[tuple[int, int]]) -> Cell:
     cell = Cell(kind, MIB)
-    cell.slices = {
-        name: [Moved(written, read, 1.0, 0.5) for written, read in slices] for name, slices in rates.items()
-    }
+    cell.slices = {name: [Moved(written, read, 1.0, 0.5) for written, read in slices] for name, slices in rates.items()}
     cell.slices[CONTROL] = cell.slices.pop("again")
     return cell
 
@@ -271,8 +269,12 @@ def test_one_tiny_run_measures_every_engine_and_leaves_nothing(tmp_path: Path, m
     plain = [row for row in found["rows"] if not row["matmul"]]
     assert {row["subject"] for row in plain} == engines
     assert {(row["kind"], row["way"]) for row in plain} == {
-        ("read", "read"), ("write", "write"), ("both", "write"), ("both", "read"), ("both", "sum"),
-    }  # fmt: skip
+        ("read", "read"),
+        ("write", "write"),
+        ("both", "write"),
+        ("both", "read"),
+        ("both", "sum"),
+    }
     for row in plain:
         assert row["pairs"] == 2
         assert 0 < row["low"] <= row["ratio"] <= row["high"]

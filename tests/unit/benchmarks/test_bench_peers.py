@@ -138,11 +138,9 @@ def test_tieroff_has_the_losses_of_the_demo_script_and_its_own_account(tmp_path:
 def test_tieroff_in_backward_has_the_losses_of_a_loop_that_does_not_clip(tmp_path: Path) -> None:
     loop = replace(TINY, steps=4, clip=0.0)
     clipped, expected = (train_gpt.train(options, ignore_step) for options in (replace(loop, clip=TINY.clip), loop))
-    config = Config.load({
-        "device": "cpu",
-        "budget": {"device": "80%", "host": "8MiB"},
-        "plan": {"min_bytes": 0, "update_in_backward": True},
-    })  # fmt: skip
+    config = Config.load(
+        {"device": "cpu", "budget": {"device": "80%", "host": "8MiB"}, "plan": {"min_bytes": 0, "update_in_backward": True}}
+    )
     result = peers.train(peers.PEERS[peers.IN_BACKWARD](wrapped(replace(loop, out=tmp_path), config), tmp_path), ignore_step)
     assert result.losses == expected.losses != clipped.losses
     assert result.stats is not None

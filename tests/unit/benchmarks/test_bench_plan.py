@@ -68,8 +68,16 @@ def test_geometric_mean() -> None:
 def row_of(cell: str, step_s: float | None, g10_s: float | None) -> dict[str, Any]:
     ideal_s = 1.0
     share = None if step_s is None else ideal_s / step_s
-    return {"cell": cell, "host_bytes": 0, "g10_s": g10_s, "step_s": step_s, "ideal_s": ideal_s, "ideal_share": share,
-            "above_bound": None if step_s is None else step_s - 1, "plan_s": 0.1}  # fmt: skip
+    return {
+        "cell": cell,
+        "host_bytes": 0,
+        "g10_s": g10_s,
+        "step_s": step_s,
+        "ideal_s": ideal_s,
+        "ideal_share": share,
+        "above_bound": None if step_s is None else step_s - 1,
+        "plan_s": 0.1,
+    }
 
 
 def test_summary_takes_each_mean_over_its_own_cells() -> None:
@@ -214,9 +222,7 @@ def test_trace_that_cannot_be_read_is_told(data: Path, capsys: pytest.CaptureFix
     assert "bench_plan: " in capsys.readouterr().err
 
 
-def test_own_traces_are_planned_for_both_executors_at_every_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_traces_are_planned_for_both_executors_at_every_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_trace(load_trace_json(OWN_FOLDER / "lstm.json"), tmp_path / "lstm.json")
     out = tmp_path / "found.json"
     assert main(["--parts", "own", "--own", str(tmp_path), "--machine", "--json", str(out)]) == 0

@@ -63,9 +63,11 @@ def main(folder: Path) -> None:
     with torch.device("meta"):
         model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    tieroff.wrap(model, optimizer, {
-        "device": "cpu", "budget": {"device": "64MiB", "host": 0, "nvme": "2GiB"}, "nvme": {"dirs": [str(drive)]},
-    })  # fmt: skip
+    tieroff.wrap(
+        model,
+        optimizer,
+        {"device": "cpu", "budget": {"device": "64MiB", "host": 0, "nvme": "2GiB"}, "nvme": {"dirs": [str(drive)]}},
+    )
     found["load"] = growth_of(lambda: tieroff.load_weights(model, source))
     found["save"] = growth_of(lambda: tieroff.save_weights(model, target, max_shard_bytes="400MB"))
     found["load_again"] = growth_of(lambda: tieroff.load_weights(model, target))

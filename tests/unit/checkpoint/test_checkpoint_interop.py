@@ -79,11 +79,16 @@ def wrap(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[P
     wrapped: list[nn.Module] = []
 
     def wrap(pair: Pair) -> Pair:
-        tieroff.wrap(*pair, {
-            "device": "cpu", "budget": {"device": "1GiB", "host": host, "nvme": nvme},
-            "nvme": {"dirs": [str(tmp_path / "drive")] if nvme else [], "staging": "1MiB"},
-            "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine_file(tmp_path))},
-        }, backend=BACKENDS[backend]())  # fmt: skip
+        tieroff.wrap(
+            *pair,
+            {
+                "device": "cpu",
+                "budget": {"device": "1GiB", "host": host, "nvme": nvme},
+                "nvme": {"dirs": [str(tmp_path / "drive")] if nvme else [], "staging": "1MiB"},
+                "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine_file(tmp_path))},
+            },
+            backend=BACKENDS[backend](),
+        )
         wrapped.append(pair[0])
         return pair
 
@@ -128,9 +133,11 @@ def load_full_dcp(pair: Pair, folder: Path) -> None:
 
 
 WAYS: dict[str, tuple[Callable[[Pair, Path], None], Callable[[Pair, Path], None]]] = {
-    "torch": (save_all, load_all), "torch mmap": (save_all, lambda pair, folder: load_all(pair, folder, mmap=True)),
-    "dcp": (save_dcp, load_dcp), "dcp full": (save_full_dcp, load_full_dcp),
-}  # fmt: skip
+    "torch": (save_all, load_all),
+    "torch mmap": (save_all, lambda pair, folder: load_all(pair, folder, mmap=True)),
+    "dcp": (save_dcp, load_dcp),
+    "dcp full": (save_full_dcp, load_full_dcp),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -266,10 +273,15 @@ def test_state_dicts_on_a_gpu_are_whole_and_on_the_cpu(tmp_path: Path) -> None:
     plain, wrapped = build(1), build(1)
     plain[0].cuda()
     (tmp_path / "drive").mkdir()
-    tieroff.wrap(*wrapped, {
-        "device": "cuda", "budget": {"device": "60%", "host": "64MiB", "nvme": "64MiB"},
-        "nvme": {"dirs": [str(tmp_path / "drive")]}, "plan": {"policy": "auto", "min_bytes": 0},
-    })  # fmt: skip
+    tieroff.wrap(
+        *wrapped,
+        {
+            "device": "cuda",
+            "budget": {"device": "60%", "host": "64MiB", "nvme": "64MiB"},
+            "nvme": {"dirs": [str(tmp_path / "drive")]},
+            "plan": {"policy": "auto", "min_bytes": 0},
+        },
+    )
     for pair in (plain, wrapped):
         for step in range(5):
             torch.manual_seed(step)

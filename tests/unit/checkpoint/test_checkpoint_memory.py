@@ -57,8 +57,11 @@ def test_a_model_larger_than_its_budget_is_loaded_and_saved_in_little_memory(tmp
     """620 MB, of which the largest tensor has 17: from shards to a drive, and back to shards."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(project / "tests/unit/checkpoint/checkpoint_memory_run.py"), str(tmp_path)],
-        cwd=project, env={**os.environ, "PYTHONPATH": str(project)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(project)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["model_bytes"] > MODEL_BYTES_AT_LEAST and found["is_right"]
@@ -100,10 +103,16 @@ def test_a_mapped_checkpoint_leaves_memory_once_its_tensors_have_their_tiers(
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     model, optimizer = build()
     (tmp_path / "drive").mkdir()
-    tieroff.wrap(model, optimizer, {
-        "device": "cpu", "budget": {"device": "1GiB", "host": 0, "nvme": "256MiB"},
-        "nvme": {"dirs": [str(tmp_path / "drive")]}, "plan": {"policy": "floor", "machine": str(machine_file(tmp_path))},
-    })  # fmt: skip
+    tieroff.wrap(
+        model,
+        optimizer,
+        {
+            "device": "cpu",
+            "budget": {"device": "1GiB", "host": 0, "nvme": "256MiB"},
+            "nvme": {"dirs": [str(tmp_path / "drive")]},
+            "plan": {"policy": "floor", "machine": str(machine_file(tmp_path))},
+        },
+    )
     found = torch.load(path, weights_only=True, mmap=True)
     resume(model, optimizer, found)
     first = found["model"]["0.weight"]  # one tensor keeps the whole mapping

@@ -59,11 +59,17 @@ class Zoo(nn.Module):
 
 def wrap(model: nn.Module, optimizer: Any, folder: Path, backend: Backend, *, host_bytes: int = 0) -> None:
     (folder / "drive").mkdir(exist_ok=True)
-    tieroff.wrap(model, optimizer, {
-        "device": "cpu", "budget": {"device": "1GiB", "host": host_bytes, "nvme": 0 if host_bytes else "16MiB"},
-        "nvme": {"dirs": [] if host_bytes else [str(folder / "drive")], "staging": "1MiB"},
-        "plan": {"policy": "floor", "min_bytes": 64, "machine": str(machine_file(folder))},
-    }, backend=backend)  # fmt: skip
+    tieroff.wrap(
+        model,
+        optimizer,
+        {
+            "device": "cpu",
+            "budget": {"device": "1GiB", "host": host_bytes, "nvme": 0 if host_bytes else "16MiB"},
+            "nvme": {"dirs": [] if host_bytes else [str(folder / "drive")], "staging": "1MiB"},
+            "plan": {"policy": "floor", "min_bytes": 64, "machine": str(machine_file(folder))},
+        },
+        backend=backend,
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[Tensor]:
@@ -122,8 +128,10 @@ def test_a_model_from_the_meta_device_trains_as_the_original(
     assert [a is b for a, b in zip(objects, model.parameters(), strict=True)] == [True] * len(objects)
     assert model.head.weight is model.embedding.weight and model.alias.mask is model.mask
     assert model.embedding.weight.mark == "kept" and not model.frozen.requires_grad  # type: ignore[attr-defined]
-    assert progress[-1][0] == progress[-1][1] == sum(
-        t.numel() * t.element_size() for t in {id(t): t for t in original.state_dict(keep_vars=True).values()}.values()
+    assert (
+        progress[-1][0]
+        == progress[-1][1]
+        == sum(t.numel() * t.element_size() for t in {id(t): t for t in original.state_dict(keep_vars=True).values()}.values())
     )
     assert_same_values(model, original)
     engine = tieroff.engine(model)

@@ -111,11 +111,7 @@ _SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ),
     ("twice in a tier", "overlap", lambda p: replace(p, residencies=(*p.residencies, Residency(0, DEVICE, 1, 3)))),
     ("no residency", "required", lambda p: replace(p, residencies=p.residencies[:-1])),
-    (
-        "away when used",
-        "required",
-        lambda p: _residency(p, Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 2, 3)),
-    ),
+    ("away when used", "required", lambda p: _residency(p, Residency(1, DEVICE, 1, 2), Residency(1, DEVICE, 2, 3))),
     (
         "load awaited after the use",
         "not_ready",
@@ -132,11 +128,7 @@ _SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("written while copied", "stale_copy", lambda p: _copy_w(p, 4, 6)),
     ("copied before the write", "lost_data", lambda p: _copy_w(p, 4, 4)),
     ("copied before it is loaded", "invalid_copy", lambda p: _copy_w(p, 4, 4, loaded_by=4)),
-    (
-        "no load",
-        "from_nowhere",
-        lambda p: _transfer(p, Transfer(0, HOST, DEVICE, 5, 5, 2)),
-    ),
+    ("no load", "from_nowhere", lambda p: _transfer(p, Transfer(0, HOST, DEVICE, 5, 5, 2))),
     (
         "no copy out",
         "from_nowhere",
@@ -144,16 +136,8 @@ _SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
             p, transfers=tuple(replace(t, rank=0) if t.rank == 1 and t.target is HOST else t for t in p.transfers[1:])
         ),
     ),
-    (
-        "no copy out after the write",
-        "lost_data",
-        lambda p: _transfer(p, Transfer(1, DEVICE, HOST, 6, 6, 1)),
-    ),
-    (
-        "ranks repeated",
-        "rank",
-        lambda p: _transfer(p, Transfer(1, HOST, DEVICE, 3, 4, 1), Transfer(1, HOST, DEVICE, 3, 4, 0)),
-    ),
+    ("no copy out after the write", "lost_data", lambda p: _transfer(p, Transfer(1, DEVICE, HOST, 6, 6, 1))),
+    ("ranks repeated", "rank", lambda p: _transfer(p, Transfer(1, HOST, DEVICE, 3, 4, 1), Transfer(1, HOST, DEVICE, 3, 4, 0))),
     (
         "ranks against the order of issue",
         "rank",
@@ -258,11 +242,7 @@ _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("repeat that is there twice", "repeat", lambda p: replace(p, repeats=(Repeat(0, 4), Repeat(0, 4)))),
     ("repeat of an update", "repeat", lambda p: replace(p, repeats=(*p.repeats, Repeat(6, 7)))),
     ("repeat that writes what lasts", "repeat", lambda p: replace(p, host_updates=(), repeats=(Repeat(6, 7),))),
-    (
-        "repeat without the room for its result",
-        "repeat",
-        _rich(lambda p: replace(p, repeats=(*p.repeats, Repeat(1, 5)))),
-    ),
+    ("repeat without the room for its result", "repeat", _rich(lambda p: replace(p, repeats=(*p.repeats, Repeat(1, 5))))),
     ("no repeat", "from_nowhere", lambda p: replace(p, repeats=())),
     ("repeat that is too late", "lost_data", lambda p: _late_repeat(p)),
     ("update of another op", "host_update", lambda p: replace(p, host_updates=(replace(_UPDATE, op=5),))),
@@ -287,17 +267,12 @@ _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
         "invalid_copy",
         _rich(
             lambda p: replace(
-                _residency(p, Residency(3, HOST, 5, 7), Residency(3, HOST, 5, 8)),
-                host_updates=(replace(_UPDATE, ready_by=8),),
+                _residency(p, Residency(3, HOST, 5, 7), Residency(3, HOST, 5, 8)), host_updates=(replace(_UPDATE, ready_by=8),)
             )
         ),
     ),
     ("copy while it is updated", "stale_copy", lambda p: _copy_m(p, 5, 7)),
-    (
-        "load awaited after its source ends",
-        "source",
-        _rich(lambda p: _source_ends(p)),
-    ),
+    ("load awaited after its source ends", "source", _rich(lambda p: _source_ends(p))),
     ("no addresses", "address", lambda p: _addresses(p)),
     ("address below the device", "address", lambda p: _addresses(p, 8, 8, 12, 0, 4, 4, 0, 12, -1, -1, -1)),
     ("no address on the device", "address", lambda p: _addresses(p, 8, -1, 12, 0, 4, 4, -1, 12, -1, -1, -1)),
@@ -611,11 +586,7 @@ def test_lost_data_counts_life_after_the_last_use() -> None:
         _PLAN,
         trace_digest=early.digest,
         residencies=(Residency(0, DEVICE, 0, 2), *_PLAN.residencies[3:]),
-        transfers=(
-            Transfer(1, DEVICE, HOST, 6, 6, 0),
-            Transfer(1, HOST, DEVICE, 1, 1, 0),
-            Transfer(1, HOST, DEVICE, 3, 4, 1),
-        ),
+        transfers=(Transfer(1, DEVICE, HOST, 6, 6, 0), Transfer(1, HOST, DEVICE, 1, 1, 0), Transfer(1, HOST, DEVICE, 3, 4, 1)),
         peak_bytes={DEVICE: 111, HOST: 10},
     )
     with pytest.raises(InvalidPlanError) as caught:

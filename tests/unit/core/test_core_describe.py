@@ -9,15 +9,8 @@ from tieroff.core.trace import Op, Trace
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 _TRACE = Trace(
-    ops=(
-        Op("make", 1_000_000, (), (0,)),
-        Op("use", 1_000_000, (0,), ()),
-        Op("update", 1_000_000, (), (1,), phase="optimizer"),
-    ),
-    tensors=(
-        Tensor("x", 4096, TensorClass.ACTIVATION),
-        Tensor("w", 2048, TensorClass.PARAMETER, is_persistent=True),
-    ),
+    ops=(Op("make", 1_000_000, (), (0,)), Op("use", 1_000_000, (0,), ()), Op("update", 1_000_000, (), (1,), phase="optimizer")),
+    tensors=(Tensor("x", 4096, TensorClass.ACTIVATION), Tensor("w", 2048, TensorClass.PARAMETER, is_persistent=True)),
 )
 
 

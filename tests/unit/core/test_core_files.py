@@ -74,10 +74,7 @@ def test_trace_plan_and_timeline_come_back_equal(tmp_path: Path) -> None:
 def test_truncated_files_are_refused_at_every_length(tmp_path: Path) -> None:
     save_trace(_TRACE, tmp_path / "trace.json")
     save_plan(_PLAN, tmp_path / "plan.json")
-    for name, load, error in (
-        ("trace.json", load_trace_json, CaptureError),
-        ("plan.json", load_plan, InvalidPlanError),
-    ):
+    for name, load, error in (("trace.json", load_trace_json, CaptureError), ("plan.json", load_plan, InvalidPlanError)):
         data = (tmp_path / name).read_bytes()
         for length in range(0, len(data) - 1, 41):
             (tmp_path / "cut").write_bytes(data[:length])

@@ -33,11 +33,7 @@ def test_parameter_has_a_gap_that_wraps() -> None:
     tensor = Tensor("w", 1, TensorClass.PARAMETER, is_persistent=True)
     life = _trace(10, tensor, reads=(2, 5), writes=(8,)).lifetimes[0]
     assert (life.birth, life.death) == (0, 10)
-    assert life.gaps == (
-        Gap(0, 3, 5, False, -1, True),
-        Gap(0, 6, 8, False, -1, True),
-        Gap(0, 9, 12, True, 8, False),
-    )
+    assert life.gaps == (Gap(0, 3, 5, False, -1, True), Gap(0, 6, 8, False, -1, True), Gap(0, 9, 12, True, 8, False))
 
 
 def test_parameter_used_at_both_ends_has_no_gap_that_wraps() -> None:

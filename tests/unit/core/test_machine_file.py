@@ -34,9 +34,16 @@ def wrapped(tmp_path: Path, machine: Machine, dirs: list[Path], **nvme: Any) -> 
 
 def machine(**dirs: dict[str, Any]) -> Machine:
     return Machine(
-        device_bytes=GB, host_bytes=GB, nvme_bytes=GB, d2h_bytes_per_s=GB, h2d_bytes_per_s=GB,
-        nvme_write_bytes_per_s=GB, nvme_read_bytes_per_s=2 * GB, checksum_bytes_per_s=4 * GB, dirs=dirs,
-    )  # fmt: skip
+        device_bytes=GB,
+        host_bytes=GB,
+        nvme_bytes=GB,
+        d2h_bytes_per_s=GB,
+        h2d_bytes_per_s=GB,
+        nvme_write_bytes_per_s=GB,
+        nvme_read_bytes_per_s=2 * GB,
+        checksum_bytes_per_s=4 * GB,
+        dirs=dirs,
+    )
 
 
 @pytest.mark.parametrize("name", ["threads", "aiofiles"])

@@ -42,14 +42,7 @@ def test_parse_bytes_keeps_integers_exactly(size_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.50 KiB"),
-        (6 * 2**30, "6.00 GiB"),
-        (-(2**20), "-1.00 MiB"),
-        (2**41, "2.00 TiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (6 * 2**30, "6.00 GiB"), (-(2**20), "-1.00 MiB"), (2**41, "2.00 TiB")],
 )
 def test_format_bytes_is_short(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text

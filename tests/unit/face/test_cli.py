@@ -21,10 +21,26 @@ from tieroff.report.terminal import progress
 
 GIB = 2**30
 ROW_KEYS = [
-    "policy", "status", "step_s", "ideal_s", "bound_s", "stall_s", "peak_device_bytes", "peak_host_bytes",
-    "peak_nvme_bytes", "d2h_bytes", "h2d_bytes", "nvme_write_bytes", "nvme_read_bytes", "recompute_s", "plan_s",
-    "kind", "options", "faithful_step_s", "reason",
-]  # fmt: skip
+    "policy",
+    "status",
+    "step_s",
+    "ideal_s",
+    "bound_s",
+    "stall_s",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "peak_nvme_bytes",
+    "d2h_bytes",
+    "h2d_bytes",
+    "nvme_write_bytes",
+    "nvme_read_bytes",
+    "recompute_s",
+    "plan_s",
+    "kind",
+    "options",
+    "faithful_step_s",
+    "reason",
+]
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
@@ -177,9 +193,18 @@ def test_doctor_looks_at_the_folders_of_a_config(tmp_path: Path) -> None:
     assert document["dirs"][0]["path"] in ("direct", "buffered")
     assert {row["engine"] for row in document["dirs"][0]["engines"]} == {"gds", "uring", "threads", "aiofiles"}
     assert {
-        "torch", "cuda", "native module", "memory", "io_uring", "locked memory", "kvikio", "cuFile", "nvidia-fs", "P2PDMA",
+        "torch",
+        "cuda",
+        "native module",
+        "memory",
+        "io_uring",
+        "locked memory",
+        "kvikio",
+        "cuFile",
+        "nvidia-fs",
+        "P2PDMA",
         "cuFile compatibility mode",
-    } <= {fact["name"] for fact in document["facts"]}  # fmt: skip
+    } <= {fact["name"] for fact in document["facts"]}
     status, text = run("doctor", "--config", config)
     assert status == 0
     assert str(tmp_path) in text
@@ -211,8 +236,7 @@ def problem(tmp_path: Path) -> list[str | Path]:
         for index in reversed(range(count)):
             rows.writerow([2 * count - 1 - index, f"backward{index}", 200, f"t{index}", ""])
     (tmp_path / "machine.toml").write_text(
-        'name = "test"\ndevice_bytes = "80GiB"\nhost_bytes = "64GiB"\n'
-        'd2h_bytes_per_s = "16GiB"\nh2d_bytes_per_s = "16GiB"\n'
+        'name = "test"\ndevice_bytes = "80GiB"\nhost_bytes = "64GiB"\nd2h_bytes_per_s = "16GiB"\nh2d_bytes_per_s = "16GiB"\n'
     )
     return ["--trace", folder, "--machine", tmp_path / "machine.toml"]
 

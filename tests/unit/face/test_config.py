@@ -70,9 +70,7 @@ def test_config_reads_every_key(tmp_path: Path) -> None:
     assert config.plan.machine == Path("machine.toml")
 
 
-def test_config_source_order_is_argument_variable_file_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_source_order_is_argument_variable_file_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "tieroff.toml", "[budget]\nhost = 1")
     named = write(tmp_path / "named.toml", "[budget]\nhost = 2")

@@ -16,9 +16,19 @@ from tieroff.tracing.roofline import Roofline
 
 RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml", "two_ranks.toml", "in_backward.toml")
 MACHINES = (
-    "a100_40gb.toml", "a100_80gb.toml", "h100_80gb.toml", "h200_4xgen5.toml", "h200_8xgen5.toml", "rtx4090_1xgen4.toml",
-    "a100_80gb_pcie.toml", "l4.toml", "mi210.toml", "p100_16gb.toml", "t4.toml", "v100_32gb.toml",  # scripts/evidence/fit_machines.py
-)  # fmt: skip
+    "a100_40gb.toml",
+    "a100_80gb.toml",
+    "h100_80gb.toml",
+    "h200_4xgen5.toml",
+    "h200_8xgen5.toml",
+    "rtx4090_1xgen4.toml",
+    "a100_80gb_pcie.toml",
+    "l4.toml",
+    "mi210.toml",
+    "p100_16gb.toml",
+    "t4.toml",
+    "v100_32gb.toml",  # scripts/evidence/fit_machines.py
+)
 
 
 @pytest.mark.parametrize("name", RUN_CONFIGS)

@@ -55,8 +55,12 @@ def test_every_block_of_the_tutorial_runs(project: Path, tmp_path: Path) -> None
         assert block.language == "bash"
         run = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.text],
-            cwd=tmp_path, env=environment(project), capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment(project),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert run.returncode == 0, f"{block.text}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
         said += run.stdout + run.stderr
     assert "equal, bit for bit" in said
@@ -156,7 +160,9 @@ def test_the_config_reference_is_current() -> None:
 def test_the_pages_build_strictly(project: Path, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", project / "mkdocs.yml", "-d", tmp_path / "site"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "site/tutorial/index.html").is_file()

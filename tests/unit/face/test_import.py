@@ -11,24 +11,38 @@ import pytest
 import tieroff
 
 OWN_WITH_WRAP = {
-    "_native", "api", "config", "core", "errors", "planner", "probe", "runtime", "session", "storage", "tracing", "units",
-}  # fmt: skip
+    "_native",
+    "api",
+    "config",
+    "core",
+    "errors",
+    "planner",
+    "probe",
+    "runtime",
+    "session",
+    "storage",
+    "tracing",
+    "units",
+}
 """Packages that running a step needs."""
 
 FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "psutil", "pydantic", "pydantic_core", "torch", "typing_inspection"}
 
 NOT_WITH_WRAP = {
-    "tieroff.probe.survey", "tieroff.probe.doctor", "tieroff.storage.engines.aio", "tieroff.planner.layout",
-    "tieroff.planner.compare.rows", "tieroff.tracing.files",
-}  # fmt: skip
+    "tieroff.probe.survey",
+    "tieroff.probe.doctor",
+    "tieroff.storage.engines.aio",
+    "tieroff.planner.layout",
+    "tieroff.planner.compare.rows",
+    "tieroff.tracing.files",
+}
 """Modules of those packages that other commands or engines need."""
 
 
 def modules_after(before: str, code: str) -> set[str]:
     """Returns the modules that some code loads in a new process, after other code."""
     program = (
-        f"import json, sys\n{before}\nloaded = set(sys.modules)\n{code}\n"
-        "print(json.dumps(sorted(set(sys.modules) - loaded)))"
+        f"import json, sys\n{before}\nloaded = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - loaded)))"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     return set(json.loads(done.stdout.splitlines()[-1]))

@@ -71,9 +71,14 @@ def batches() -> torch.utils.data.DataLoader[Any]:
 
 def trainer_of(callback: TieroffCallback | None, **settings: Any) -> lightning.Trainer:
     chosen: dict[str, Any] = {
-        "accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, **settings,
-    }  # fmt: skip
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **settings,
+    }
     chosen["callbacks"] = [*chosen.get("callbacks", []), *([callback] if callback is not None else [])]
     return lightning.Trainer(**chosen)
 

@@ -50,10 +50,14 @@ def lora() -> nn.Module:
     torch.manual_seed(0)
     base = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            vocab_size=WORDS,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
             max_position_embeddings=LENGTH,
         )
-    )  # fmt: skip
+    )
     return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
@@ -65,13 +69,23 @@ def examples(count: int) -> list[dict[str, Tensor]]:
 
 def trainer_of(model: nn.Module, folder: Path, callback: TieroffCallback | None, **arguments: Any) -> Trainer:
     settings: dict[str, Any] = {
-        "max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "disable_tqdm": True, "use_cpu": True, **arguments,
-    }  # fmt: skip
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **arguments,
+    }
     return Trainer(
-        model, TrainingArguments(str(folder / "out"), **settings), train_dataset=examples(24), eval_dataset=examples(4),
+        model,
+        TrainingArguments(str(folder / "out"), **settings),
+        train_dataset=examples(24),
+        eval_dataset=examples(4),
         callbacks=[callback] if callback is not None else [],
-    )  # fmt: skip
+    )
 
 
 def floor(folder: Path, min_bytes: int = 0) -> dict[str, Any]:
@@ -150,9 +164,15 @@ def test_a_checkpoint_resumes_to_the_same_numbers(tmp_path: Path) -> None:
 
 def test_the_best_model_is_loaded_into_a_wrapped_one(tmp_path: Path) -> None:
     check(
-        gpt2, tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="loss",
-    )  # fmt: skip
+        gpt2,
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
 
 
 def test_a_model_stays_wrapped_after_training_and_trains_on(tmp_path: Path) -> None:
@@ -221,8 +241,11 @@ def test_two_ranks_of_a_trainer_compute_the_same(project: Path, tmp_path: Path) 
     script.write_text(RANKS)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("right") == 2
 

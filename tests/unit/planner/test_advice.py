@@ -57,8 +57,12 @@ def test_step_that_waits_for_the_host_link_is_helped_by_a_faster_one() -> None:
     found, left_out = reliefs(trace, machine(), budget, result)
     assert left_out == []
     assert {relief.what for relief in found} == {
-        HOST_LINK, "twice the host memory", "10 % more device memory", "25 % more device memory", FASTER_DEVICE,
-    }  # fmt: skip
+        HOST_LINK,
+        "twice the host memory",
+        "10 % more device memory",
+        "25 % more device memory",
+        FASTER_DEVICE,
+    }
     assert found == sorted(found, key=lambda relief: relief.step_s)
     assert found[0].what == HOST_LINK
     assert found[0].step_s < 0.9 * result.row.step_s
@@ -176,9 +180,13 @@ def test_more_of_a_resource_never_makes_the_step_longer(
     tensors = tuple(replace(t, size_bytes=size) for t, size in zip(base.tensors, sizes, strict=True))
     trace = replace(base, tensors=tensors).with_durations(durations[: 2 * count])
     of = Machine(
-        host_bytes=100, nvme_bytes=100, d2h_bytes_per_s=rates[0] * GB, h2d_bytes_per_s=rates[1] * GB,
-        nvme_write_bytes_per_s=rates[2] * GB, nvme_read_bytes_per_s=rates[3] * GB,
-    )  # fmt: skip
+        host_bytes=100,
+        nvme_bytes=100,
+        d2h_bytes_per_s=rates[0] * GB,
+        h2d_bytes_per_s=rates[1] * GB,
+        nvme_write_bytes_per_s=rates[2] * GB,
+        nvme_read_bytes_per_s=rates[3] * GB,
+    )
     budget = {Tier.DEVICE: max(int(sum(sizes) * share), 1), Tier.HOST: int(sum(sizes) * host_share)}
     result = plan_row(trace, of, budget)
     if result.plan is None:

@@ -22,12 +22,7 @@ from tieroff.planner.problem.problem import live_bytes
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
-_MACHINE = Machine(
-    device_bytes=1 << 40,
-    host_bytes=1 << 40,
-    d2h_bytes_per_s=16 * 10**9,
-    h2d_bytes_per_s=16 * 10**9,
-)
+_MACHINE = Machine(device_bytes=1 << 40, host_bytes=1 << 40, d2h_bytes_per_s=16 * 10**9, h2d_bytes_per_s=16 * 10**9)
 
 
 @st.composite

@@ -47,10 +47,14 @@ def test_gaps_with_no_write_between_share_one_copy() -> None:
 def test_a_copy_that_is_never_written_is_never_made() -> None:
     problem = _problem()
     problem = make_problem(
-        Trace(tuple(Op(op.name, 50, op.reads, () if i == 6 else op.writes) for i, op in enumerate(problem.trace.ops)),
-              problem.trace.tensors),
-        _MACHINE, problem.budget, IDEAL_EXECUTOR,
-    )  # fmt: skip
+        Trace(
+            tuple(Op(op.name, 50, op.reads, () if i == 6 else op.writes) for i, op in enumerate(problem.trace.ops)),
+            problem.trace.tensors,
+        ),
+        _MACHINE,
+        problem.budget,
+        IDEAL_EXECUTOR,
+    )
     plan = assemble(problem, "test", _windows(problem, [(1, 3, 0), KEPT, (7, 8, 0)], [KEPT, KEPT]))
     assert plan is not None
     check(plan, problem.trace, IDEAL_EXECUTOR)
@@ -63,10 +67,7 @@ def test_the_plan_of_windows_is_the_one_expected() -> None:
     plan = assemble(problem, "test", _windows(problem, [KEPT, KEPT, KEPT], [(2, 4, 0), KEPT]))
     assert plan is not None
     check(plan, problem.trace, IDEAL_EXECUTOR)
-    assert plan.transfers == (
-        Transfer(1, Tier.DEVICE, Tier.HOST, 2, 2, 0),
-        Transfer(1, Tier.HOST, Tier.DEVICE, 4, 4, 0),
-    )
+    assert plan.transfers == (Transfer(1, Tier.DEVICE, Tier.HOST, 2, 2, 0), Transfer(1, Tier.HOST, Tier.DEVICE, 4, 4, 0))
     assert plan.peak_bytes == {Tier.DEVICE: 200, Tier.HOST: 100, Tier.NVME: 0}
 
 

@@ -20,11 +20,7 @@ from tieroff.planner.problem.problem import Problem, make_problem
 
 # One byte per ns on every link.
 _MACHINE = Machine(
-    name="unit",
-    d2h_bytes_per_s=10**9,
-    h2d_bytes_per_s=10**9,
-    nvme_write_bytes_per_s=10**9,
-    nvme_read_bytes_per_s=10**9,
+    name="unit", d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, nvme_write_bytes_per_s=10**9, nvme_read_bytes_per_s=10**9
 )
 
 

@@ -22,8 +22,7 @@ _SWITCHES = ("splits", "stacks", "dominates", "bounds", "remembers", "orders_twi
 _RING = 6
 
 _BUFFERS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(1, 20), st.integers(1, 50)).map(lambda b: (b[0], b[0] + b[1], b[2])),
-    max_size=14,
+    st.tuples(st.integers(0, 30), st.integers(1, 20), st.integers(1, 50)).map(lambda b: (b[0], b[0] + b[1], b[2])), max_size=14
 )
 _FEW = st.lists(
     st.tuples(st.integers(0, _RING - 1), st.integers(1, _RING), st.integers(1, 9)).map(lambda b: (b[0], b[0] + b[1], b[2])),

@@ -107,9 +107,7 @@ def test_plan_of_a_smaller_budget_is_not_taken_over_for_less_than_a_few_parts_in
 
 
 @pytest.mark.parametrize("fail", [as_floor, as_infeasible])
-def test_plan_of_a_budget_that_is_larger_in_one_tier_is_no_candidate(
-    monkeypatch: pytest.MonkeyPatch, fail: PlanRow
-) -> None:
+def test_plan_of_a_budget_that_is_larger_in_one_tier_is_no_candidate(monkeypatch: pytest.MonkeyPatch, fail: PlanRow) -> None:
     monkeypatch.setattr(sweeping, "plan_row", failing_above(300, fail))
     best, other = sweep(TRACE, MACHINE, [budget(300, COUNT * SIZE), budget(350, COUNT * SIZE - 1)])
     assert other.row == fail(TRACE, MACHINE, budget(350, COUNT * SIZE - 1), "auto", "fast", None).row or (

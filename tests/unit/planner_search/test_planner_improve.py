@@ -60,12 +60,28 @@ def test_nothing_changes_without_work_or_where_the_windows_do_not_fit() -> None:
 def _call(**changed: object) -> None:
     line = np.array([1], np.int64)
     arguments = {
-        "usage": np.zeros(4, np.int64), "duration_ns": np.ones(4, np.int64), "bytes_per_ns": [1.0] * 4,
-        "latency_ns": [0.0] * 4, "nvme_shares_host_link": False, "duplex_share": 1.0, "device_bytes": 5,
-        "lower_bytes": [9, 9], "granule_bytes": 1, "piece": 0 * line, "start": line, "stop": 3 * line, "size_bytes": line,
-        "is_last": 0 * line, "copy_from": line, "is_persistent": 0 * line, "away_start": line.copy(),
-        "away_stop": 2 * line, "tier": 0 * line, "seed": 1, "work": 1,
-    }  # fmt: skip
+        "usage": np.zeros(4, np.int64),
+        "duration_ns": np.ones(4, np.int64),
+        "bytes_per_ns": [1.0] * 4,
+        "latency_ns": [0.0] * 4,
+        "nvme_shares_host_link": False,
+        "duplex_share": 1.0,
+        "device_bytes": 5,
+        "lower_bytes": [9, 9],
+        "granule_bytes": 1,
+        "piece": 0 * line,
+        "start": line,
+        "stop": 3 * line,
+        "size_bytes": line,
+        "is_last": 0 * line,
+        "copy_from": line,
+        "is_persistent": 0 * line,
+        "away_start": line.copy(),
+        "away_stop": 2 * line,
+        "tier": 0 * line,
+        "seed": 1,
+        "work": 1,
+    }
     _native.improve(**{**arguments, **changed})  # type: ignore[arg-type]
 
 

@@ -29,9 +29,21 @@ def _fit(
     load_from = _array(limits.get("load_from", [0] * len(gaps)))
     release_until = _array(limits.get("release_until", [2 * op_count] * len(gaps)))
     is_done = _native.fit_windows(
-        usage, _array(range(0, 10 * op_count + 1, 10)), budget, start, stop, size, away_start, away_stop, repair,
-        order, order, load_from, release_until, passes,
-    )  # fmt: skip
+        usage,
+        _array(range(0, 10 * op_count + 1, 10)),
+        budget,
+        start,
+        stop,
+        size,
+        away_start,
+        away_stop,
+        repair,
+        order,
+        order,
+        load_from,
+        release_until,
+        passes,
+    )
     return is_done, usage.tolist(), list(zip(away_start.tolist(), away_stop.tolist(), strict=True))
 
 
@@ -62,8 +74,7 @@ def test_an_op_that_never_fits_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "message"),
-    [((1, 9, 1, 1, 2), "on the ring"), ((2, 1, 1, 1, 1), "on the ring"), ((1, 3, 1, 0, 2), "on the ring")],
+    ("gap", "message"), [((1, 9, 1, 1, 2), "on the ring"), ((2, 1, 1, 1, 1), "on the ring"), ((1, 3, 1, 0, 2), "on the ring")]
 )
 def test_gaps_off_the_ring_are_refused(gap: Gap, message: str) -> None:
     with pytest.raises(ValueError, match=message):

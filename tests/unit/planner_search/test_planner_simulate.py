@@ -50,10 +50,7 @@ def test_link_serves_one_transfer_at_a_time_in_order_of_rank(simulate: Simulate)
     trace = _trace(3, 70, 80)
     plan = _plan(trace, Transfer(0, DEVICE, HOST, 0, 1, 0), Transfer(1, DEVICE, HOST, 0, 2, 1))
     timeline = simulate(plan, trace, Machine(d2h_bytes_per_s=_GB, d2h_latency_s=5e-9))
-    assert timeline.transfers == (
-        TransferSpan(0, DEVICE, HOST, 0, 75, 70),
-        TransferSpan(1, DEVICE, HOST, 75, 160, 80),
-    )
+    assert timeline.transfers == (TransferSpan(0, DEVICE, HOST, 0, 75, 70), TransferSpan(1, DEVICE, HOST, 75, 160, 80))
     assert timeline.step_ns == 300
     assert timeline.moved_bytes == {"d2h": 150, "h2d": 0, "nvme_write": 0, "nvme_read": 0}
 
@@ -139,9 +136,7 @@ def test_latency_occupies_its_own_link_only(simulate: Simulate) -> None:
 
 def test_exclusive_link_carries_one_transfer_at_a_time_in_order_of_issue(simulate: Simulate) -> None:
     trace = _trace(4, 100, 50, 20)
-    transfers = (
-        Transfer(0, DEVICE, HOST, 0, 4, 0), Transfer(1, HOST, DEVICE, 1, 4, 0), Transfer(2, DEVICE, HOST, 1, 4, 1),
-    )  # fmt: skip
+    transfers = (Transfer(0, DEVICE, HOST, 0, 4, 0), Transfer(1, HOST, DEVICE, 1, 4, 0), Transfer(2, DEVICE, HOST, 1, 4, 1))
     machine = Machine(d2h_bytes_per_s=_GB, h2d_bytes_per_s=_GB // 2, h2d_latency_s=7e-9, duplex_share=0.5)
     exclusive = SimulationOptions(has_exclusive_link=True)
     assert _stops(simulate(_plan(trace, *transfers), trace, machine, exclusive)) == {0: 100, 1: 207, 2: 227}
@@ -149,9 +144,7 @@ def test_exclusive_link_carries_one_transfer_at_a_time_in_order_of_issue(simulat
 
 def test_moves_between_host_and_nvme_take_the_link_of_the_nvme_and_leave_the_host_link_alone(simulate: Simulate) -> None:
     trace = _trace(4, 100, 60, 30)
-    transfers = (
-        Transfer(0, DEVICE, HOST, 0, 4, 0), Transfer(1, HOST, NVME, 0, 4, 0), Transfer(2, DEVICE, NVME, 0, 4, 1),
-    )  # fmt: skip
+    transfers = (Transfer(0, DEVICE, HOST, 0, 4, 0), Transfer(1, HOST, NVME, 0, 4, 0), Transfer(2, DEVICE, NVME, 0, 4, 1))
     machine = Machine(d2h_bytes_per_s=_GB, nvme_write_bytes_per_s=_GB // 2, nvme_shares_host_link=True)
     timeline = simulate(_plan(trace, *transfers), trace, machine)
     assert _stops(timeline) == {0: 100, 1: 120, 2: 180}
@@ -258,9 +251,7 @@ def test_faster_op_or_link_can_be_slower_where_links_share(simulate: Simulate) -
 
 def test_eviction_that_blocks_is_awaited_where_it_is_issued(simulate: Simulate) -> None:
     trace = _trace(3, 40, 60, 70)
-    transfers = (
-        Transfer(0, DEVICE, HOST, 1, 2, 0), Transfer(2, HOST, NVME, 1, 3, 0), Transfer(1, DEVICE, NVME, 1, 3, 1),
-    )  # fmt: skip
+    transfers = (Transfer(0, DEVICE, HOST, 1, 2, 0), Transfer(2, HOST, NVME, 1, 3, 0), Transfer(1, DEVICE, NVME, 1, 3, 1))
     plan = _plan(trace, *transfers)
     machine = Machine(d2h_bytes_per_s=_GB, nvme_write_bytes_per_s=_GB)
     assert simulate(plan, trace, machine).step_ns == 300
@@ -317,8 +308,7 @@ def test_clean_writes_leave_alone_what_is_no_drop_of_a_clean_copy(
 
 def test_clean_writes_take_the_end_of_a_life_for_no_drop() -> None:
     trace = Trace(
-        tuple(Op(f"op{i}", 100, reads=(0,) if i == 1 else ()) for i in range(4)),
-        (Tensor("t0", 90, TensorClass.ACTIVATION),),
+        tuple(Op(f"op{i}", 100, reads=(0,) if i == 1 else ()) for i in range(4)), (Tensor("t0", 90, TensorClass.ACTIVATION),)
     )
     plan = _plan(trace, residencies=(Residency(0, DEVICE, 1, 2), Residency(0, HOST, 1, 4)))
     assert with_clean_writes(plan, trace) == plan
@@ -412,17 +402,23 @@ def test_native_simulator_refuses_arrays_that_say_nothing() -> None:
 
 _WIDTHS = {"transfers": 6, "updates": 3, "repeats": 2}
 _SCALARS = {
-    "duplex_share_millionths": 10**6, "nvme_shares_host_link": False, "has_exclusive_link": False,
-    "step_count_max": 16, "with_spans": True,
-}  # fmt: skip
+    "duplex_share_millionths": 10**6,
+    "nvme_shares_host_link": False,
+    "has_exclusive_link": False,
+    "step_count_max": 16,
+    "with_spans": True,
+}
 
 
 def test_timeline_of_everything_survives_a_file(tmp_path: Any) -> None:
     trace = _trace(3, 30)
     plan = _plan(
-        trace, Transfer(0, DEVICE, HOST, 0, 1, 0, 2, 20), residencies=(Residency(0, DEVICE, 0, 3),),
-        repeats=(Repeat(0, 1),), host_updates=(HostUpdate(1, 1, 2, 500),),
-    )  # fmt: skip
+        trace,
+        Transfer(0, DEVICE, HOST, 0, 1, 0, 2, 20),
+        residencies=(Residency(0, DEVICE, 0, 3),),
+        repeats=(Repeat(0, 1),),
+        host_updates=(HostUpdate(1, 1, 2, 500),),
+    )
     timeline = fast.simulate(plan, trace, Machine(d2h_bytes_per_s=_GB))
     assert timeline.stalls and timeline.repeats and timeline.host_updates
     save_timeline(timeline, tmp_path / "timeline.json")

@@ -70,19 +70,11 @@ def small_trace() -> Trace:
 
 
 def small_problem(
-    device_mib: float,
-    *,
-    nvme_mib: int = 0,
-    gb_per_s: float = 1.0,
-    capabilities: Capabilities = IDEAL_EXECUTOR,
+    device_mib: float, *, nvme_mib: int = 0, gb_per_s: float = 1.0, capabilities: Capabilities = IDEAL_EXECUTOR
 ) -> Problem:
     rate = round(gb_per_s * 10**9)
     machine = Machine(
-        name="small",
-        d2h_bytes_per_s=rate,
-        h2d_bytes_per_s=rate,
-        nvme_write_bytes_per_s=rate,
-        nvme_read_bytes_per_s=rate,
+        name="small", d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, nvme_write_bytes_per_s=rate, nvme_read_bytes_per_s=rate
     )
     budget = {Tier.DEVICE: round(device_mib * MIB), Tier.HOST: 64 * MIB, Tier.NVME: nvme_mib * MIB}
     return make_problem(small_trace(), machine, budget, capabilities)

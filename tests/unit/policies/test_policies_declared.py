@@ -41,7 +41,7 @@ _WITH_OPTIONS = {
     "sentinel": "clean bytes written",
 }
 
-_TOY = '''
+_TOY = """
 from tieroff.core.plan import Plan
 from tieroff.planner.policy import policy
 from tieroff.planner.problem.assemble import Move, build_plan
@@ -56,7 +56,7 @@ def plan_toy(problem: Problem) -> Plan:
     if not problem.fits and room.place(longest.tensors, problem.tiers):
         moves = [Move(slot, slot.start, max(slot.stop - 1, slot.start + 1)) for slot in longest.slots]
     return build_plan(problem, "toy", moves, room.tier_of)
-'''
+"""
 
 
 @pytest.fixture
@@ -121,9 +121,11 @@ def test_policy_of_another_package_is_found_by_module_and_function(tmp_path: Pat
     [result] = compare_rows(_trace(), _MACHINE, _BUDGET, ["my_toys:plan_toy"])
     assert (result.row.policy, result.row.status, result.row.options) == ("my_toys:plan_toy", "ok", "one way at a time")
     for name, told in (
-        ("my_toys:plan", "'plan' in a module 'my_toys'"), ("no_toys:plan", "No module"), ("my_toys:Move", "under @policy"),
+        ("my_toys:plan", "'plan' in a module 'my_toys'"),
+        ("no_toys:plan", "No module"),
+        ("my_toys:Move", "under @policy"),
         (":plan", "in a module ''"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=told):
             find_policy(name)
 
@@ -212,5 +214,7 @@ def test_auto_is_at_most_the_common_time_of_every_row(cell: str) -> None:
 def test_options_say_in_words_what_they_change() -> None:
     assert ModelOptions().words() == ()
     assert ModelOptions(SimulationOptions(has_exclusive_link=True, eviction_blocks=True), 5).words() == (
-        "one way at a time", "evictions awaited", "faults",
-    )  # fmt: skip
+        "one way at a time",
+        "evictions awaited",
+        "faults",
+    )

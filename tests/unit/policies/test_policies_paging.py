@@ -135,8 +135,7 @@ def test_lms_evicts_the_first_that_alone_makes_room() -> None:
 
 def test_lms_evicts_everything_when_no_single_tensor_makes_room() -> None:
     trace = make_trace(
-        {"a": 1, "b": 1, "c": 1, "d": 2},
-        [("w", "", "a"), ("w", "", "b"), ("w", "", "c"), ("w", "", "d"), ("r", "abc", "")],
+        {"a": 1, "b": 1, "c": 1, "d": 2}, [("w", "", "a"), ("w", "", "b"), ("w", "", "c"), ("w", "", "d"), ("r", "abc", "")]
     )
     assert {move[0] for move in moves_of(make(trace, "lms", 3), trace)} == {"a", "b", "c"}
     assert {move[0] for move in moves_of(make(trace, "demand", 3), trace)} == {"a", "b"}
@@ -171,12 +170,7 @@ def test_oc_dnn_evicts_for_a_prefetch_and_keeps_what_the_next_op_needs() -> None
         {"a": 1, "b": 1, "c": 1},
         [("w", "", "a"), ("w", "", "b"), ("w", "", "c"), ("-", "", ""), ("r", "a", ""), ("r", "bc", "")],
     )
-    assert moves_of(make(trace, "oc-dnn", 2), trace) == [
-        "a dev>host 1-2",
-        "a host>dev 3-4",
-        "b dev>host 2-3",
-        "b host>dev 5-5",
-    ]
+    assert moves_of(make(trace, "oc-dnn", 2), trace) == ["a dev>host 1-2", "a host>dev 3-4", "b dev>host 2-3", "b host>dev 5-5"]
 
 
 def test_dragon_keeps_in_the_page_cache_what_left_last_and_reads_ahead() -> None:

@@ -121,11 +121,7 @@ def test_autoswap_swdoa_passes_over_what_an_earlier_choice_has_made_useless() ->
 
     c and e score 130, b and d 110. With c away, e would help op 4 alone, by 10: less than b and then d.
     """
-    trace = _trace(
-        [100] * 10,
-        [0, 30, 40, 30, 40, 30, 30, 40, 0, 0],
-        _FOUR_EQUAL,
-    )
+    trace = _trace([100] * 10, [0, 30, 40, 30, 40, 30, 30, 40, 0, 0], _FOUR_EQUAL)
     problem = _problem(trace, 120)
     assert {t for t, _ in _copied_out(autoswap.plan_autoswap_wdoa(problem))} == {0, 1, 2, 3}
     assert {t for t, _ in _copied_out(autoswap.plan_autoswap_swdoa(problem))} == {0, 1, 2}
@@ -149,9 +145,7 @@ def test_swapadvisor_evicts_what_is_needed_furthest_in_the_future_within_a_class
     """
     plan = Pool(_problem(_TEN_OPS, 330)).plan("swapadvisor", ((80 * MIB, 4),))
     held = {t: {(r.start, r.stop) for r in plan.residencies if r.tensor == t and r.tier is DEVICE} for t in range(6)}
-    assert held == {
-        0: {(1, 2), (6, 9)}, 1: {(0, 3), (9, 10)}, 2: {(2, 9)}, 3: {(0, 6)}, 4: {(3, 9)}, 5: {(1, 9)},
-    }  # fmt: skip
+    assert held == {0: {(1, 2), (6, 9)}, 1: {(0, 3), (9, 10)}, 2: {(2, 9)}, 3: {(0, 6)}, 4: {(3, 9)}, 5: {(1, 9)}}
 
 
 def test_swapadvisor_gives_classes_what_ops_need_and_then_what_is_left() -> None:

@@ -271,9 +271,7 @@ _MACHINE = Machine(
 
 
 @pytest.mark.parametrize("plan_policy", [plan_g10, plan_teraio, plan_zero_infinity])
-def test_step_of_a_published_trace_lies_between_the_ideal_and_demand_paging(
-    plan_policy: Callable[[Problem], Plan],
-) -> None:
+def test_step_of_a_published_trace_lies_between_the_ideal_and_demand_paging(plan_policy: Callable[[Problem], Plan]) -> None:
     """Demand paging took 14.9723 s as published."""
     trace = published_trace("VIT-b1024")
     budget = {Tier.DEVICE: 40 * GIB, Tier.HOST: 128 * GIB, Tier.NVME: 16 * TIB}
@@ -284,9 +282,7 @@ def test_step_of_a_published_trace_lies_between_the_ideal_and_demand_paging(
 
 
 @pytest.mark.parametrize("plan_policy", [plan_zero_offload, plan_mlp_offload])
-def test_policy_of_state_alone_leaves_a_trace_without_state_over_the_budget(
-    plan_policy: Callable[[Problem], Plan],
-) -> None:
+def test_policy_of_state_alone_leaves_a_trace_without_state_over_the_budget(plan_policy: Callable[[Problem], Plan]) -> None:
     trace = published_trace("VIT-b1024")
     budget = {Tier.DEVICE: 40 * GIB, Tier.HOST: 128 * GIB, Tier.NVME: 16 * TIB}
     plan = plan_policy(make_problem(trace, _MACHINE, budget, IDEAL_EXECUTOR))

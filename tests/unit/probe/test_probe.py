@@ -115,8 +115,7 @@ class Space:
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "expected_bytes"),
-    [(100 * 2**30, 95 * 2**30), (10 * 2**30, 9 * 2**30), (2**30, 0), (0, 0)],
+    ("free_bytes", "expected_bytes"), [(100 * 2**30, 95 * 2**30), (10 * 2**30, 9 * 2**30), (2**30, 0), (0, 0)]
 )
 def test_folder_keeps_a_margin_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, expected_bytes: int
@@ -190,11 +189,7 @@ def fake_track(engine: FakeEngine, filled_bytes: int = 64 * MIB, start: int = 0)
 
 @pytest.mark.parametrize(
     ("engine", "number"),
-    [
-        (FakeEngine(number=errno.EIO), errno.EIO),
-        (FakeEngine(done_share=0.5), 0),
-        (FakeEngine(is_ended=False), errno.ETIMEDOUT),
-    ],
+    [(FakeEngine(number=errno.EIO), errno.EIO), (FakeEngine(done_share=0.5), 0), (FakeEngine(is_ended=False), errno.ETIMEDOUT)],
 )
 def test_transfer_that_fails_is_no_measurement(engine: FakeEngine, number: int) -> None:
     with pytest.raises(StoreError, match="/somewhere") as caught:

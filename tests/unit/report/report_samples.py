@@ -39,26 +39,29 @@ PLAN = Plan(
     budget_bytes={DEVICE: 7 * MIB, HOST: 64 * MIB, NVME: 64 * MIB},
     peak_bytes={DEVICE: 7 * MIB, HOST: 0, NVME: 4 * MIB},
     residencies=(
-        Residency(0, DEVICE, 0, 2), Residency(0, NVME, 2, 4), Residency(0, DEVICE, 3, 4), Residency(1, DEVICE, 1, 3),
+        Residency(0, DEVICE, 0, 2),
+        Residency(0, NVME, 2, 4),
+        Residency(0, DEVICE, 3, 4),
+        Residency(1, DEVICE, 1, 3),
         Residency(2, DEVICE, 0, 4),
     ),
     transfers=(Transfer(0, DEVICE, NVME, 2, 2, 0), Transfer(0, NVME, DEVICE, 3, 3, 1)),
     skipped={"small": 1},
     step_ns=48 * MS,
-)  # fmt: skip
+)
 TIMELINE = Timeline(
     ops=(OpSpan(0, 11 * MS), OpSpan(11 * MS, 22 * MS), OpSpan(30 * MS, 40 * MS), OpSpan(46 * MS, 56 * MS)),
     transfers=(
-        TransferSpan(0, DEVICE, NVME, 22 * MS, 29 * MS, 4 * MIB), TransferSpan(0, NVME, DEVICE, 40 * MS, 45 * MS, 4 * MIB),
+        TransferSpan(0, DEVICE, NVME, 22 * MS, 29 * MS, 4 * MIB),
+        TransferSpan(0, NVME, DEVICE, 40 * MS, 45 * MS, 4 * MIB),
     ),
     stalls=(Stall(2, 7 * MS, 0, DEVICE, NVME), Stall(3, 5 * MS, 0, NVME, DEVICE)),
     memory={DEVICE: (5 * MIB, 7 * MIB, 3 * MIB, 5 * MIB), HOST: (0, 0, 0, 0), NVME: (0, 0, 4 * MIB, 4 * MIB)},
     step_ns=56 * MS,
-)  # fmt: skip
+)
 MACHINE = Machine(
-    "box", nvme_bytes=64 * MIB, nvme_write_bytes_per_s=1000 * MIB, nvme_read_bytes_per_s=1000 * MIB,
-    nvme_endurance_bytes=10**15,
-)  # fmt: skip
+    "box", nvme_bytes=64 * MIB, nvme_write_bytes_per_s=1000 * MIB, nvme_read_bytes_per_s=1000 * MIB, nvme_endurance_bytes=10**15
+)
 
 
 def figures(number: int, phase: str = "planned") -> StepFigures:

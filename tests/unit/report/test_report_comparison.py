@@ -24,11 +24,7 @@ TIMELINE = Timeline(
     memory={Tier.DEVICE: (2 * GIB, GIB), Tier.HOST: (0, GIB), Tier.NVME: (0, 0)},
     step_ns=4 * NS_PER_S,
 )
-COMPARED = (
-    Compared("slow & <safe>", 2.0, 8.0, 3.0),
-    Compared("none", 2.0),
-    Compared("best", 2.0, 4.0, 3.0, TIMELINE),
-)
+COMPARED = (Compared("slow & <safe>", 2.0, 8.0, 3.0), Compared("none", 2.0), Compared("best", 2.0, 4.0, 3.0, TIMELINE))
 
 
 def test_bars_are_step_over_ideal_with_the_bounds_as_a_line() -> None:

@@ -144,14 +144,10 @@ def test_lanes_have_waits_by_cause_where_they_were() -> None:
 
 def test_waits_of_one_op_follow_each_other_and_updates_have_a_lane() -> None:
     stalls = (Stall(2, 3 * MS, 0, *_ends()), Stall(2, MS, -1, _ends()[1], _ends()[1], update=3), Stall(4, MS, -1, *_ends()))
-    timeline = replace(
-        TIMELINE, stalls=stalls, repeats=(RunSpan(0, 29 * MS, 30 * MS),), host_updates=(RunSpan(3, 0, MS),)
-    )
+    timeline = replace(TIMELINE, stalls=stalls, repeats=(RunSpan(0, 29 * MS, 30 * MS),), host_updates=(RunSpan(3, 0, MS),))
     spans = spans_of(timeline, TRACE)
     waits = [span for span in spans if span.lane == "waits"]
-    assert [(span.start_ns, span.stop_ns) for span in waits] == [
-        (22 * MS, 25 * MS), (25 * MS, 26 * MS), (56 * MS, 57 * MS),
-    ]  # fmt: skip
+    assert [(span.start_ns, span.stop_ns) for span in waits] == [(22 * MS, 25 * MS), (25 * MS, 26 * MS), (56 * MS, 57 * MS)]
     assert [span.name for span in waits] == ["a", "use a", "a tensor outside the trace"]
     assert waits[-1].detail.startswith("before the end of the step")
     assert {span.cause for span in spans} >= {"recompute", "cpu"}
@@ -216,16 +212,19 @@ def test_decisions_name_ops_that_run_otherwise() -> None:
     plan = replace(PLAN, repeats=(Repeat(0, 3),), host_updates=(HostUpdate(3, 3, 4, MS),), recompute=("blocks.0",))
     rows = decisions(replace(sample(), plan=plan), None)[3:]
     assert [(row.name, row.kind, row.where) for row in rows] == [
-        ("make a", "op", "device"), ("use a", "op", "run by the CPU"), ("blocks.0", "module", "recomputed"),
-    ]  # fmt: skip
+        ("make a", "op", "device"),
+        ("use a", "op", "run by the CPU"),
+        ("blocks.0", "module", "recomputed"),
+    ]
     assert rows[0].moves == "runs again before op 3 use a"
     assert rows[1].moves == "from 3 use a, by the step's end"
 
 
 def test_longest_waits_and_ops_that_differ_are_in_order() -> None:
     assert longest_waits(TIMELINE, TRACE).rows == (
-        ("7.0 ms", "a", "nvme_write", "2 use b"), ("5.0 ms", "a", "nvme_read", "3 use a"),
-    )  # fmt: skip
+        ("7.0 ms", "a", "nvme_write", "2 use b"),
+        ("5.0 ms", "a", "nvme_read", "3 use a"),
+    )
     assert [row[0] for row in ops_that_differ(sample()).rows] == ["0 make a", "1 make b"]
 
 

@@ -12,9 +12,7 @@ from tests.unit.report.report_samples import PLAN, TIMELINE, figures, idle, samp
 from tieroff.core.io.run_folder import Run, load_run, save_run
 from tieroff.errors import CaptureError, ConfigError, InvalidPlanError, StateError, TraceMismatchError
 
-FILES = {
-    "config.toml", "trace.json", "plan.json", "timeline.json", "steps.json", "planned_machine.toml", "explain.txt",
-}  # fmt: skip
+FILES = {"config.toml", "trace.json", "plan.json", "timeline.json", "steps.json", "planned_machine.toml", "explain.txt"}
 
 
 @pytest.fixture

@@ -174,9 +174,7 @@ def config(folder: Path, nvme_rate: str) -> dict[str, object]:
     """Returns a config with a machine file whose drive has this bandwidth both ways."""
     rate = parse_bytes(nvme_rate)
     host = parse_bytes("10GiB")
-    machine = Machine(
-        d2h_bytes_per_s=host, h2d_bytes_per_s=host, nvme_write_bytes_per_s=rate, nvme_read_bytes_per_s=rate
-    )  # fmt: skip
+    machine = Machine(d2h_bytes_per_s=host, h2d_bytes_per_s=host, nvme_write_bytes_per_s=rate, nvme_read_bytes_per_s=rate)
     save_machine(machine, folder / "machine.toml")
     return {
         "device": "cpu",

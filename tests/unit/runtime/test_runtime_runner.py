@@ -56,9 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-@pytest.mark.parametrize(
-    ("kind", "tick", "ticks"), [(TensorClass.ACTIVATION, "pack", 0), (TensorClass.GRADIENT, "grad", 1)]
-)
+@pytest.mark.parametrize(("kind", "tick", "ticks"), [(TensorClass.ACTIVATION, "pack", 0), (TensorClass.GRADIENT, "grad", 1)])
 def test_copies_out_begin_when_the_tensor_is_there(
     kind: TensorClass, tick: str, ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

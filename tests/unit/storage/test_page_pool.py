@@ -151,8 +151,9 @@ def test_a_library_whose_tables_are_read_only_is_served(tmp_path: Path) -> None:
     )
     subprocess.run(
         [str(LIBRARY_BUILDER), "-shared", "-fPIC", "-O1", "-Wl,-z,now,-z,relro", "user.c", "-o", "libuser.so"],
-        cwd=tmp_path, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        check=True,
+    )
     program = f"""
 import ctypes
 from tieroff._native import process_pool, serve_from, serve_library

@@ -236,9 +236,7 @@ def test_checksum_finds_a_flipped_bit_on_the_drive(store: FileStore) -> None:
 
 
 @pytest.mark.parametrize(("mode", "before", "after"), [("off", 0, 0), ("warmup", 1, 0), ("always", 1, 1)])
-def test_checksum_mode_says_when_reads_are_compared(
-    engine: Any, tmp_path: Path, mode: Any, before: int, after: int
-) -> None:
+def test_checksum_mode_says_when_reads_are_compared(engine: Any, tmp_path: Path, mode: Any, before: int, after: int) -> None:
     store = FileStore([tmp_path], MIB, engine, checksum=mode)
     source, target = filled(8192, 1), buffers.allocate(8192)
     block = store.allocate(8192)

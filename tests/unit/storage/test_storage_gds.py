@@ -18,9 +18,9 @@ import pytest
 
 from tieroff.errors import ConfigError
 from tieroff.storage.engines import choose
-from tieroff.storage.nvme.gds_status import gds_status
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.gds import GdsEngine, _errno_in
+from tieroff.storage.nvme.gds_status import gds_status
 
 HAS_WHEEL = platform.machine() in ("x86_64", "aarch64") and platform.libc_ver()[0] == "glibc"
 
@@ -39,17 +39,19 @@ def stand_in(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not HAS_WHEEL, reason="kvikio has wheels for glibc on x86-64 and aarch64 only")
 @pytest.mark.parametrize("memory", ["device", "host"])
-def test_engine_keeps_the_contract_on_the_real_kvikio(
-    memory: str, stand_in: Path, project: Path, tmp_path: Path
-) -> None:
+def test_engine_keeps_the_contract_on_the_real_kvikio(memory: str, stand_in: Path, project: Path, tmp_path: Path) -> None:
     assert importlib.util.find_spec("kvikio"), "expected kvikio: pip install --no-deps -r tests/gds/requirements.txt"
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'tests'}",
         "tests/gds/engine_tests.py",
-    ]  # fmt: skip
-    environment = {
-        **os.environ, "LD_LIBRARY_PATH": str(stand_in), "STAND_IN_MEMORY": memory, "KVIKIO_COMPAT_MODE": "ON",
-    }  # fmt: skip
+    ]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stand_in), "STAND_IN_MEMORY": memory, "KVIKIO_COMPAT_MODE": "ON"}
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -37,8 +37,7 @@ def stub_members(project: Path) -> dict[str, Any]:
         if isinstance(node, ast.ClassDef):
             members[node.name] = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
             members[node.name] = {
-                name: "property" if item.decorator_list else parameters(item)
-                for name, item in members[node.name].items()
+                name: "property" if item.decorator_list else parameters(item) for name, item in members[node.name].items()
             }
     return members
 
@@ -61,9 +60,7 @@ def built_members() -> dict[str, Any]:
             members[name] = {
                 key: "property" if isinstance(item, property) else built_parameters(item)
                 for key, item in vars(value).items()
-                if isinstance(item, property)
-                or (callable(item) and not key.startswith("_"))
-                or is_constructor(key, item)
+                if isinstance(item, property) or (callable(item) and not key.startswith("_")) or is_constructor(key, item)
             }
         elif callable(value):
             members[name] = built_parameters(value)

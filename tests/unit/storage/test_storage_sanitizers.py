@@ -23,10 +23,20 @@ def build(project: Path, program: Path, sanitizers: str, *, with_uring: bool) ->
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", "-fno-omit-frame-pointer"]
     uring = ["-DTIEROFF_WITH_LIBURING", "-luring"] if with_uring else []
     subprocess.run(
-        [str(COMPILER), *flags, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{native / 'include'}",
-         *map(str, sources), *uring, "-o", str(program)],
-        check=True, timeout=300,
-    )  # fmt: skip
+        [
+            str(COMPILER),
+            *flags,
+            f"-fsanitize={sanitizers}",
+            "-fno-sanitize-recover=all",
+            f"-I{native / 'include'}",
+            *map(str, sources),
+            *uring,
+            "-o",
+            str(program),
+        ],
+        check=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.long

@@ -140,8 +140,7 @@ def test_calls_under_way_are_bounded(make_engine: MakeEngine, file: OpenFile) ->
     writes = [engine.write(file, 0, source.address, CHUNK, with_checksum=False)]
     assert engine.native.wait_hanging(1, 60)
     writes += [
-        engine.write(file, index * CHUNK, source.address + index * CHUNK, CHUNK, with_checksum=False)
-        for index in range(1, 20)
+        engine.write(file, index * CHUNK, source.address + index * CHUNK, CHUNK, with_checksum=False) for index in range(1, 20)
     ]
     engine.native.release()
     for write in writes:
@@ -169,9 +168,7 @@ def test_bounce_buffers_are_bounded(file: OpenFile) -> None:
     engine.close()
 
 
-def test_memory_is_bounced_only_below_the_alignment_that_the_file_asks_for(
-    make_engine: MakeEngine, file: OpenFile
-) -> None:
+def test_memory_is_bounced_only_below_the_alignment_that_the_file_asks_for(make_engine: MakeEngine, file: OpenFile) -> None:
     engine = make_engine()
     memory_bytes, _ = native_engines._native.direct_alignment(file.fd)
     assert file.memory_alignment == (memory_bytes or os.sysconf("SC_PAGESIZE") if file.is_direct else 1)
@@ -241,9 +238,7 @@ def test_copies_stay_in_order_with_reads(make_engine: MakeEngine, file: OpenFile
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_dirty_pages_that_cannot_be_written_back_fail_the_read(
-    make_engine: MakeEngine, file: OpenFile, number: int
-) -> None:
+def test_dirty_pages_that_cannot_be_written_back_fail_the_read(make_engine: MakeEngine, file: OpenFile, number: int) -> None:
     engine = make_engine(1)
     target = buffers.allocate(MIB)
     engine.native.inject("flush", errno=number)

@@ -21,9 +21,14 @@ from tieroff.planner.make_plan import make_plan
 from tieroff.tracing.dry import dry_trace
 
 MACHINE = Machine(
-    "paper", fp32_flops_per_s=1e13, bf16_flops_per_s=1e14, device_memory_bytes_per_s=10**12,
-    d2h_bytes_per_s=10**10, h2d_bytes_per_s=10**10, host_bytes=10**12,
-)  # fmt: skip
+    "paper",
+    fp32_flops_per_s=1e13,
+    bf16_flops_per_s=1e14,
+    device_memory_bytes_per_s=10**12,
+    d2h_bytes_per_s=10**10,
+    h2d_bytes_per_s=10**10,
+    host_bytes=10**12,
+)
 SEQUENCE, WIDTH, HEADS = 512, 64, 4
 SCORES_BYTES = 2 * HEADS * SEQUENCE * SEQUENCE * 2  # of a batch of two, in bf16
 

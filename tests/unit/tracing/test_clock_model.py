@@ -20,9 +20,13 @@ from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.clock.work import Work, work_of
 
 CARD = Machine(
-    "card", fp32_flops_per_s=20e12, bf16_flops_per_s=300e12, device_memory_bytes_per_s=2 * 10**12, compute_units=100,
+    "card",
+    fp32_flops_per_s=20e12,
+    bf16_flops_per_s=300e12,
+    device_memory_bytes_per_s=2 * 10**12,
+    compute_units=100,
     fp32_lanes_per_unit=64,
-)  # fmt: skip
+)
 CONSTANTS = Constants.shipped()
 
 

@@ -30,9 +30,14 @@ from tieroff.tracing.scratch import PeakCounter
 
 MIN_BYTES = 1024
 MACHINE = Machine(
-    "paper", fp32_flops_per_s=1e12, bf16_flops_per_s=8e12, device_memory_bytes_per_s=10**11,
-    d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, host_bytes=10**12,
-)  # fmt: skip
+    "paper",
+    fp32_flops_per_s=1e12,
+    bf16_flops_per_s=8e12,
+    device_memory_bytes_per_s=10**11,
+    d2h_bytes_per_s=10**9,
+    h2d_bytes_per_s=10**9,
+    host_bytes=10**12,
+)
 
 
 def next_token(model: nn.Module) -> DryModel:
@@ -42,10 +47,18 @@ def next_token(model: nn.Module) -> DryModel:
 
 def cnn() -> DryModel:
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 32, 3, stride=2),
-        nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 64), nn.Dropout(0.1),
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, 3, stride=2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.Dropout(0.1),
         nn.Linear(64, 10),
-    )  # fmt: skip
+    )
     return DryModel(model, (torch.randn(8, 3, 32, 32),))
 
 

@@ -36,10 +36,13 @@ def tensor(storage: int, elements: int, offset: int = 0) -> list[Any]:
 def node(id_: int, name: str, inputs: list[Any], outputs: list[Any], schema: str = "", parent: int = 1) -> Document:
     fields = {"rf_id": id_, "tid": 1, "op_schema": schema}
     return {
-        "id": id_, "name": name, "ctrl_deps": parent,
-        "inputs": {"values": inputs}, "outputs": {"values": outputs},
+        "id": id_,
+        "name": name,
+        "ctrl_deps": parent,
+        "inputs": {"values": inputs},
+        "outputs": {"values": outputs},
         "attrs": [{"name": key, "value": value} for key, value in fields.items()],
-    }  # fmt: skip
+    }
 
 
 def program() -> list[Document]:
@@ -100,9 +103,12 @@ def test_join_follows_versions_of_an_address(files: tuple[Path, Path]) -> None:
     ]
     sizes = {t.name: (t.size_bytes, t.is_persistent) for t in trace.tensors}
     assert sizes == {
-        "storage 20.0": (256, True), "storage 10.0": (256, True), "storage 40.0": (32, True),
-        "storage 30.1": (256, False), "storage 30.2": (128, False),
-    }  # fmt: skip
+        "storage 20.0": (256, True),
+        "storage 10.0": (256, True),
+        "storage 40.0": (32, True),
+        "storage 30.1": (256, False),
+        "storage 30.2": (128, False),
+    }
     assert [op.duration_ns for op in trace.ops] == [3250] * 5
     assert [op.phase for op in trace.ops] == ["forward"] * 4 + ["optimizer"]
     kinds = {t.name: t.kind for t in trace.tensors}

@@ -108,9 +108,19 @@ class Versions:
             until: last tick that counts.
         """
         actions: tuple[Callable[[int, Any], None], ...] = (
-            self._due, self._issue, self._update, self._ready, self._updated, self._end, self._begin,
-            self._issue, self._update, self._ready, self._repeat, self._run,
-        )  # fmt: skip
+            self._due,
+            self._issue,
+            self._update,
+            self._ready,
+            self._updated,
+            self._end,
+            self._begin,
+            self._issue,
+            self._update,
+            self._ready,
+            self._repeat,
+            self._run,
+        )
         end = until + 1 << 4
         for key, item in sorted(events, key=itemgetter(0)):
             if key >= end:

@@ -28,10 +28,7 @@ from tieroff.errors import CaptureError, InvalidPlanError, TieroffError
 
 _VERSION = 2
 _READABLE = (1, 2)
-_REMOVED: dict[type, dict[str, Any]] = {
-    Plan: {"bucket_order": [], "period": 1, "segment": None},
-    Timeline: {"period": 1},
-}
+_REMOVED: dict[type, dict[str, Any]] = {Plan: {"bucket_order": [], "period": 1, "segment": None}, Timeline: {"period": 1}}
 """Fields of older files by class, each with its default of then."""
 
 _MISFIT = "a file of another kind, or one that was cut off"

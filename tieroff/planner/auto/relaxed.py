@@ -32,12 +32,7 @@ _SLOTS = {"fast": (30, 24, 20, 16, 12, 8), "high": (120, 96, 80, 60, 48, 36, 30,
 _COLUMNS_AT_MOST = {"fast": 13_000, "high": 220_000}
 _TIME_LIMIT_S = {"fast": 20.0, "high": 600.0}  # a safety only
 # How windows are repaired and filled, the best in experience first.
-_WAYS = (
-    ("furthest_use", "LRlr"),
-    ("deepest", "LRlr"),
-    ("relative_time", "LRlr"),
-    ("furthest_use", "RLrl"),
-)
+_WAYS = (("furthest_use", "LRlr"), ("deepest", "LRlr"), ("relative_time", "LRlr"), ("furthest_use", "RLrl"))
 
 
 @dataclass(frozen=True, slots=True)

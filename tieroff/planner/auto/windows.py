@@ -41,9 +41,8 @@ def _rows(problem: Problem, selection: Selection) -> tuple[list[Slot], Bytes]:
             copy_tick = _NEVER if write is None else min(max(write + 1, 0), slot.start)
             limit, deadline = (op_count, slot.stop - op_count) if slot.is_boundary else (slot.stop - 1, slot.stop)
             rows.append(
-                (tensor, number, slot.start, limit, deadline, copy_tick, size, out_ns, back_ns,
-                 slot.is_boundary, slot.is_last)
-            )  # fmt: skip
+                (tensor, number, slot.start, limit, deadline, copy_tick, size, out_ns, back_ns, slot.is_boundary, slot.is_last)
+            )
     return [slot for slots in by_tensor.values() for slot in slots], np.array(rows, np.int64).reshape(-1, _COLUMNS)
 
 

@@ -25,8 +25,11 @@ TIME_LIMIT_S = 30.0
 _NEAR = 1.005
 _WORTHWHILE = 0.01
 _LINKS = {
-    "d2h": "device to host", "h2d": "host to device", "nvme_write": "written to the NVMe", "nvme_read": "read from the NVMe",
-}  # fmt: skip
+    "d2h": "device to host",
+    "h2d": "host to device",
+    "nvme_write": "written to the NVMe",
+    "nvme_read": "read from the NVMe",
+}
 
 
 @dataclass(frozen=True, slots=True)

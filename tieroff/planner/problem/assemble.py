@@ -147,12 +147,7 @@ def plan_from(problem: Problem, policy: str, residencies: list[Residency], trans
 
 
 def build_plan(
-    problem: Problem,
-    policy: str,
-    moves: list[Move],
-    tier_of: dict[int, Tier],
-    *,
-    copies_early: bool = True,
+    problem: Problem, policy: str, moves: list[Move], tier_of: dict[int, Tier], *, copies_early: bool = True
 ) -> Plan:
     """Returns the plan that carries out the moves and keeps every other tensor on the device.
 

@@ -130,9 +130,21 @@ def fit(problem: Problem, windows: Windows, *, repair: str, passes: str, lead_ns
     by_deadline = by_deadline[windows.is_last[by_deadline] == 0]
     by_release = np.argsort(windows.away_start % problem.op_count, kind="stable")
     is_done = _native.fit_windows(
-        usage, problem.starts_ns, device_bytes, windows.start, windows.stop, windows.size_bytes, away_start, away_stop,
-        REPAIRS.index(repair), by_deadline, by_release, load_from, release_until, passes,
-    )  # fmt: skip
+        usage,
+        problem.starts_ns,
+        device_bytes,
+        windows.start,
+        windows.stop,
+        windows.size_bytes,
+        away_start,
+        away_stop,
+        REPAIRS.index(repair),
+        by_deadline,
+        by_release,
+        load_from,
+        release_until,
+        passes,
+    )
     if not is_done:
         return None
     # A gap that was kept has no tier; one that had to give way gets the first there is.

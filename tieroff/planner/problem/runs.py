@@ -189,9 +189,16 @@ def dispatch(problem: Problem, jobs: Jobs, step_count: int = _STEPS) -> int:
     """Gives every transfer its tick and its place; returns about how long a step takes, in ns."""
     machine = problem.machine
     step_ns, _, served, start_tick = _native.dispatch(
-        np.diff(problem.starts_ns), jobs.link, jobs.issue_from, jobs.ready_by, jobs.size_bytes, *link_rates(problem),
-        machine.nvme_shares_host_link, machine.duplex_share, step_count,
-    )  # fmt: skip
+        np.diff(problem.starts_ns),
+        jobs.link,
+        jobs.issue_from,
+        jobs.ready_by,
+        jobs.size_bytes,
+        *link_rates(problem),
+        machine.nvme_shares_host_link,
+        machine.duplex_share,
+        step_count,
+    )
     op_count = problem.op_count
     place = start_tick % op_count
     jobs.order = np.lexsort((served, place, jobs.link))

@@ -126,8 +126,10 @@ def solve_without_limit(problem: ShardingProblem) -> ShardingPlan:
     allowed = np.concatenate((problem.cost, problem.entry))
     if int(allowed[allowed < limit].max(initial=0)) * (problem.node_count + len(problem.source)) >= 2**53:
         raise ConfigError("expected costs whose sum stays below 2**53")
-    factors = [Factor((node,), _costs(problem.cost[first : first + size], limit))
-               for node, (first, size) in enumerate(zip(problem.first_strategy[:-1], sizes, strict=True))]  # fmt: skip
+    factors = [
+        Factor((node,), _costs(problem.cost[first : first + size], limit))
+        for node, (first, size) in enumerate(zip(problem.first_strategy[:-1], sizes, strict=True))
+    ]
     for edge, (a, b) in enumerate(zip(problem.source.tolist(), problem.target.tolist(), strict=True)):
         table = _costs(problem.entry[problem.first_entry[edge] : problem.first_entry[edge + 1]], limit)
         table = table.reshape(sizes[a], sizes[b])

@@ -194,9 +194,7 @@ class _Halving:
         return tables
 
     def _moves(self, source: int, target: int) -> NDArray[np.float64]:
-        pairs = [
-            [moved_bytes(self._sizes[source], p, q) for q in self._domains[target]] for p in self._domains[source]
-        ]
+        pairs = [[moved_bytes(self._sizes[source], p, q) for q in self._domains[target]] for p in self._domains[source]]
         return np.array(pairs)
 
 

@@ -108,9 +108,7 @@ def _run(
     plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions, *, with_spans: bool = True
 ) -> _native.SimulationResult:
     rows = [(_TIERS[t.source], _TIERS[t.target], t.issue_at, t.ready_by, t.rank, size_of(t, trace)) for t in plan.transfers]
-    return _run_rows(
-        _rows(rows, 6), plan.host_updates, plan.repeats, trace, machine, options, with_spans=with_spans
-    )
+    return _run_rows(_rows(rows, 6), plan.host_updates, plan.repeats, trace, machine, options, with_spans=with_spans)
 
 
 def _run_rows(

@@ -12,10 +12,34 @@ from tieroff.storage.completion import Completion
 from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
 
 _VECTOR_MATH = (
-    torch.abs, torch.acos, torch.asin, torch.atan, torch.ceil, torch.cos, torch.cosh, torch.erf, torch.erfc, torch.erfinv,
-    torch.exp, torch.exp2, torch.expm1, torch.floor, torch.lgamma, torch.log, torch.log10, torch.log1p, torch.log2,
-    torch.round, torch.rsqrt, torch.sin, torch.sinh, torch.sqrt, torch.tan, torch.tanh, torch.trunc,
-)  # fmt: skip
+    torch.abs,
+    torch.acos,
+    torch.asin,
+    torch.atan,
+    torch.ceil,
+    torch.cos,
+    torch.cosh,
+    torch.erf,
+    torch.erfc,
+    torch.erfinv,
+    torch.exp,
+    torch.exp2,
+    torch.expm1,
+    torch.floor,
+    torch.lgamma,
+    torch.log,
+    torch.log10,
+    torch.log1p,
+    torch.log2,
+    torch.round,
+    torch.rsqrt,
+    torch.sin,
+    torch.sinh,
+    torch.sqrt,
+    torch.tan,
+    torch.tanh,
+    torch.trunc,
+)
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 

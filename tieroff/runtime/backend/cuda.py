@@ -117,8 +117,9 @@ class _EngineCopy:
             raise StoreError(
                 f"expected {self._what} of {self._size_bytes} bytes to start within {timeout_s} s, the device still works "
                 "on its memory",
-                size_bytes=self._size_bytes, errno=errno.ETIMEDOUT,
-            ) from None  # fmt: skip
+                size_bytes=self._size_bytes,
+                errno=errno.ETIMEDOUT,
+            ) from None
         completion.wait(None if stop_s is None else max(stop_s - time.monotonic(), 0.0))
 
     def join(self) -> None:
@@ -180,8 +181,9 @@ class CudaBackend:
             raise StoreError(
                 f"expected to pin {size_bytes} bytes of host memory, cudaHostRegister returned {code}; lower [budget] host "
                 "or raise the limit on locked memory",
-                size_bytes=size_bytes, errno=code,
-            )  # fmt: skip
+                size_bytes=size_bytes,
+                errno=code,
+            )
 
     def unregister(self, address: int) -> None:
         """Unpins what `register` pinned."""
@@ -281,9 +283,7 @@ def pinned(address: int, size_bytes: int) -> torch.Tensor:
 class Staging:
     """Pinned memory lent in contiguous pieces, first come first served; a piece larger than all of it is made anew."""
 
-    def __init__(
-        self, size_bytes: int, register: Callable[[int, int], None], unregister: Callable[[int], None]
-    ) -> None:
+    def __init__(self, size_bytes: int, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self.size_bytes = size_bytes
         self._register, self._unregister = register, unregister
         self._memory = buffers.allocate(size_bytes)
@@ -316,8 +316,10 @@ class _Lease:
                 staging._warned = True
                 log.warning(
                     "a tensor of %d bytes is larger than half the staging memory (%d): it gets pinned memory of its own "
-                    "for each copy; raise [nvme] staging", self._size, half,
-                )  # fmt: skip
+                    "for each copy; raise [nvme] staging",
+                    self._size,
+                    half,
+                )
             self._own = buffers.allocate(self._size)
             staging._register(self._own.address, self._own.size_bytes)
             return torch.frombuffer(self._own, dtype=torch.uint8, count=self._size)

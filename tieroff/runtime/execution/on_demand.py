@@ -44,9 +44,7 @@ class OnDemand:
         experience: what recorded steps say.
     """
 
-    def __init__(
-        self, state: StepState, traffic: Traffic, runner: PlanRunner, foresight: Foresight | None = None
-    ) -> None:
+    def __init__(self, state: StepState, traffic: Traffic, runner: PlanRunner, foresight: Foresight | None = None) -> None:
         self._state, self._traffic, self._runner = state, traffic, runner
         self._foresight = foresight
         self.room_bytes = 0

@@ -79,9 +79,7 @@ class HomeItem(Item):
         may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
     """
 
-    __slots__ = (
-        "_ref", "dtype", "is_lifted", "lower", "may_be_written", "size", "stride", "value", "value_version", "version",
-    )  # fmt: skip
+    __slots__ = ("_ref", "dtype", "is_lifted", "lower", "may_be_written", "size", "stride", "value", "value_version", "version")
 
     def __init__(self, key: Hashable, name: str, kind: TensorClass, tensor: torch.Tensor, tier: Tier) -> None:
         super().__init__(key, name, kind, tensor.numel() * tensor.element_size(), tier)

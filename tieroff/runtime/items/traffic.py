@@ -23,9 +23,7 @@ log = logging.getLogger("tieroff")
 class Counts:
     """What moved since the step began."""
 
-    moved_bytes: dict[str, int] = field(
-        default_factory=lambda: {"d2h": 0, "h2d": 0, "nvme_write": 0, "nvme_read": 0}
-    )
+    moved_bytes: dict[str, int] = field(default_factory=lambda: {"d2h": 0, "h2d": 0, "nvme_write": 0, "nvme_read": 0})
     by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
     stall_ns: int = 0
     fallbacks: int = 0

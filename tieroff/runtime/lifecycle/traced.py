@@ -105,9 +105,7 @@ class TracedStep:
         self._custody.executor.on_demand.experience.add(read, written, self.shapes, room_bytes)
 
 
-def _used_below(
-    trace: Trace, recorder: Recorder, index: dict[Hashable, int], keys: tuple[Hashable, ...]
-) -> dict[int, bool]:
+def _used_below(trace: Trace, recorder: Recorder, index: dict[Hashable, int], keys: tuple[Hashable, ...]) -> dict[int, bool]:
     """Returns the gradients that user code used after backward where they lay, and whether it wrote them."""
     used = recorder.used_below(update_of(keys) - 1)
     indices = {index[key]: is_written for key, is_written in used.items() if key in index}

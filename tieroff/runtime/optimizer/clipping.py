@@ -37,10 +37,7 @@ def add_owner(owner: Owner) -> None:
 
 
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Clips the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does, with the device's sums.
 

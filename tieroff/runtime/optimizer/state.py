@@ -17,9 +17,7 @@ from tieroff.storage.nvme.pages import MappedFiles
 class OptimizerState:
     """What of an optimizer's state is under the engine's care; the items are those of `HomeTable.states`."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, buckets: Buckets, context: StepContext, settings: Settings
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets, context: StepContext, settings: Settings) -> None:
         self._optimizer, self._buckets, self._context = optimizer, buckets, context
         self._min_bytes = max(settings.min_bytes, 1)
         self._is_covered = TensorClass.OPTIMIZER in settings.covers

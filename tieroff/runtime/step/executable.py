@@ -94,9 +94,7 @@ def stays_for_update(plan: Plan, trace: Trace, tiers: Mapping[int, Tier], update
             yield residency
 
 
-def brought_back_for_update(
-    plan: Plan, stays: tuple[Residency, ...], tiers: Mapping[int, Tier], update_at: int
-) -> Plan:
+def brought_back_for_update(plan: Plan, stays: tuple[Residency, ...], tiers: Mapping[int, Tier], update_at: int) -> Plan:
     """Returns the plan with a fetch, as the update begins, of what user code may have sent below before it.
 
     Such a tensor had to leave at the end of backward if nothing had lifted it by then. The runtime skips the fetch of one

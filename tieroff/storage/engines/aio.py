@@ -118,9 +118,7 @@ class AioEngine:
 
         async def run(transfer: AioTransfer) -> None:
             view = _memory(address, size_bytes)
-            async with aiofiles.open(
-                _path(file), "rb", buffering=0, loop=self._loop, executor=self._executor
-            ) as handle:
+            async with aiofiles.open(_path(file), "rb", buffering=0, loop=self._loop, executor=self._executor) as handle:
                 await handle.seek(offset)
                 await _advance(transfer, view, handle.readinto)
             if with_checksum:
@@ -134,9 +132,7 @@ class AioEngine:
         async def run(transfer: AioTransfer) -> None:
             view = _memory(address, size_bytes)
             padding = bytes(align_up(size_bytes, file.block_bytes) - size_bytes)
-            async with aiofiles.open(
-                _path(file), "r+b", buffering=0, loop=self._loop, executor=self._executor
-            ) as handle:
+            async with aiofiles.open(_path(file), "r+b", buffering=0, loop=self._loop, executor=self._executor) as handle:
                 await handle.seek(offset)
                 await _advance(transfer, view, handle.write)
                 if padding:
@@ -154,9 +150,7 @@ class AioEngine:
 
         async def run(transfer: AioTransfer) -> None:
             checksum = 0
-            async with aiofiles.open(
-                _path(file), "rb", buffering=0, loop=self._loop, executor=self._executor
-            ) as handle:
+            async with aiofiles.open(_path(file), "rb", buffering=0, loop=self._loop, executor=self._executor) as handle:
                 await handle.seek(offset)
                 while transfer.done_bytes < size_bytes:
                     piece = await handle.read(min(_CHUNK_BYTES, size_bytes - transfer.done_bytes))
@@ -196,9 +190,7 @@ class AioEngine:
         self._loop.close()
         self._executor.shutdown()
 
-    def _submit(
-        self, direction: Direction, size_bytes: int, run: Callable[[AioTransfer], Awaitable[None]]
-    ) -> AioTransfer:
+    def _submit(self, direction: Direction, size_bytes: int, run: Callable[[AioTransfer], Awaitable[None]]) -> AioTransfer:
         _check_process(self._pid)
         transfer = AioTransfer(size_bytes)
         with self._lock:
@@ -208,9 +200,7 @@ class AioEngine:
             asyncio.run_coroutine_threadsafe(self._run(direction, transfer, run), self._loop)
         return transfer
 
-    async def _run(
-        self, direction: Direction, transfer: AioTransfer, run: Callable[[AioTransfer], Awaitable[None]]
-    ) -> None:
+    async def _run(self, direction: Direction, transfer: AioTransfer, run: Callable[[AioTransfer], Awaitable[None]]) -> None:
         async with self._slots[direction]:  # first come, first served
             if not transfer.start():
                 return

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from tieroff.errors import ConfigError, StoreError
-from tieroff.storage.engines.cuda_memory import CudaMemory
+from tieroff.errors import ConfigError
 
 Path = Literal["nvidia-fs", "cufile", "compatibility", "none"]
 

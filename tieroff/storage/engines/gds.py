@@ -39,8 +39,12 @@ class _DeviceBytes:
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 class GdsTransfer:
@@ -180,14 +184,16 @@ class GdsEngine:
         self._pid = os.getpid()
         self._is_closed = False
         self._host: Engine = NativeEngine()
-        self._settings = kvikio.defaults.set({
-            "num_threads": thread_count,
-            "task_size": task_bytes,
-            "bounce_buffer_size": task_bytes,
-            "gds_threshold": SMALL_BYTES,
-            "auto_direct_io_read": True,
-            "auto_direct_io_write": True,
-        })  # fmt: skip
+        self._settings = kvikio.defaults.set(
+            {
+                "num_threads": thread_count,
+                "task_size": task_bytes,
+                "bounce_buffer_size": task_bytes,
+                "gds_threshold": SMALL_BYTES,
+                "auto_direct_io_read": True,
+                "auto_direct_io_write": True,
+            }
+        )
         self._free_bounce_buffers: Callable[[], int] = kvikio.bounce_buffer_free
         self._threads = {way: ThreadPoolExecutor(_PER_DIRECTION, f"tieroff-gds-{way}") for way in Direction}
         _open_engines.add(self)
@@ -284,8 +290,10 @@ class GdsEngine:
             _logger.warning(
                 "[nvme] engine gds does not go by nvidia-fs in %s but by path %s, since %s; where that is through host "
                 "memory, compare it with engine threads",
-                status.dir, status.path, status.reason,
-            )  # fmt: skip
+                status.dir,
+                status.path,
+                status.reason,
+            )
         self.statuses[status.dir] = status
 
     def _checksum(self, address: int, size_bytes: int) -> int:

@@ -37,17 +37,19 @@ class _NativeBase:
     ) -> _native.Transfer:
         """Starts to read into memory."""
         return self.native.read(
-            file.fd, offset, address, size_bytes, file.block_bytes, file.memory_alignment, with_checksum,
+            file.fd,
+            offset,
+            address,
+            size_bytes,
+            file.block_bytes,
+            file.memory_alignment,
+            with_checksum,
             is_mapped and file.is_direct,
-        )  # fmt: skip
-
-    def write(
-        self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool
-    ) -> _native.Transfer:
-        """Starts to write from memory."""
-        return self.native.write(
-            file.fd, offset, address, size_bytes, file.block_bytes, file.memory_alignment, with_checksum
         )
+
+    def write(self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool) -> _native.Transfer:
+        """Starts to write from memory."""
+        return self.native.write(file.fd, offset, address, size_bytes, file.block_bytes, file.memory_alignment, with_checksum)
 
     def verify(self, file: OpenFile, offset: int, size_bytes: int) -> _native.Transfer:
         """Starts to read for the checksum alone, through the engine's bounce buffers."""

@@ -79,9 +79,7 @@ def _refused(path: str, found: str) -> ConfigError:
 def _check_directory(path: str, fd: int, free_bytes_min: int) -> None:
     mode = os.fstat(fd).st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise _refused(
-            path, "one that everybody may write to, without the sticky bit: chmod +t it, or use one below it"
-        )
+        raise _refused(path, "one that everybody may write to, without the sticky bit: chmod +t it, or use one below it")
     is_read_only = os.fstatvfs(fd).f_flag & os.ST_RDONLY
     if is_read_only or not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
         raise _refused(path, "a read-only one: mount it writable, or name another one")
@@ -156,8 +154,7 @@ def _check_ours(fd: int, path: str) -> None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink or status.st_size:
         raise _planted(
             path,
-            f"a file of user {status.st_uid} with mode {status.st_mode:#o}, {status.st_nlink} names and "
-            f"{status.st_size} bytes",
+            f"a file of user {status.st_uid} with mode {status.st_mode:#o}, {status.st_nlink} names and {status.st_size} bytes",
         )
     os.fchmod(fd, _FILE_MODE)
 

@@ -68,10 +68,9 @@ def _by_order(profile: Profile, operators: list[Node], where: str) -> dict[Call,
     return found
 
 
-def _no_such_thread(
-    profile: Profile, where: str, calls: list[Call], threads: dict[int, list[Node]]
-) -> CaptureError:
+def _no_such_thread(profile: Profile, where: str, calls: list[Call], threads: dict[int, list[Node]]) -> CaptureError:
     """Returns the error that names where the thread that is most alike goes apart."""
+
     def alike(nodes: list[Node]) -> int:
         pairs = zip(calls, nodes, strict=False)
         return next((i for i, (call, node) in enumerate(pairs) if call.name != node.name), min(len(calls), len(nodes)))

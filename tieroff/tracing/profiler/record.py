@@ -43,9 +43,7 @@ def profile(
     return record(step, [ProfilerActivity.CPU, activities[device]], folder, steps)
 
 
-def record(
-    step: Callable[[], object], activities: list[ProfilerActivity], folder: str | Path, steps: int
-) -> tuple[Path, Path]:
+def record(step: Callable[[], object], activities: list[ProfilerActivity], folder: str | Path, steps: int) -> tuple[Path, Path]:
     """Runs steps under a profiler and an observer of operators that begin together; returns their files."""
     if steps < 1:
         raise CaptureError(f"expected to record 1 step or more, got {steps}")

@@ -214,6 +214,4 @@ class _Reader:
             for used in op.inputs:
                 last[used] = max(last[used], position + 1)
         end = len(self._ops)
-        return [
-            replace(t, death=end if t.kind != "activation" else last[i]) for i, t in enumerate(self._tensors)
-        ]
+        return [replace(t, death=end if t.kind != "activation" else last[i]) for i, t in enumerate(self._tensors)]

@@ -32,6 +32,7 @@ AHEAD = 1
 
 OPTIONS = SimulationOptions(writes_clean=True)
 
+
 class _OcDnn(Paging):
     def fetch_ahead(self, tick: int) -> None:
         """Fetches what the next op reads and writes; what it needs and is there already is not evicted for that."""

@@ -149,9 +149,7 @@ class _Dropped:
             life = self._problem.trace.lifetimes[tensor]
             back_at = self._segment_of[index].back_at[index]
             before = sorted({r.at for r in self.repeats if r.op == index and r.at < back_at})
-            result[tensor] = (
-                (life.birth, self._own[tensor].start), *((at, at + 1) for at in before), (back_at, life.death),
-            )  # fmt: skip
+            result[tensor] = ((life.birth, self._own[tensor].start), *((at, at + 1) for at in before), (back_at, life.death))
         return result
 
     def slots(self) -> list[Slot]:

@@ -34,6 +34,7 @@ WINDOW = 8
 
 OPTIONS = SimulationOptions(writes_clean=True)
 
+
 class _DeepUm(Paging):
     def fetch_ahead(self, tick: int) -> None:
         """Fetches what the ops of the window need, in their order, until there is no room outside of the window."""

@@ -36,6 +36,7 @@ FAULT_BYTES_PER_S = round(1.7 * GIB)
 
 OPTIONS = SimulationOptions(writes_clean=True, eviction_blocks=True)
 
+
 @policy(
     "demand",
     paper="UVM, as in G10, MICRO 2023",

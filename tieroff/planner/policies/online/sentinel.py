@@ -63,9 +63,7 @@ class _Trial:
         return over, self.is_slow, self.step_ns, self.moved_bytes, self.length
 
 
-@policy(
-    "sentinel", paper="Ren et al., HPCA 2021", published=True, options=OPTIONS, assumes=Assumptions(has_pages=True)
-)
+@policy("sentinel", paper="Ren et al., HPCA 2021", published=True, options=OPTIONS, assumes=Assumptions(has_pages=True))
 def plan_sentinel(problem: Problem) -> Plan:
     """Returns the plan; it may be over the device's budget."""
     if problem.fits or not problem.tiers:

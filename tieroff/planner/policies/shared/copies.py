@@ -41,11 +41,7 @@ def copied_ns(problem: Problem, issue_at: Mapping[Slot, int], tier_of: Mapping[i
 
 
 def release_when_copied(
-    problem: Problem,
-    moves: list[Move],
-    tier_of: Mapping[int, Tier],
-    usage: Bytes,
-    issue_at: Mapping[Slot, int] | None = None,
+    problem: Problem, moves: list[Move], tier_of: Mapping[int, Tier], usage: Bytes, issue_at: Mapping[Slot, int] | None = None
 ) -> list[Move]:
     """Returns the moves with each tensor kept until its copy out is expected to be done, as far as there is room.
 

@@ -73,10 +73,7 @@ def with_copies_at_gaps(problem: Problem, plan: Plan) -> Plan:
         for r in plan.residencies
     ]
     return replace(
-        plan,
-        residencies=tuple(residencies),
-        transfers=rerank(transfers),
-        peak_bytes=peak_bytes(problem, residencies),
+        plan, residencies=tuple(residencies), transfers=rerank(transfers), peak_bytes=peak_bytes(problem, residencies)
     )
 
 
