@@ -72,8 +72,8 @@ Mean absolute error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}; 
 clock was fitted to A100 80GB, L4 and MI210 (`scripts/evidence/fit_machines.py`, which also prints the errors with the model or
 the GPU left out: standard deviations {constants.log_error:.1%} and {constants.log_error_unseen:.1%}, from which
 intervals come). On the A100 forward passes of five steps took 1.4 to 1.6 times the sum of their own kernels, in the same
-source, and on the MI210 of two; where a step fills 70 % of the card the model explains it by the allocator, elsewhere nothing here does. The Switch
-Transformer is left out: which expert a word goes to depends on values.
+source, and on the MI210 of two; where a step fills 70 % of the card the model explains it by the allocator,
+elsewhere nothing here does. The Switch Transformer is left out: which expert a word goes to depends on values.
 """
 
 
