@@ -26,7 +26,7 @@ from tieroff.errors import (
     TieroffError,
     TraceMismatchError,
 )
-from tieroff.storage.nvme.file_store import FileStore
+from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.tracing.files import load_trace
 
 pytestmark = pytest.mark.timeout(60)
@@ -150,7 +150,7 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     defaults = FileStore.__init__.__kwdefaults__
     assert defaults is not None
-    monkeypatch.setitem(defaults, "opener", refuse)
+    monkeypatch.setitem(defaults, "room", Room(opener=refuse))
     model = Mlp()
     before = look(model, None)
     config = {"budget": {"host": 0, "nvme": "1MiB"}, "nvme": {"dirs": [str(tmp_path)]}}

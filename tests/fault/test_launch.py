@@ -259,13 +259,18 @@ def test_two_launches_at_once_share_a_drive_without_touching_each_other(tmp_path
         assert_nothing_is_left(folder)
 
 
+def unwrapped(text: str) -> str:
+    """Returns the text without spaces and the frame that it is wrapped in: long paths are cut at the end of a line."""
+    return "".join(text.replace("│", "").split())
+
+
 @pytest.mark.parametrize(
     ("change", "status", "told"),
     [
         ("no script", 2, "script.py"),
         ("no ranks", 2, "nproc-per-node"),
         ("no config", 1, "ConfigError: "),
-        ("no gpu", 1, "expected a GPU for each of 9999 ranks"),
+        ("no gpu", 1, "--nproc-per-node 9999: torch sees"),
         ("no logs", 1, "No such file or directory"),
         ("no folder", 1, "nowhere"),
     ],
@@ -288,5 +293,5 @@ def test_bad_input_is_told_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     found = CliRunner().invoke(app, line)
     assert found.exit_code == status, found.output
-    assert told in found.output
+    assert unwrapped(told) in unwrapped(found.output)
     assert list(tmp_path.glob("*.pids")) == []

@@ -197,7 +197,7 @@ def test_unwrap_that_cannot_read_a_value_ends_threads_and_files_all_the_same(tra
     with pytest.raises(StoreError) as caught:
         tieroff.unwrap(trainer.model)
     assert caught.value.errno == errno.EIO
-    with pytest.raises(StateError, match="open"):
+    with pytest.raises(StateError, match="this store is closed"):
         store.allocate(1)
     assert own_threads() <= threads_before
 

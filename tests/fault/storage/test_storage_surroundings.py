@@ -199,7 +199,7 @@ def test_changed_pages_that_the_drive_does_not_take_are_told(tmp_path: Path, mon
     memoryview(home).cast("B")[:] = b"\7" * MIB
     with monkeypatch.context() as patched:
         patched.setattr("tieroff.storage.nvme.file_store.write_back", refuse)
-        with pytest.raises(StoreError, match=f"write back {MIB} bytes, {tmp_path} at offset 0") as caught:
+        with pytest.raises(StoreError, match=f"write back {MIB} bytes of {tmp_path} at offset 0") as caught:
             home.trim()
     assert caught.value.errno == errno.EIO
     assert bytes(memoryview(home).cast("B")) == b"\7" * MIB
