@@ -166,3 +166,9 @@ def test_the_pages_build_strictly(project: Path, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "site/tutorial/index.html").is_file()
+
+
+def test_links_inside_the_repository_lead_somewhere(project: Path) -> None:
+    for page in (project / "README.md", project / "NOTICE", project / "CHANGELOG.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
