@@ -171,7 +171,7 @@ def test_error_is_a_document_under_json_and_a_message_without(tmp_path: Path) ->
     assert "nowhere" in document["error"]["message"]
     result = CliRunner().invoke(app, ["probe", "--dir", str(missing)])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "ConfigError: expected a writable directory" in result.stderr
+    assert f"ConfigError: [nvme] dirs: {missing} is not a writable directory" in result.stderr
 
 
 def test_error_that_nobody_expected_is_a_document_under_json(monkeypatch: pytest.MonkeyPatch) -> None:
