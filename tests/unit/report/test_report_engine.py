@@ -58,7 +58,7 @@ def test_saved_run_has_what_the_step_did(tmp_path: Path) -> None:
     assert len(engine.explain().splitlines()) == 5
     engine.save_report(tmp_path / "run.html")
     assert 'id="figure-lanes"' in (tmp_path / "run.html").read_text()
-    with pytest.raises(ConfigError, match="nowhere is none"):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         engine.save_report(tmp_path / "nowhere" / "run.html")
     tieroff.unwrap(model)
 

@@ -63,7 +63,7 @@ def test_file_that_was_cut_off_is_told_by_name(folder: Path, name: str) -> None:
     (folder / "result.json").write_text('{"losses_equal": true}')
     text = (folder / name).read_text()
     (folder / name).write_text(text[: len(text) // 2])
-    with pytest.raises((CaptureError, InvalidPlanError, ConfigError), match=rf"{name}.*cut off"):
+    with pytest.raises((CaptureError, InvalidPlanError, ConfigError), match=rf"{name}.*(cut off|truncated)"):
         load_run(folder)
 
 
