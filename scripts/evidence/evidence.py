@@ -2,7 +2,7 @@
 
     python scripts/evidence/evidence.py ../shared/data/gpu
 
-Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in scripts/data/gpus.toml and were
+Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in scripts/evidence/data/gpus.toml and were
 not fitted are predicted from their makers' figures alone.
 """
 

@@ -2,7 +2,7 @@
 
     python scripts/evidence/fit_machines.py ../shared/data/gpu/neusight
 
-Writes tieroff/tracing/clock/constants.toml and configs/machines/*.toml of the GPUs in scripts/data/gpus.toml that name a file.
+Writes tieroff/tracing/clock/constants.toml and configs/machines/*.toml of the GPUs in scripts/evidence/data/gpus.toml that name a file.
 A constant leaves its starting value, that of published single kernels, only as far as the steps insist on it: as many steps
 as are there would otherwise be learnt by heart. Errors are those of fits that have not seen the model, or the GPU.
 """

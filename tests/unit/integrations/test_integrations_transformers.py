@@ -237,7 +237,7 @@ print("right", flush=True)
 
 
 def test_two_ranks_of_a_trainer_compute_the_same(project: Path, tmp_path: Path) -> None:
-    script = tmp_path / "session/ranks.py"
+    script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)],
