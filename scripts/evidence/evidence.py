@@ -1,8 +1,8 @@
 """Writes docs/evidence.md: what tieroff predicts beside what others measured, the bad errors too.
 
-    python scripts/evidence/evidence.py ../shared/data/gpu
+    python scripts/evidence/evidence.py DATA/gpu
 
-Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in scripts/evidence/data/gpus.toml and were
+Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in data/gpus.toml and were
 not fitted are predicted from their makers' figures alone.
 """
 

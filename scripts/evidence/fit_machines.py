@@ -1,8 +1,8 @@
 """Fits the clock's constants to measured steps, and writes the machine files of GPUs that nobody here has.
 
-    python scripts/evidence/fit_machines.py ../shared/data/gpu/neusight
+    python scripts/evidence/fit_machines.py DATA/gpu/neusight
 
-Writes tieroff/tracing/clock/constants.toml and configs/machines/*.toml of the GPUs in scripts/evidence/data/gpus.toml that name a file.
+Writes tieroff/tracing/clock/constants.toml and configs/machines/*.toml of the GPUs in data/gpus.toml that name a file.
 A constant leaves its starting value, that of published single kernels, only as far as the steps insist on it: as many steps
 as are there would otherwise be learnt by heart. Errors are those of fits that have not seen the model, or the GPU.
 """
