@@ -7,6 +7,7 @@ import gc
 import logging
 import mmap
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
