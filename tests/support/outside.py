@@ -12,17 +12,21 @@ from tieroff.core.trace import Trace
 from tieroff.tracing.files import load_trace
 
 
+def _why_missing(path: Path) -> str:
+    return f"no outside data at {path}; TIEROFF_TEST_DATA names its folder"
+
+
 def needs_outside_data(name: str) -> pytest.MarkDecorator:
     """Returns a mark that skips a test where this part of the outside data is missing."""
     path = outside_data(name)
-    return pytest.mark.skipif(not path.exists(), reason=f"no outside data at {path}; TIEROFF_TEST_DATA names its folder")
+    return pytest.mark.skipif(not path.exists(), reason=_why_missing(path))
 
 
 def outside(name: str) -> Path:
     """Returns the path of a part of the outside data; where it is missing, the test that asks is skipped."""
     path = outside_data(name)
     if not path.exists():
-        pytest.skip(f"no outside data at {path}; TIEROFF_TEST_DATA names its folder")
+        pytest.skip(_why_missing(path))
     return path
 
 

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
+
+from tieroff.tracing.op_costs import ATTENTION_TWINS, flop_count, touched_bytes, touched_tensors
 
 _aten = torch.ops.aten
 
-# Memory that is taken and not written.
-_FREE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view}
-# These read no more of their first argument than they write.
-_LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
-# The CPU's attention kernels, for which torch has no formula of their own: those of the GPU's, and how many arguments count.
-_ATTENTION_TWINS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: (_aten._scaled_dot_product_flash_attention, 3),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_aten._scaled_dot_product_flash_attention_backward, 4),
-}
 _ATTENTION = {
-    *_ATTENTION_TWINS,
-    *(twin for twin, _ in _ATTENTION_TWINS.values()),
+    *ATTENTION_TWINS,
+    *(twin for twin, _ in ATTENTION_TWINS.values()),
     _aten._scaled_dot_product_efficient_attention,
     _aten._scaled_dot_product_efficient_attention_backward,
 }
@@ -69,16 +59,12 @@ class Work:
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     """Returns the work of one call of an aten op, None for one that does none on the device."""
     packet = func._overloadpacket
-    results = _tensors(out)
-    if func.is_view or packet in _FREE or not (results or func._schema.is_mutable):
+    touched = touched_tensors(func, args, kwargs, out)
+    if touched is None:
         return None
-    inputs = _tensors((args, kwargs))
-    if packet in _LOOKUPS:
-        inputs = [*inputs[1:], *results]
-    touched = [*inputs, *results]
-    traffic_bytes = sum(_touched_bytes(tensor) for tensor in touched) * _PASSES.get(packet, 1)
+    traffic_bytes = touched_bytes(touched) * _PASSES.get(packet, 1)
     element_bytes = next((t.itemsize for t in touched if t.dtype.is_floating_point), 0)
-    flops = _flops(packet, args, kwargs, out)
+    flops = flop_count(packet, args, kwargs, out)
     product = _product(packet, args)
     kind = "matmul" if product else "memory"
     if packet in _ATTENTION:
@@ -104,23 +90,3 @@ def _scores_flops(packet: Any, args: Any, flops: int) -> int:
     position = _CAUSAL.get(packet)
     is_causal = position is not None and len(args) > position and args[position] is True
     return flops // 2 if is_causal else flops
-
-
-def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    count: Callable[..., int] | None = flop_registry.get(packet)
-    if packet in _ATTENTION_TWINS:
-        twin, arguments = _ATTENTION_TWINS[packet]
-        return int(flop_registry[twin](*args[:arguments], out_val=out))
-    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_iter(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Returns a tensor's bytes in memory: an expanded one has fewer than its elements would take."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if tensor.layout is not torch.strided:
-        return size_bytes
-    return min(size_bytes, tensor.untyped_storage().nbytes())
