@@ -13,6 +13,7 @@ import bench_plan
 from bench_plan import geometric_mean, known_bounds, main, parse_arguments, summaries
 from harness import g10_cells, own_traces
 from harness.data import OWN_FOLDER
+from tests.support.outside import needs_outside_data
 from tieroff.core.io.json_files import load_trace_json, save_trace
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
@@ -22,6 +23,7 @@ from tieroff.units import GIB
 # Published cells.
 
 
+@needs_outside_data("g10")
 def test_published_table_has_15_cells_and_agrees_with_the_sweep() -> None:
     cells, times = g10_cells.published_cells(), g10_cells.published_times()
     assert len(cells) == 15
@@ -34,6 +36,7 @@ def test_published_table_has_15_cells_and_agrees_with_the_sweep() -> None:
     assert {key: times[key] for key in swept} == swept
 
 
+@needs_outside_data("g10")
 def test_every_published_cell_has_its_trace() -> None:
     cells = g10_cells.all_cells()
     assert len(cells) == 19
@@ -94,6 +97,7 @@ def test_summary_takes_each_mean_over_its_own_cells() -> None:
 # Arguments.
 
 
+@needs_outside_data("g10")
 def test_arguments_have_the_stated_defaults() -> None:
     found = parse_arguments([])
     assert (found.parts, found.effort, found.bound, found.repeat) == (["g10", "own"], "fast", "cheap", 1)
@@ -112,6 +116,7 @@ def test_arguments_have_the_stated_defaults() -> None:
         (["--parts", "all"], "--parts"),
     ],
 )
+@needs_outside_data("g10")
 def test_arguments_that_cannot_be_used_are_named(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(given)
@@ -222,6 +227,7 @@ def test_trace_that_cannot_be_read_is_told(data: Path, capsys: pytest.CaptureFix
     assert "bench_plan: " in capsys.readouterr().err
 
 
+@needs_outside_data("g10")
 def test_own_traces_are_planned_for_both_executors_at_every_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_trace(load_trace_json(OWN_FOLDER / "lstm.json"), tmp_path / "lstm.json")
     out = tmp_path / "found.json"
@@ -257,6 +263,7 @@ def test_shipped_traces_are_all_those_that_are_recorded() -> None:
     assert {path.stem for path in OWN_FOLDER.glob("*.json")} == set(own_traces.SUBJECTS)
 
 
+@needs_outside_data("g10")
 def test_record_writes_a_trace_per_subject(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import bench_policies
 from harness import policy_tables
+from tests.support.outside import needs_outside_data
 from tieroff.planner.policies import all_policies
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,6 +90,7 @@ def test_figure_has_a_dot_per_step_that_is_met() -> None:
     assert {"auto", "demand", "g10", "0 of 1 met"} <= {element.text for element in image}
 
 
+@needs_outside_data("g10")
 def test_steps_in_the_file_are_not_planned_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, page, image = tmp_path / "found.json", tmp_path / "page.md", tmp_path / "figure.svg"
     page.write_text(f"before\n{policy_tables.BEGIN}\nold\n{policy_tables.END}\nafter\n")
@@ -106,6 +108,7 @@ def test_steps_in_the_file_are_not_planned_again(tmp_path: Path, capsys: pytest.
     assert json.loads(path.read_text())["rows"] == first
 
 
+@needs_outside_data("g10")
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for option, name in (("--cells", "VIT-b1"), ("--own", "mlp"), ("--policies", "best")):
         with pytest.raises(SystemExit) as caught:
@@ -114,6 +117,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"got {name}" in capsys.readouterr().err
 
 
+@needs_outside_data("g10")
 def test_published_times_are_those_of_the_file() -> None:
     times = bench_policies.published()
     assert times["BERT_Base-b768", "flashneuron"] is None
