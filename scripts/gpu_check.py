@@ -1,9 +1,10 @@
-"""Runs the `gpu` tests and a short benchmark, and writes both to one JSON file."""
+"""Runs the accelerator's tests on CUDA and a short benchmark, and writes both to one JSON file."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from shared.progress import make_console
 from tieroff.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "TIEROFF_TEST_DEVICE": "cuda"}
 TESTS_LIMIT_S = 270
 BENCH_LIMIT_S = 150
 BENCH = (
@@ -30,7 +32,7 @@ BENCH = (
 def run_limited(arguments: list[str], limit_s: float) -> str:
     """Runs a program under a time limit; returns why it failed, or an empty text."""
     try:
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, timeout=limit_s, check=False)
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, timeout=limit_s, check=False, env=ENVIRONMENT)
     except subprocess.TimeoutExpired:
         return f"not done within {limit_s:.0f} s"
     return "" if done.returncode == 0 else f"exit status {done.returncode}"
@@ -40,8 +42,9 @@ def run_tests(out: Path) -> dict[str, Any]:
     """Returns how many tests passed, failed and were skipped."""
     report = out / "pytest.xml"
     report.unlink(missing_ok=True)
-    arguments = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    failed = run_limited(arguments, TESTS_LIMIT_S)
+    # The accelerator's suite on the device, and what only a GPU has.
+    arguments = ["-m", "pytest", "tests/accelerator/parity", "tests/accelerator/users", "tests/gpu", "-q"]
+    failed = run_limited([*arguments, "-p", "no:cacheprovider", f"--junitxml={report}"], TESTS_LIMIT_S)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     if report.is_file():
         for suite in ElementTree.parse(report).getroot().iter("testsuite"):

@@ -97,11 +97,17 @@ def _to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _to_device(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9]*(:\d+)?", value):
+        raise ValueError("expected the name of a device, with or without an index")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(_to_size)]
 Share = Annotated[DeviceBudget, BeforeValidator(_to_device_budget), PlainSerializer(DeviceBudget.written)]
 FilePath = Annotated[Path, BeforeValidator(_to_path)]
 
-Device = Literal["auto", "cuda", "cpu"]
+Device = Annotated[str, BeforeValidator(_to_device)]
 EngineName = Literal["auto", "gds", "uring", "threads", "aiofiles"]
 Checksum = Literal["off", "warmup", "always"]
 Effort = Literal["fast", "high"]
@@ -218,7 +224,9 @@ class Config(_Table):
     """All settings of a run. Immutable; `model_copy(update=...)` returns a changed copy."""
 
     device: Device = _key(
-        "auto", f"one of {', '.join(get_args(Device))}", "Where to compute; `auto` is CUDA if a device is available."
+        "auto",
+        'auto, or a device of PyTorch such as cpu, cuda, "cuda:1" or xpu',
+        "Where to compute; `auto` is where the model's parameters are.",
     )
     compute_dtype: ComputeType | None = _key(
         None,

@@ -221,6 +221,11 @@ def take_last_error() -> int:
     return int(_native.take_last_error())
 
 
+def forbid_access(storage: torch.UntypedStorage, message: str) -> None:
+    """Has every access of a storage's memory raise, as `torch._C._set_storage_data_ptr_access_error_msg` of CUDA's builds."""
+    _native.forbid_access(storage._cdata, message)
+
+
 def is_pinned(address: int, size_bytes: int) -> bool:
     """True where all of these bytes are pinned by one registration."""
     return bool(_native.is_pinned(address, size_bytes))

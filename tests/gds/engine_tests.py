@@ -39,7 +39,7 @@ from tests.unit.storage.test_storage_conformance import CAPACITY_BYTES, MIB, Mem
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError, StoreError
 from tieroff.probe import doctor
-from tieroff.runtime.backend.cuda import CudaBackend
+from tieroff.runtime.backend.accelerator import AcceleratorBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.engine import Engine
 from tieroff.storage.engines.cuda_memory import CudaMemory
@@ -324,15 +324,14 @@ class Over:
 def test_cuda_backend_hands_the_engine_its_memory_without_staging(
     make_place: type[BlockPlace | HomePlace], nvme: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CudaBackend, "_ready", lambda self: Over())
-    backend = object.__new__(CudaBackend)  # its making asks for a device
+    monkeypatch.setattr(AcceleratorBackend, "_ready", lambda self: Over())
+    backend = object.__new__(AcceleratorBackend)  # its making asks for a device
     backend._staging = None
     backend._writers, backend._readers = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     place = make_place(nvme, 3 * MIB + 7)
     source = torch.frombuffer(bytearray(noise(3 * MIB + 7, 1)), dtype=torch.uint8)
     out = backend.copy_out(source, place)
     out.wait(30)
-    backend.join(out)
     place.publish()
     target = torch.empty_like(source)
     backend.copy_in(place, target).wait(30)

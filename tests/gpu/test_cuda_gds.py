@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_cuda_parity import clip_on_device
+import tieroff
 from tests.support.models import GPT_WORKLOAD, MLP_WORKLOAD
 from tests.support.parity import (
     NVME,
@@ -22,7 +22,7 @@ from tests.support.parity import (
     run_wrapped,
 )
 from tieroff.core.tensor import Tier
-from tieroff.runtime.backend.cuda import CudaBackend
+from tieroff.runtime.backend.accelerator import AcceleratorBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace, Place
 from tieroff.runtime.engine import Engine
 from tieroff.storage.engines.gds import GdsEngine
@@ -39,8 +39,8 @@ SIZES = [1, 511, 4096, 4097, MIB - 1, 32 * MIB, 33 * MIB + 77]
 
 
 @pytest.fixture
-def backend() -> Iterator[CudaBackend]:
-    backend = CudaBackend()  # without staging: what is not direct would fail
+def backend() -> Iterator[AcceleratorBackend]:
+    backend = AcceleratorBackend(torch.device("cuda", 0))  # without staging: what is not direct would fail
     yield backend
     backend.close()
 
@@ -57,7 +57,7 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
 @pytest.mark.parametrize("make_place", [BlockPlace, HomePlace])
 @pytest.mark.parametrize("shift", [0, 512, 1])
 def test_device_memory_comes_back_as_it_left(
-    backend: CudaBackend, store: FileStore, make_place: type[BlockPlace | HomePlace], shift: int
+    backend: AcceleratorBackend, store: FileStore, make_place: type[BlockPlace | HomePlace], shift: int
 ) -> None:
     for size in SIZES:
         source = torch.randint(0, 256, (size + shift,), dtype=torch.uint8, device="cuda")[shift:]
@@ -72,7 +72,7 @@ def test_device_memory_comes_back_as_it_left(
         place.free()
 
 
-def test_home_shows_on_the_host_what_the_device_wrote(backend: CudaBackend, store: FileStore) -> None:
+def test_home_shows_on_the_host_what_the_device_wrote(backend: AcceleratorBackend, store: FileStore) -> None:
     place = HomePlace(store, 8 * MIB)
     source = torch.randint(0, 256, (8 * MIB,), dtype=torch.uint8, device="cuda")
     backend.copy_out(source, place).wait(60)
@@ -85,7 +85,7 @@ def test_home_shows_on_the_host_what_the_device_wrote(backend: CudaBackend, stor
     assert torch.equal(target.cpu(), shown)
 
 
-def test_transfers_wait_for_compute_and_compute_for_them(backend: CudaBackend, store: FileStore) -> None:
+def test_transfers_wait_for_compute_and_compute_for_them(backend: AcceleratorBackend, store: FileStore) -> None:
     size, rounds = 16 * MIB, 8
     place = BlockPlace(store, size)
     for seed in range(rounds):
@@ -120,5 +120,8 @@ def test_training_computes_the_same_through_gds(workload: Workload, tmp_path: Pa
             assert_planned(engine, NVME)
             assert_all_moved(engine, workload, NVME)
 
-    plain = run_plain(workload, torch.device("cuda"), clip=clip_on_device)
-    assert_equal(plain, run_wrapped(workload, config, CudaBackend(), after_step, clip=clip_on_device))
+    plain = run_plain(workload, torch.device("cuda"), clip=tieroff.clip_grad_norm_)
+    assert_equal(
+        plain,
+        run_wrapped(workload, config, AcceleratorBackend(torch.device("cuda", 0)), after_step, clip=tieroff.clip_grad_norm_),
+    )

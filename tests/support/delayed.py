@@ -50,7 +50,6 @@ class DelayedBackend(CpuBackend):
     """
 
     name = "delayed"
-    lifts_homes = False  # as on CUDA, so that minted values are tested where there is none
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

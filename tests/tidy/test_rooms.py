@@ -31,7 +31,7 @@ FLOORS = {
     "runtime": (
         "settings tensors backend items resources step execution hooks optimizer executor custody lifecycle engine resident"
     ),
-    "session": "ranks links rank_budget budgets planning given_plan build",
+    "session": "device ranks links rank_budget budgets planning given_plan build",
 }
 
 

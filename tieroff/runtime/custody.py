@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
+from tieroff.runtime.items.hollow import own_class, untouched
 from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep
-from tieroff.runtime.optimizer.clipping import add_owner
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Planned, Recording, StepKind
@@ -52,7 +51,7 @@ class Custody:
         self._pid = os.getpid()
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
         self._fingerprint: tuple[Any, ...] = ()
-        add_owner(self)
+        self._count = 0  # of parameters with a home
 
     @property
     def is_own_process(self) -> bool:
@@ -74,16 +73,6 @@ class Custody:
         """Takes the stand-in of the optimizer whose `step` ends a training step."""
         self.stepper = self._gradient_hooks.follower = stepper
         stepper.state.take_over()
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        """By id of the parameter."""
-        return self.executor.homes.names
-
-    @property
-    def device(self) -> torch.device:
-        """Where the step computes."""
-        return self.backend.device
 
     def move_to_device(self) -> None:
         """Puts buffers, and parameters that will have no home below, on the device; the others go there as they are used."""
@@ -123,7 +112,7 @@ class Custody:
         self._gradient_hooks.keep_only(homes.names)
         gate.mints.sweep()
         gate.intercept(bool(homes.parameters))
-        self._fingerprint = self._fingerprint_now()
+        self._fingerprint, self._count = self._fingerprint_now(), len(homes.parameters)
 
     def _take(self, position: int, name: str, parameter: torch.nn.Parameter, mapped: MappedFiles) -> None:
         reason = self._why_kept(parameter)
@@ -133,7 +122,7 @@ class Custody:
         if parameter.device != self.backend.device:
             parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
         size_bytes = parameter.numel() * parameter.element_size()
-        item = ParameterItem(position, name, parameter, self.executor.traffic.spill.tier_for(size_bytes), self.backend.device)
+        item = ParameterItem(position, name, parameter, self.executor.traffic.spill.tier_for(size_bytes), self.executor.guard)
         item.adopt(self.executor.traffic)
         self.executor.homes.parameters[id(parameter)] = item
         item.settle_below(self.executor.traffic, mapped)
@@ -148,6 +137,7 @@ class Custody:
         if name in self.unmoved and parameter.device != self.backend.device:
             parameter.data = parameter.data.to(self.backend.device)
         self.executor.gate.intercept(bool(self.executor.homes.parameters))
+        self._count = len(self.executor.homes.parameters)
 
     def check_filled(self) -> None:
         """Returns if every parameter and buffer has a value.
@@ -180,12 +170,13 @@ class Custody:
 
     def _fingerprint_now(self) -> tuple[Any, ...]:
         """Returns a fingerprint of the parameters, used to detect changes made outside tieroff."""
-        return tuple(
-            (id(p), p.requires_grad, p.dtype)
-            for module in self.model.modules()
-            for p in module._parameters.values()
-            if p is not None
-        )
+        with untouched():
+            return tuple(
+                (id(p), p.requires_grad, p.dtype)
+                for module in self.model.modules()
+                for p in module._parameters.values()
+                if p is not None
+            )
 
     def has_substitutes(self) -> bool:
         """True while other tensors stand in for parameters, for one call only (torch.func.functional_call)."""
@@ -238,15 +229,16 @@ class Custody:
         item.leave(self.executor.traffic)
 
     def device_storages(self) -> set[int]:
-        return {
-            p.untyped_storage()._cdata
-            for p in self.model.parameters()
-            if p.layout is torch.strided and type(p) in (torch.Tensor, torch.nn.Parameter)
-        }
+        with untouched():
+            return {
+                p.untyped_storage()._cdata
+                for p in self.model.parameters()
+                if p.layout is torch.strided and own_class(p) in (torch.Tensor, torch.nn.Parameter)
+            }
 
     def has_changed(self) -> bool:
         """True when somebody replaced, converted, assigned or froze parameters from outside."""
-        if self._fingerprint_now() != self._fingerprint:
+        if self._fingerprint_now() != self._fingerprint or len(self.executor.homes.parameters) != self._count:
             return True
         return any(not item.is_current() for item in self.executor.homes.parameters.values())
 

@@ -110,6 +110,7 @@ class Engine:
         self._slots.append(root)
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install(self.model))
+            self._slots.append(ForwardSlot(self.model, self._state_dict, "state_dict"))
 
     def _take_compiled(self) -> None:
         """Intercepts the calls of submodules that are compiled by now."""
@@ -216,7 +217,6 @@ class Engine:
             return self._infer(inner, args, kwargs)
         self._take_compiled()
         self._steps.begin_forward(args, kwargs)
-        executor.gate.autocast.new_forward(self._backend.device)
         executor.gate.depth += 1
         try:
             with contextlib.ExitStack() as hooks:
@@ -238,6 +238,11 @@ class Engine:
             executor.gate.forget_casts()
             executor.on_demand.release_reachable()
 
+    def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs in the place of the model's `state_dict`: what lies below is given out there."""
+        with self.executor.guard.on_host():
+            return inner(*args, **kwargs)
+
     def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         saved = self.executor.saved_tensors
         pack, unpack = saved.pack if self.executor.state.mode is not Mode.PASS else saved.pack_casts, saved.unpack
@@ -250,7 +255,7 @@ class Engine:
             return args, kwargs
 
         def move(leaf: Any) -> Any:
-            return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) and not leaf.is_cuda else leaf
+            return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
 
         args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
         return args, kwargs

@@ -16,6 +16,7 @@ from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import SavedTensors
+from tieroff.runtime.hooks.user_access import UserAccess
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.settings import Settings
@@ -34,6 +35,7 @@ class Executor:
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
         gate, saved_tensors, gradients: the hooks.
+        guard: serves user code that uses what lies below a device.
     """
 
     def __init__(self, traffic: Traffic, settings: Settings, foresight: Foresight | None = None) -> None:
@@ -44,11 +46,13 @@ class Executor:
         self.on_demand = OnDemand(state, traffic, self.runner, foresight)
         self.activations = LiveActivations(state, traffic, self.runner, self.on_demand)
         self.clock = Clock(state, traffic, self.runner, self.on_demand, self.activations)
-        self.context = StepContext(state, self.clock, self.runner, self.on_demand, traffic, self.homes)
+        self.guard = UserAccess()
+        self.context = StepContext(state, self.clock, self.runner, self.on_demand, traffic, self.homes, self.guard)
         self.clock.at_backward_end.append(AfterBackward(self.context))
         self.gate = Gate(self.context, settings.compute_dtype)
         self.gradients = Gradients(self.context, settings)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
+        self.guard.serve(self.context, self.gate, self.saved_tensors)
 
     def begin(self, kind: StepKind, recorder: Recorder | None) -> None:
         """A new step of this kind begins."""
@@ -60,6 +64,7 @@ class Executor:
             state.mode = Mode.DEMAND
         else:
             state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
+        self.guard.begin()
         self.traffic.begin_step()
         self.clock.begin()
         self.runner.begin(planned)

@@ -93,4 +93,7 @@ def _free_bytes(device: torch.device) -> int:
     """Returns the device memory that this process may still take, plus what it has taken for the step already."""
     if device.type == "cpu":
         return host_limit_bytes()
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    # What this process's allocator has reserved and not lent is free for the step as well; what others have is not.
+    lent = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free) + lent

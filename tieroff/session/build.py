@@ -14,7 +14,6 @@ from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
 from tieroff.core.seams import PlanSource
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.errors import ConfigError
 from tieroff.planner.compare.predict import predict
 from tieroff.planner.foresight import Correlation
 from tieroff.runtime.backend.base import Backend
@@ -24,6 +23,7 @@ from tieroff.runtime.resident import Resident
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
 from tieroff.session.budgets import Budgets
+from tieroff.session.device import device_for
 from tieroff.session.given_plan import GivenPlan
 from tieroff.session.links import Links
 from tieroff.session.planning import Planning, layers_to_recompute
@@ -61,15 +61,14 @@ def build(model: torch.nn.Module, config: Config, backend: Backend | None = None
         StateError: the model cannot be wrapped.
         StoreError: a folder is missing, read-only or too small.
     """
-    backend = backend if backend is not None else _backend_for(config)
+    backend = backend if backend is not None else _backend_for(config, model)
     device, ranks = backend.device, Ranks.here()
     budgets = Budgets(config, device, ranks)
     links = Links(config, device.type, budgets.dirs, ranks)
     resources = _open(config, backend, budgets, links)
     try:
-        if hasattr(backend, "use_staging"):
-            is_staged = budgets.dirs and resources.io is not None and resources.io.name != "gds"
-            backend.use_staging(config.nvme.staging if is_staged else 0)
+        is_staged = budgets.dirs and resources.io is not None and resources.io.name != "gds"
+        backend.use_staging(config.nvme.staging if is_staged else 0)
         layers = layers_to_recompute(config, ranks) if plan is None else ()
         settings = _settings(config, resources, layers)
         plans = _plan_source(plan, config, resources, budgets, links, ranks)
@@ -95,8 +94,7 @@ def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> R
         io = choose(config.nvme.engine, measured=links.best_engine())
         opened.callback(io.close)
         if budgets.host_bytes:
-            register, unregister = getattr(backend, "register", None), getattr(backend, "unregister", None)
-            stores[Tier.HOST] = HostStore(budgets.host_bytes, io, register, unregister)
+            stores[Tier.HOST] = HostStore(budgets.host_bytes, io, backend.slabs)
             opened.callback(stores[Tier.HOST].close)
         if budgets.dirs:
             rates = links.write_rates()
@@ -140,17 +138,13 @@ def _plan_source(
     return Planning(config, device, budgets, links, ranks, capabilities)
 
 
-def _backend_for(config: Config) -> Backend:
-    wanted = config.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+def _backend_for(config: Config, model: torch.nn.Module) -> Backend:
+    device = device_for(config.device, model)
+    if device.type == "cpu":
         return CpuBackend(keeps_freed=config.budget.keep_freed)
-    if not torch.cuda.is_available():
-        raise ConfigError('device = "cuda", but torch sees no CUDA device; use "cpu" or "auto"')
-    from tieroff.runtime.backend.cuda import CudaBackend
+    from tieroff.runtime.backend.accelerator import AcceleratorBackend
 
-    return CudaBackend()
+    return AcceleratorBackend(device)
 
 
 def _write_report(run: Run, path: Path) -> None:

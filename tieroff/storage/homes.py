@@ -6,6 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from tieroff.errors import StateError
+from tieroff.storage.completion import Completion
 from tieroff.storage.store import Block
 
 
@@ -21,6 +22,9 @@ class HomeMemory:
     if TYPE_CHECKING:
 
         def __buffer__(self, flags: int, /) -> memoryview: ...
+
+    def note(self, copy: Completion) -> None:
+        """Does nothing: but for host memory, all copies are the store's own."""
 
 
 def place_home(base: type[HomeMemory], size_bytes: int, address: int, types: dict[int, Any]) -> Any:

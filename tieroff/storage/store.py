@@ -39,6 +39,11 @@ class Block:
     is_home: bool = False
     is_freed: bool = False
 
+    def note(self, copy: Completion) -> None:
+        """A copy that somebody else makes (a device's stream) touches its bytes until it is done."""
+        self.transfers = [transfer for transfer in self.transfers if not transfer.done()]
+        self.transfers.append(copy)
+
 
 class Home(Protocol):
     """Memory in a lower tier that user code may touch at any time.
@@ -70,6 +75,9 @@ class Home(Protocol):
 
     def read(self, target_address: int, keep: object) -> Completion:
         """Starts to read the memory, including writes from outside."""
+
+    def note(self, copy: Completion) -> None:
+        """A copy that somebody else makes (a device's stream) touches its bytes until it is done."""
 
     def trim(self) -> None:
         """Drops its pages from memory and page cache; the value stays. Blocks while changed pages are written."""

@@ -150,6 +150,9 @@ PYBIND11_MODULE(_simulated, m) {
   m.def("note_host_access", &note_from_python, free);
   m.def("begin_agent", &begin_agent, free);
   m.def("end_agent", &end_agent, free);
+  m.def("forbid_access", [](uintptr_t storage, const std::string& message) {
+    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  });
   m.def("set_late_links", &set_late_links);
   m.def("set_total", &set_total);
 

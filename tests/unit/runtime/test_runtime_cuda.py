@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.cuda import copy_by_engine
+from tieroff.runtime.backend.accelerator import copy_by_engine
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.storage.engines.aio import AioEngine
 from tieroff.storage.host.pool import HostStore

@@ -20,6 +20,7 @@ from tieroff.storage import buffers, engines
 from tieroff.storage.engines import Engine
 from tieroff.storage.extents import FreeList
 from tieroff.storage.host.pool import HostStore
+from tieroff.storage.host.slabs import RegisteredSlabs
 from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 
 MIB = 2**20
@@ -130,7 +131,7 @@ def test_slabs_are_registered_when_made_and_unregistered_at_close(engine: Engine
     def unregister(address: int) -> None:
         del registered[address]
 
-    store = HostStore(8 * MIB, engine, registered.__setitem__, unregister, slab_bytes=MIB)
+    store = HostStore(8 * MIB, engine, RegisteredSlabs(registered.__setitem__, unregister), slab_bytes=MIB)
     assert registered == {}
     store.reserve(4 * MIB)
     blocks = [store.allocate(MIB) for _ in range(6)]
@@ -168,7 +169,7 @@ def test_slab_that_the_system_refuses_is_told(engine: Engine, monkeypatch: pytes
         raise OSError(12, "Cannot allocate memory")
 
     store = HostStore(8 * MIB, engine)
-    monkeypatch.setattr("tieroff.storage.host.pool.Mapping", refuse)
+    monkeypatch.setattr("tieroff.storage.host.slabs.Mapping", refuse)
     with pytest.raises(StoreError, match=r"^\[budget\] host: cannot take 8.00 MiB .*lower it") as caught:
         store.allocate(1)
     assert caught.value.errno == 12
@@ -209,7 +210,7 @@ def test_slab_that_cannot_be_pinned_is_given_back_and_told(engine: Engine, monke
         raise StoreError("cudaHostRegister returned 2", errno=2)
 
     monkeypatch.setattr("tieroff.storage.host.pool.locked_limit_bytes", lambda: 8 * MIB)
-    store = HostStore(64 * MIB, engine, register, lambda _address: None)
+    store = HostStore(64 * MIB, engine, RegisteredSlabs(register, lambda _address: None))
     with pytest.raises(StoreError, match=r"returned 2; this process has 8\.00 MiB left to lock \(ulimit -l\)") as caught:
         store.reserve(32 * MIB)
     assert caught.value.errno == 2

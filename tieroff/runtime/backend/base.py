@@ -9,20 +9,39 @@ import torch
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.place import Place
 from tieroff.storage.completion import Completion
+from tieroff.storage.host.slabs import Slabs
 
 # A transfer that has not ended after this long is reported instead of waited for.
 TRANSFER_TIMEOUT_S = 120.0
 
 
 class Backend(Protocol):
-    """What the executor needs of a device; `lifts_homes`: see [Note: lifted or minted] in parameters.py."""
+    """What the executor needs of a device.
+
+    Attributes:
+        name: for people.
+        device: where it computes.
+        slabs: makes host memory that its copies reach.
+        has_host_tier: False where the device's memory is the host's, so that moving to host memory would gain nothing.
+    """
 
     name: str
     device: torch.device
-    lifts_homes: bool
+    slabs: Slabs
+    has_host_tier: bool
+
+    def use_staging(self, size_bytes: int) -> None:
+        """Makes the host memory through which bytes pass on their way to files; 0 makes none."""
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         """Returns uninitialised device memory as a 1-d uint8 tensor; freed when its storage's last reference dies."""
+
+    def hollow(self, value: torch.Tensor, message: str) -> torch.Tensor | None:
+        """Returns what stands for a tensor that people hold while it lies below.
+
+        A tensor of the same type, geometry and device without memory, of which every access raises RuntimeError with the
+        message; None where the tensor shows its bytes below as ordinary memory of the host.
+        """
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         """Starts a copy of a 1-d uint8 device tensor to a place."""
@@ -30,8 +49,8 @@ class Backend(Protocol):
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         """Starts a copy of a place to a 1-d uint8 device tensor."""
 
-    def join(self, arrival: Completion) -> None:
-        """Blocks the host until a completed copy's bytes may be read by anybody on the host."""
+    def flush(self) -> None:
+        """Blocks the host until the bytes of all copies that were waited for may be read by anybody on the host."""
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Makes freed memory leave the process, where that is a matter of settings; None restores the default."""

@@ -10,6 +10,7 @@ from tieroff.runtime.backend.place import Place
 from tieroff.storage import buffers
 from tieroff.storage.completion import Completion
 from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
+from tieroff.storage.host.slabs import PopulatedSlabs, Slabs
 
 _VECTOR_MATH = (
     torch.abs,
@@ -49,7 +50,8 @@ class CpuBackend:
 
     name = "cpu"
     device = torch.device("cpu")
-    lifts_homes = True
+    has_host_tier = True  # within the process's memory, which is how budgets are tried out where there is no device
+    slabs: Slabs = PopulatedSlabs()
 
     def __init__(self, keeps_freed: bool = True) -> None:
         self._pool = page_pool()
@@ -65,13 +67,20 @@ class CpuBackend:
         pages = self._pool.take(size_bytes) if self._pool is not None else buffers.allocate(size_bytes)
         return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes)
 
+    def use_staging(self, size_bytes: int) -> None:
+        """Nothing to make: files are read and written where the bytes lie."""
+
+    def hollow(self, value: torch.Tensor, message: str) -> torch.Tensor | None:
+        """None: what lies below is memory of the host, which people may read and write there."""
+        return None
+
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         return place.write(source.data_ptr(), source)
 
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         return place.read(target.data_ptr(), target)
 
-    def join(self, arrival: Completion) -> None:
+    def flush(self) -> None:
         """Nothing more to wait for: copies end on the host."""
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:

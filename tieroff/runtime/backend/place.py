@@ -35,8 +35,11 @@ class Place(Protocol):
     def read(self, target_address: int, keep: object) -> Completion:
         """Starts a copy of `size_bytes` to memory."""
 
+    def note(self, copy: Completion) -> None:
+        """A copy that the store does not make itself uses the room until it is over."""
+
     def free(self) -> None:
-        """Gives the room back; nothing may be in flight."""
+        """Gives the room back; the store gives it to nobody else before the copies that it knows of are over."""
 
 
 def _takes_device_memory(store: Store) -> bool:
@@ -70,6 +73,10 @@ class BlockPlace:
         assert self._block is not None
         return self._store.read(self._block, target_address, keep)
 
+    def note(self, copy: Completion) -> None:
+        assert self._block is not None
+        self._block.note(copy)
+
     def free(self) -> None:
         if self._block is not None:
             self._store.free(self._block)
@@ -98,6 +105,9 @@ class HomePlace:
 
     def read(self, target_address: int, keep: object) -> Completion:
         return self.home.read(target_address, keep)
+
+    def note(self, copy: Completion) -> None:
+        self.home.note(copy)
 
     def free(self) -> None:
         """Nothing to do: the memory goes back when its last tensor dies."""

@@ -8,6 +8,7 @@ from tieroff.runtime.execution.clock import Clock
 from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.hollow import Guard
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
 
@@ -23,6 +24,7 @@ class StepContext:
         on_demand: what stays on the device while no plan says so.
         traffic: moves bytes.
         homes: the items that user code can reach.
+        guard: serves user code that uses what lies below.
     """
 
     state: StepState
@@ -31,6 +33,7 @@ class StepContext:
     on_demand: OnDemand
     traffic: Traffic
     homes: HomeTable
+    guard: Guard
 
     def lower_all(self) -> None:
         """Moves every home to its lower tier, with its latest value, except those that the plan keeps on the device."""

@@ -8,6 +8,7 @@ import torch
 
 from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import ParameterItem
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
 from tieroff.runtime.step.mode import Mode
@@ -24,15 +25,6 @@ class ParameterFetch:
         """A step of this kind begins."""
         self._written = kind.recorded.written if kind.recorded is not None else frozenset()
 
-    def value(self, item: ParameterItem) -> torch.Tensor:
-        """Returns the device value of a parameter that is read in forward, or in a recomputation."""
-        context = self._context
-        context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
-        value = self._valid(item)
-        item.may_be_written = self._may_be_written(item)
-        context.on_demand.used(item.key)
-        return value
-
     def home(self, item: ParameterItem) -> torch.Tensor:
         """Lifts the home itself to the device, and returns it."""
         context = self._context
@@ -45,9 +37,15 @@ class ParameterFetch:
             if context.state.mode is not Mode.PLANNED and context.state.mode is not Mode.PASS:
                 context.clock.watch_backward()
                 context.on_demand.keep_read(item)
+            else:
+                context.on_demand.forget_read(item)  # the plan says when it leaves
             context.on_demand.used(item.key)
             context.clock.resume()
             return item.living
+
+    def note_use(self, item: ParameterItem) -> None:
+        """Forward used a parameter that was lifted without an event of its own."""
+        item.may_be_written = self._may_be_written(item)
 
     def saved(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device value of a parameter that autograd saved and backward asks for."""
@@ -65,11 +63,12 @@ class ParameterFetch:
         context = self._context
         with context.state.lock, torch.inference_mode(False):
             if item.device is None and item.place is None:  # given back while a graph still needs it
-                return item.living.detach().to(context.traffic.backend.device)
+                return item.living.detach()
             item.refresh(context.traffic)
             if item.is_lifted:
                 context.clock.resume()
-                return item.living.detach()
+                with untouched():
+                    return item.living.detach()
             device = context.traffic.want(item)
             context.state.record.bind_copy(device, item.key, is_new=True)
             if context.state.mode is not Mode.PLANNED:

@@ -49,7 +49,7 @@ class OnDemand:
         self._foresight = foresight
         self.room_bytes = 0
         self.experience = Experience()
-        self._read: deque[ParameterItem] = deque()
+        self._read: deque[HomeItem] = deque()
         self._incomplete: deque[tuple[ActivationItem, int]] = deque()
         self._ticks = 0
         self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
@@ -72,14 +72,19 @@ class OnDemand:
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def keep_read(self, item: ParameterItem) -> None:
-        """Keeps a fetched parameter for a moment; its user holds its own reference to the memory."""
+    def keep_read(self, item: HomeItem) -> None:
+        """Keeps what was fetched for its user for a moment; on the host its user holds its own reference to the memory."""
         self.claim(item)
         if item in self._read:
             return
         self._read.append(item)
         while len(self._read) > _READ_KEPT:
             self._drop(self._read.popleft())  # at once, whatever the room: user code may write what is lifted
+
+    def forget_read(self, item: HomeItem) -> None:
+        """Somebody else decides when it leaves."""
+        if item in self._read:
+            self._read.remove(item)
 
     def release_read(self, item: ParameterItem) -> None:
         """Frees a fetched parameter at once: this copy is not used any more."""

@@ -182,8 +182,7 @@ class PlanRunner:
             return False
         if item.state is State.ARRIVING:
             self._traffic.settle(item)  # brought back for what user code does next
-        # User code must not write under a copy that is under way, and has to find a host home on the host.
-        if item.state not in (State.DEVICE, State.BOTH) or not (item.is_lifted or self._traffic.backend.lifts_homes):
+        if item.state not in (State.DEVICE, State.BOTH):  # user code must not write under a copy that is under way
             return False
         item.lift(self._traffic)
         item.touch(self._traffic)

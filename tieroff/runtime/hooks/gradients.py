@@ -54,7 +54,7 @@ class Gradients:
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
         name = f"gradient of {item.name}"
         tier = context.traffic.spill.tier_for(grad.numel() * grad.element_size())
-        known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier)
+        known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier, item.guard)
         self._items[item.position] = known
         context.runner.born(known)
         known.adopt(context.traffic)
@@ -68,8 +68,6 @@ class Gradients:
         known, home = self._items.get(item.position), item.tensor
         if known is None or known.tensor is None or home is None or home.grad is not known.tensor:
             return
-        if home.device != item.compute_device:
-            return  # gradients of a host home are summed on the host, where it lies
         self._context.clock.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
         with self._context.state.lock:
             known.refresh(self._context.traffic)

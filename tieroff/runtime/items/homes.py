@@ -1,7 +1,8 @@
 """Home items: parameters, gradients and optimizer state, tensors that people hold and may touch at any time.
 
-While such a tensor is off the device it *is* ordinary CPU memory over its place (a pinned slab, or a mapping of its
-extent in a file): touching it works. The tensor object never changes; only what its `.data` lies on does.
+The tensor object never changes; only what its `.data` lies on does. While it is off the device, it *is* ordinary memory over
+its place (host memory, or a mapping of its extent in a file) where the device is the host itself: touching it works. On any
+other device it is hollow: see [Note: hollow leaves] in hollow.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace, Place
+from tieroff.runtime.items.hollow import Guard, guard_class, lies_on, owners_of, restore_class, set_data, untouched
 from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
@@ -72,16 +74,34 @@ class HomeItem(Item):
     """A tensor that people hold: its device copy replaces `.data` for as long as it is lifted.
 
     Attributes:
+        guard: who is asked when user code uses the tensor while it is hollow.
         lower: the tensor's memory below, as a CPU tensor of its geometry; None before the first copy out.
         value: the device copy in the tensor's geometry; None when there is none.
         is_lifted: `.data` is the device copy.
         version: the tensor's version when its copies were last known to be equal.
         may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
+        pins: calls that use the device copy just now; it stays.
     """
 
-    __slots__ = ("_ref", "dtype", "is_lifted", "lower", "may_be_written", "size", "stride", "value", "value_version", "version")
+    __slots__ = (
+        "_hollow",
+        "_ref",
+        "dtype",
+        "guard",
+        "is_lifted",
+        "lower",
+        "may_be_written",
+        "pins",
+        "size",
+        "stride",
+        "value",
+        "value_version",
+        "version",
+    )
 
-    def __init__(self, key: Hashable, name: str, kind: TensorClass, tensor: torch.Tensor, tier: Tier) -> None:
+    def __init__(
+        self, key: Hashable, name: str, kind: TensorClass, tensor: torch.Tensor, tier: Tier, guard: Guard | None = None
+    ) -> None:
         super().__init__(key, name, kind, tensor.numel() * tensor.element_size(), tier)
         self._ref: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.dtype, self.size, self.stride = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())
@@ -90,6 +110,8 @@ class HomeItem(Item):
         self.value_version = 0
         self.is_lifted = True
         self.may_be_written = False
+        self.guard, self.pins = guard, 0
+        self._hollow: torch.Tensor | None = None
         self.version = tensor._version
 
     @property
@@ -117,14 +139,24 @@ class HomeItem(Item):
         tensor = self.living
         traffic.hold(self, bytes_of(tensor))
         self.value = tensor.detach()
+        self._hollow = traffic.backend.hollow(self.value, f"{self.name} lies below the device: tieroff has its bytes")
+
+    @property
+    def is_shown_below(self) -> bool:
+        """True when people reach the tensor's bytes where they lie below."""
+        return self._hollow is None
 
     def is_current(self) -> bool:
         """True when `.data` still lies where the engine put it (nobody assigned another memory)."""
         tensor = self.tensor
-        if tensor is None or tensor.dtype is not self.dtype or tuple(tensor.size()) != self.size:
-            return False
-        expected = self.value if self.is_lifted else self.lower
-        return expected is not None and tensor.data_ptr() == expected.data_ptr()
+        with untouched():
+            if tensor is None or tensor.dtype is not self.dtype or tuple(tensor.size()) != self.size:
+                return False
+            if self._hollow is not None:
+                expected = self.value if self.is_lifted else self._hollow
+                return expected is not None and lies_on(tensor, expected)
+            expected = self.value if self.is_lifted else self.lower
+            return expected is not None and tensor.data_ptr() == expected.data_ptr()
 
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
@@ -133,13 +165,14 @@ class HomeItem(Item):
             return False
         if self.may_be_written and self.device is not None:
             return True
-        return tensor._version != self.version or (self.value is not None and self.value._version != self.value_version)
+        is_older = self.value is not None and self.value._version != self.value_version
+        return is_older or version_of(tensor) != self.version
 
     def note(self) -> None:
         """Remembers the versions at which the copies are equal."""
         tensor = self.tensor
         self.may_be_written = False
-        self.version = tensor._version if tensor is not None else 0
+        self.version = version_of(tensor) if tensor is not None else 0
         self.value_version = self.value._version if self.value is not None else 0
 
     def make_place(self, traffic: Mover) -> Place:
@@ -156,11 +189,15 @@ class HomeItem(Item):
         """Makes the tensor lie on its device copy, which is fetched when it is not there."""
         device = traffic.want(self)
         tensor = self.tensor
-        if self.is_lifted or tensor is None:
+        if tensor is None:
+            return
+        if self._hollow is not None:
+            restore_class(tensor)
+        if self.is_lifted:
             return
         if self.value is None:
             self.value = view_of(device, self.dtype, self.size, self.stride, 0)
-        tensor.data = self.value
+        set_data(tensor, self.value)
         self.is_lifted = True
         self.note()
 
@@ -172,7 +209,11 @@ class HomeItem(Item):
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
-            tensor.data = self.lower
+            if self._hollow is None:
+                tensor.data = self.lower
+            elif self.is_current():  # else somebody gave it other memory, which is its own now
+                set_data(tensor, self._hollow)
+                guard_class(self)
         self.is_lifted = False
         self.value = None
         self.note()
@@ -209,9 +250,30 @@ class HomeItem(Item):
         return self.may_be_written and (tensor is None or tensor._version == self.version)
 
     def leave(self, traffic: Mover) -> None:
-        """Moves the tensor to its lower tier, with its latest value."""
+        """Moves the tensor to its lower tier, with its latest value; one that somebody holds stays up."""
+        if self.is_held:
+            return
         self.refresh(traffic)
         traffic.leave(self)
+
+    @property
+    def is_held(self) -> bool:
+        """True while a call uses the device copy, or something besides the engine shares the memory of a hollow tensor."""
+        tensor = self.tensor
+        if self.pins:
+            return True
+        if self._hollow is None or not self.is_lifted or tensor is None or self.device is None:
+            return False
+        return owners_of(self.device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
+
+    def on_host(self, traffic: Mover) -> torch.Tensor:
+        """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
+        traffic.settle(self)
+        if self.state in (State.BOTH, State.LOWER) and self.lower is not None and not self.was_written():
+            traffic.flush()
+            return self.lower.detach()
+        with untouched():
+            return self.living.detach().cpu()
 
     def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
         """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
@@ -241,24 +303,44 @@ class HomeItem(Item):
         self.detach(traffic)
 
     def detach(self, traffic: Traffic) -> None:
-        """Ends the engine's care and leaves the tensor valid where it lies."""
+        """Ends the engine's care and leaves the tensor valid where it lies; a hollow one gets its bytes back first."""
         traffic.settle(self)
+        tensor = self.tensor
+        if self._hollow is not None and tensor is not None:
+            if not self.is_lifted and self.is_current():
+                self.lift(traffic)
+            restore_class(tensor)
+        self.guard = self._hollow = None
+        traffic.let_go(self)
+        self.value = self.lower = None
+
+    def forsake(self, traffic: Traffic) -> None:
+        """Ends the engine's care for a tensor that gets other memory; what it held is lost with it."""
+        traffic.settle(self)
+        tensor = self.tensor
+        if tensor is not None:
+            restore_class(tensor)
+        self.guard = self._hollow = None
         traffic.let_go(self)
         self.value = self.lower = None
 
 
 class ParameterItem(HomeItem):
-    """A parameter; in forward and backward its device copy is handed out without lifting it.
+    """A parameter.
 
     Attributes:
         position: its index among the model's parameters.
-        compute_device: where its values are used.
     """
 
-    __slots__ = ("compute_device", "position")
+    __slots__ = ("position",)
 
-    def __init__(self, position: int, name: str, tensor: torch.Tensor, tier: Tier, device: torch.device) -> None:
-        super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier)
+    def __init__(self, position: int, name: str, tensor: torch.Tensor, tier: Tier, guard: Guard | None = None) -> None:
+        super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier, guard)
         self.position = position
-        self.compute_device = device
         self._ref = lambda: tensor  # the model holds it anyway; a weak reference would forbid torch.utils.swap_tensors
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns a tensor's version, whatever its class."""
+    with untouched():
+        return tensor._version

@@ -25,6 +25,12 @@ class Mover(Protocol):
     def leave(self, item: Item) -> None:
         """Frees the item's device copy."""
 
+    def settle(self, item: Item) -> None:
+        """Waits for whatever of the item is in flight."""
+
+    def flush(self) -> None:
+        """Blocks the host until every copy below is there."""
+
 
 class Item:
     """One tensor's bytes: a device copy, a place below, or both.

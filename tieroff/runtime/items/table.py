@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
 
@@ -28,6 +29,13 @@ class HomeTable:
         yield from self.parameters.values()
         yield from self.gradients.values()
         yield from self.states.values()
+
+    def drop(self, item: HomeItem) -> None:
+        """Forgets an item, whichever class it is of."""
+        tables: tuple[dict[Any, Any], ...] = (self.parameters, self.gradients, self.states)
+        for table in tables:
+            for key in [key for key, known in table.items() if known is item]:
+                del table[key]
 
     def parameter(self, tensor: object) -> ParameterItem | None:
         """Returns the item of a parameter, or None; ids alone are reused."""

@@ -125,6 +125,10 @@ class Traffic:
         if item.arriving is not None:
             self._settle_in(item)
 
+    def flush(self) -> None:
+        """Blocks the host until every copy below is there."""
+        self.backend.flush()
+
     def end(self, item: Item) -> None:
         """The tensor is dead: waits for what is in flight, then gives all its bytes back."""
         for arrival in (item.leaving, item.arriving):
@@ -170,8 +174,6 @@ class Traffic:
             return
         try:
             self._wait(item, arrival, f"copying {item.name} out")
-            if item.kind is not TensorClass.ACTIVATION:
-                self.backend.join(arrival)  # people may touch it next
             if item.state is State.LEAVING:  # not STALE: then these bytes are no news
                 assert item.place is not None
                 item.place.publish()

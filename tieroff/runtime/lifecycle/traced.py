@@ -76,18 +76,15 @@ class TracedStep:
         below = recorder.written_below & parameters.keys()
         hooked = recorder.written_in_backward & index.keys() - parameters.keys()
         used = _used_below(trace, recorder, index, keys)
-        lifts_homes = custody.backend.lifts_homes
         self._learn(trace, list(index), written | below)
         return Recorded(
             keys=keys,
             names=tuple(record.names),
             trace=trace,
             index=index,
-            # A home that lies below now may be lifted when it is written next; another one never is.
-            written=frozenset(written | below if lifts_homes else written),
+            written=frozenset(written | below),  # what lies below now may be lifted when it is written next
             written_by_hooks=frozenset(index[key] for key in hooked),
-            # A home on the host stays there for user code.
-            used_below=used if lifts_homes else {},
+            used_below=used,
             leaves_gradients=not used and sums_no_gradients(trace, keys),
             scratch_bytes=recorder.scratch_bytes,
         )

@@ -90,7 +90,7 @@ class OptimizerState:
             owner = context.homes.names.get(id(param))
             name = f"{key} of {owner or f'parameter {position[id(param)]} of the optimizer, outside the model'}"
             tier = context.traffic.spill.tier_for(size_bytes)
-            item = HomeItem(("state", name), name, TensorClass.OPTIMIZER, tensor, tier)
+            item = HomeItem(("state", name), name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
             context.runner.assign(item)
             item.adopt(context.traffic)
             self._items[id(param), key] = item

@@ -1,7 +1,7 @@
 """State dicts of a model and an optimizer whose tensors lie in several tiers: whole, and all on the CPU.
 
-Where the device is the CPU they are so anyway. On a GPU, what lies below is a CPU tensor already and is handed out as it is;
-what the plan keeps on the device is copied, so that a checkpoint never depends on the plan of the moment.
+Where the device is the CPU they are so anyway. On a GPU, what lies below is handed out there, as memory of the host; what the
+plan keeps on the device is copied, so that a checkpoint never depends on the plan of the moment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
+from tieroff.runtime.items.hollow import guarded
 
 
 class Handle(Protocol):
@@ -52,6 +53,9 @@ def optimizer_state_to_cpu(_optimizer: torch.optim.Optimizer, state_dict: dict[s
 
 
 def _on_cpu(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+    if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().cpu()
+    item = guarded(value)
+    if item is not None and item.guard is not None:
+        return item.guard.value_on_host(item)
+    return value if value.device.type in ("cpu", "meta") else value.detach().cpu()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import weakref
-from collections.abc import Callable
 from typing import Any, cast
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
+from tieroff.storage.completion import Completion
 from tieroff.storage.engines.base import Direction, Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import HomeMemory, check_published, place_home
+from tieroff.storage.host.slabs import PopulatedSlabs, Slab, Slabs
 from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
-from tieroff.storage.memory import PAGE_BYTES, Mapping, align_up
+from tieroff.storage.memory import PAGE_BYTES, align_up
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block
 from tieroff.storage.transfers import StoreTransfer
@@ -26,31 +27,23 @@ SLAB_BYTES = 64 * 2**20
 class HostStore(SpaceStore):
     """Tier HOST. Leases are page-aligned ranges of slabs of anonymous memory.
 
-    A slab is populated and, with `register`, pinned when it is made. No lease spans two slabs: a copy by the device
-    must not cross two registrations. A lease never moves either, since people may hold tensors over it: so free memory
-    can come to lie in pieces, and a lease that none of them holds is refused.
+    A slab is populated, and pinned where a device copies from it, when it is made. No lease spans two slabs: a copy by the
+    device must not cross two registrations. A lease never moves either, since people may hold tensors over it: so free
+    memory can come to lie in pieces, and a lease that none of them holds is refused.
     """
 
     tier = Tier.HOST
     _other_way = "or name a folder under [nvme] dirs for what finds no room, or let less be moved there"
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        engine: Engine,
-        register: Callable[[int, int], None] | None = None,
-        unregister: Callable[[int], None] | None = None,
-        *,
-        slab_bytes: int = SLAB_BYTES,
+        self, capacity_bytes: int, engine: Engine, slabs: Slabs | None = None, *, slab_bytes: int = SLAB_BYTES
     ) -> None:
         """Makes an empty store; no memory is taken yet.
 
         Args:
             capacity_bytes: hard limit on the leases, in bytes; whole pages of it are used.
             engine: makes the copies; the caller closes it after the store.
-            register: called with (address, size in bytes) of each slab when it is made, such as cudaHostRegister;
-                raises StoreError when it cannot.
-            unregister: called with the address of each slab at close().
+            slabs: makes the memory, pinned where there is a device to pin it for; None makes ordinary memory.
             slab_bytes: the least that is taken from the system at once, when nothing was reserved.
 
         Raises:
@@ -64,9 +57,8 @@ class HostStore(SpaceStore):
                 f"{format_bytes(limit)}; lower it, or give the container more memory"
             )
         self._slab_bytes = slab_bytes
-        self._register = register
-        self._unregister = unregister
-        self._slabs: list[Mapping] = []
+        self._maker: Slabs = slabs if slabs is not None else PopulatedSlabs()
+        self._slabs: list[Slab] = []
         self._home_types: dict[int, Any] = {}
 
     def end_warmup(self) -> None:
@@ -107,25 +99,15 @@ class HostStore(SpaceStore):
         if size_bytes > left:  # asked before, since the system would end this process instead of refusing
             raise _no_memory(size_bytes, f"{format_bytes(left)} that the machine and its cgroups have left", errno.ENOMEM)
         try:
-            slab = Mapping(size_bytes, is_reserved=False)
-            slab.populate()
+            slab = self._maker.make(size_bytes)
         except OSError as error:
-            raise _no_memory(size_bytes, str(error), error.errno) from error
-        if self._register is not None:
-            self._pin(slab)
+            limit = locked_limit_bytes()
+            may_lock = "no limit on locked memory" if limit is None else f"{format_bytes(limit)} left to lock (ulimit -l)"
+            raise _no_memory(size_bytes, f"{error}; this process has {may_lock}", error.errno) from error
         area = FreeList()
         area.extend(slab.size_bytes)
         self._slabs.append(slab)
         self._areas.append(area)
-
-    def _pin(self, slab: Mapping) -> None:
-        assert self._register is not None
-        try:
-            self._register(slab.address, slab.size_bytes)
-        except OSError as error:
-            limit = locked_limit_bytes()
-            may_lock = "no limit on locked memory" if limit is None else f"{format_bytes(limit)} left to lock (ulimit -l)"
-            raise _no_memory(slab.size_bytes, f"{error}; this process has {may_lock}", error.errno) from error
 
     def _grow(self, extent_bytes: int) -> str:
         left = align_up(self.capacity_bytes, PAGE_BYTES) - self.reserved_bytes
@@ -144,9 +126,8 @@ class HostStore(SpaceStore):
         return "", block.offset
 
     def _release(self) -> None:
-        if self._unregister is not None:
-            for slab in self._slabs:
-                self._unregister(slab.address)
+        for slab in self._slabs:
+            self._maker.release(slab)
         self._slabs.clear()  # homes that are still referred to hold their slab
         self._areas.clear()
 
@@ -164,7 +145,7 @@ class HostHome(HomeMemory):
 
     store: HostStore
     block: Block
-    slab: Mapping
+    slab: Slab
 
     def write(self, source_address: int, keep: object) -> StoreTransfer:
         """Starts to copy a new value in; it is visible as it arrives."""
@@ -182,6 +163,10 @@ class HostHome(HomeMemory):
     def read(self, target_address: int, keep: object) -> StoreTransfer:
         """Starts to copy out what the memory holds now."""
         return self.store.read_home(self.block, target_address, (self, keep))
+
+    def note(self, copy: Completion) -> None:
+        """A copy that a device's stream makes touches its bytes until it is done."""
+        self.block.note(copy)
 
     def trim(self) -> None:
         """Does nothing: this memory is the home's only place."""

@@ -14,7 +14,8 @@ def signature_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     described = tuple(
         (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves
     )
-    return (*described, model.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta")}
+    return (*described, model.training, *(torch.is_autocast_enabled(kind) for kind in sorted(kinds)))
 
 
 def leaves_of(values: Any) -> list[Any]:

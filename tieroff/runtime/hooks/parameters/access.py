@@ -17,9 +17,8 @@ from tieroff.runtime.hooks.parameters.mint import home_of
 class FetchingDict(dict[str, Any]):
     """A module's `_parameters`; a copy or a pickle of it is a plain dict."""
 
-    __slots__ = ("gate", "is_looked_up")
+    __slots__ = ("gate",)
     gate: Gate
-    is_looked_up: bool
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -29,7 +28,7 @@ class FetchingDict(dict[str, Any]):
                 f"{name} is read in backward (by a checkpoint's recomputation, or a hook) after it was updated there: set "
                 "[plan] update_in_backward = false for this model, and go on from a checkpoint"
             )
-        return value if value is None or not gate.is_open else gate.value_for(value, self.is_looked_up)
+        return value if value is None or not gate.is_open else gate.value_for(value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         dict.__setitem__(self, name, home_of(value))
@@ -54,7 +53,6 @@ def install(model: torch.nn.Module, gate: Gate) -> None:
             continue
         fetching = FetchingDict(parameters.items())
         fetching.gate = gate
-        fetching.is_looked_up = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         module.__dict__["_parameters"] = fetching
 
 

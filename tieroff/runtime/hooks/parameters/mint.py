@@ -1,4 +1,8 @@
-"""Mints: tensors on any memory through which gradients reach a parameter's home. See [Note: lifted or minted] in gate.py."""
+"""Mints: casts of a parameter through which gradients reach it. See [Note: computed in another type] in gate.py.
+
+A minted tensor carries the edge of one autograd node that belongs to the parameter and lives as long as its item, so gradients
+of all uses are summed in the order of the plain run. One node per access would sum them in another order.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,16 @@ class _Identity(torch.autograd.Function):
     """The one node of a home: takes gradients on the device, gives them to the home."""
 
     @staticmethod
-    def forward(ctx: Any, home: torch.Tensor, like: torch.Tensor, item: ParameterItem | None) -> torch.Tensor:
-        ctx.item, ctx.home_device, ctx.home_dtype = item, home.device, home.dtype
+    def forward(ctx: Any, home: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        ctx.home_dtype = home.dtype
         ctx.set_materialize_grads(False)
         # Only shape, type and device matter: the minted tensors bring their own memory.
         return torch.empty((), dtype=like.dtype, device=like.device).expand(home.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (grad,) = grads
-        if grad is not None and grad.device != ctx.home_device:
-            # The home may lie elsewhere by now than when it was read.
-            grad = grad.to(ctx.item.living.device if ctx.item is not None else ctx.home_device)
-        if grad is not None and grad.dtype is not ctx.home_dtype:
-            grad = grad.to(ctx.home_dtype)  # after it crossed the link: it is half as large before
-        return grad, None, None
+        return grad.to(ctx.home_dtype) if grad is not None else None, None
 
 
 class _Keep(torch.autograd.Function):
@@ -55,7 +54,7 @@ class Mint:
         self._value: list[torch.Tensor] = []
         value = self._value
         with torch.enable_grad(), torch.inference_mode(False):
-            source = _Identity.apply(home, like, item)  # type: ignore[no-untyped-call]
+            source = _Identity.apply(home, like)  # type: ignore[no-untyped-call]
             # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
             source.grad_fn._set_sequence_nr(2**64 - 1)
             with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: value[0]):

@@ -1,11 +1,14 @@
-"""The CUDA backend: copies on streams of their own, ordered by events, memory from torch's caching allocator.
+"""The accelerator backend: copies on streams of their own, ordered by events, memory from PyTorch's caching allocator.
+
+It serves every device that `torch.accelerator` knows; what PyTorch has no common call for is in vendor.py.
 
 [Note: who waits for whom]
 Each direction has a stream, so copies of one direction run in order and both overlap with compute. A copy waits for the
 compute stream's work so far (its source is being written, or its target's memory was just used), by an event. `wait`
-makes the compute stream wait for the copy: whoever frees the source afterwards gives its memory to work that comes later
-on that stream, so no `record_stream` is needed. Only what a person may touch next on the host is waited for by the host
-(`join`).
+makes the compute stream wait for the copy: whoever frees the device's side afterwards gives its memory to work that comes later
+on that stream, so no `record_stream` is needed. The host does not wait, so the other side, pinned memory, stays taken until
+the copy's event is over: the block knows of the copy (`Place.note`), and its store gives it to nobody else before. The compute
+stream is that of the model's device, whichever device is the current one, in the thread that asks.
 
 Where an I/O engine takes device memory itself, no stream knows of its transfers. So the host waits at both ends: a thread
 waits for the event behind compute's work so far before it hands the memory to the engine, and `wait` returns when the
@@ -21,15 +24,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
 from tieroff.runtime.backend.place import Place
-from tieroff.storage import buffers
+from tieroff.runtime.backend.vendor import vendor_of
 from tieroff.storage.completion import Completion
+from tieroff.storage.host.slabs import Slab, Slabs
 
 log = logging.getLogger("tieroff")
 
@@ -37,21 +42,26 @@ log = logging.getLogger("tieroff")
 class _StreamCopy:
     """A copy between device and pinned memory, complete when its event is."""
 
-    def __init__(self, done: torch.cuda.Event, keep: tuple[object, ...]) -> None:
+    def __init__(self, done: torch.Event, device: torch.device, keep: tuple[object, ...]) -> None:
         self.start_ns = time.monotonic_ns()
         self.stop_ns = 0
-        self._done = done
+        self._done, self._device = done, device
         self._keep: tuple[object, ...] = keep
 
     def done(self) -> bool:
         return bool(self._done.query())
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Orders the current stream behind the copy; the host goes on."""
-        torch.cuda.current_stream().wait_event(self._done)
+        """Orders the device's compute stream behind the copy; the host goes on."""
+        torch.accelerator.current_stream(self._device).wait_event(self._done)
         if self.stop_ns == 0:
             self.stop_ns = time.monotonic_ns()
         self._keep = ()
+
+    def wait_ended(self, timeout_s: float | None = None) -> bool:
+        """Blocks the host until it is over: what a store asks before it gives the memory to somebody else."""
+        self.join()
+        return True
 
     def join(self) -> None:
         """Blocks the host until the bytes are there."""
@@ -76,10 +86,6 @@ class _StagedCopy:
                 f"expected {self._what} of {self._size_bytes} bytes to end within {timeout_s} s, it is still under way",
                 size_bytes=self._size_bytes,
             ) from None
-
-    def join(self) -> None:
-        """The job ends on the host: `wait` did it."""
-        self.wait(TRANSFER_TIMEOUT_S)
 
 
 class Ready(Protocol):
@@ -122,10 +128,6 @@ class _EngineCopy:
             ) from None
         completion.wait(None if stop_s is None else max(stop_s - time.monotonic(), 0.0))
 
-    def join(self) -> None:
-        """The copy ends on the host: `wait` did it."""
-        self.wait(TRANSFER_TIMEOUT_S)
-
     def _started(self) -> Completion | None:
         is_started = self._start.done() and self._start.exception() is None
         return self._start.result() if is_started else None
@@ -151,16 +153,22 @@ def copy_by_engine(
     return _EngineCopy(thread.submit(begin), what, size_bytes)
 
 
-class CudaBackend:
-    """One CUDA device."""
+class AcceleratorBackend:
+    """One device that is not the host.
 
-    name = "cuda"
-    lifts_homes = False
+    Args:
+        device: with its index.
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._out = torch.cuda.Stream(self.device)
-        self._in = torch.cuda.Stream(self.device)
+    Raises:
+        ConfigError: its memory is the host's, so there is no tier of host memory below it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.name = device, device.type
+        self._vendor = vendor_of(device)
+        self.slabs = self._vendor.slabs(device)
+        self.has_host_tier = not self._vendor.is_integrated(device)
+        self._out, self._in = torch.Stream(device), torch.Stream(device)
         self._staging: Staging | None = None
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
@@ -168,34 +176,25 @@ class CudaBackend:
     def use_staging(self, size_bytes: int) -> None:
         """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
         if size_bytes:
-            self._staging = Staging(size_bytes, self.register, self.unregister)
-
-    def register(self, address: int, size_bytes: int) -> None:
-        """Pins host memory.
-
-        Raises:
-            StoreError: the driver refused.
-        """
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
-        if code:
-            raise StoreError(
-                f"expected to pin {size_bytes} bytes of host memory, cudaHostRegister returned {code}; lower [budget] host "
-                "or raise the limit on locked memory",
-                size_bytes=size_bytes,
-                errno=code,
-            )
-
-    def unregister(self, address: int) -> None:
-        """Unpins what `register` pinned."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+            self._staging = Staging(size_bytes, self.slabs)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
+    def hollow(self, value: torch.Tensor, message: str) -> torch.Tensor:
+        with torch.no_grad(), _disable_current_modes():
+            storage: Any = torch._C._construct_storage_from_data_pointer(0, self.device, value.untyped_storage().nbytes())
+            hollow = torch.empty(0, dtype=value.dtype, device=self.device)
+            hollow.set_(storage, value.storage_offset(), value.size(), value.stride())
+            self._vendor.forbid_access(storage, message)  # last: `set_` looks at the address
+        return hollow
+
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         ready = self._ready()
         if place.address is not None:
-            return self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
+            copy = self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
+            place.note(copy)
+            return copy
         if place.takes_device_memory:
             return copy_by_engine(
                 self._writers, ready, lambda: place.write(source.data_ptr(), source), "a copy to a file", source.numel()
@@ -214,7 +213,9 @@ class CudaBackend:
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         ready = self._ready()
         if place.address is not None:
-            return self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
+            copy = self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
+            place.note(copy)
+            return copy
         if place.takes_device_memory:
             return copy_by_engine(
                 self._readers, ready, lambda: place.read(target.data_ptr(), target), "a copy from a file", target.numel()
@@ -230,10 +231,8 @@ class CudaBackend:
 
         return _StagedCopy(self._readers.submit(job), "a copy from a file", target.numel())
 
-    def join(self, arrival: Completion) -> None:
-        """Blocks the host until a copy that a person may read next is complete."""
-        if isinstance(arrival, (_StreamCopy, _StagedCopy, _EngineCopy)):
-            arrival.join()
+    def flush(self) -> None:
+        self._out.synchronize()
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Nothing to tune: device memory does not come from the C library."""
@@ -245,27 +244,25 @@ class CudaBackend:
         return True
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         self._writers.shutdown()
         self._readers.shutdown()
         if self._staging is not None:
             self._staging.close()
 
-    def _ready(self) -> torch.cuda.Event:
+    def _ready(self) -> torch.Event:
         """Returns an event behind everything that compute has been given so far."""
-        event = torch.cuda.Event(blocking=True)  # a thread of the host that waits for it sleeps
-        event.record(torch.cuda.current_stream(self.device))
+        event = torch.Event(self.device, blocking=True)  # a thread of the host that waits for it sleeps
+        event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def _on_stream(
-        self, stream: torch.cuda.Stream, ready: torch.cuda.Event, target: torch.Tensor, source: torch.Tensor
-    ) -> _StreamCopy:
+    def _on_stream(self, stream: torch.Stream, ready: torch.Event, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
         stream.wait_event(ready)
-        with torch.cuda.stream(stream), torch.no_grad():
+        with stream, torch.no_grad():
             target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.Event(self.device)
             done.record(stream)
-        return _StreamCopy(done, (target, source))
+        return _StreamCopy(done, self.device, (target, source))
 
     def _staging_for(self) -> Staging:
         if self._staging is None:
@@ -283,12 +280,11 @@ def pinned(address: int, size_bytes: int) -> torch.Tensor:
 class Staging:
     """Pinned memory lent in contiguous pieces, first come first served; a piece larger than all of it is made anew."""
 
-    def __init__(self, size_bytes: int, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+    def __init__(self, size_bytes: int, slabs: Slabs) -> None:
         self.size_bytes = size_bytes
-        self._register, self._unregister = register, unregister
-        self._memory = buffers.allocate(size_bytes)
-        register(self._memory.address, self._memory.size_bytes)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes)
+        self.slabs = slabs
+        self._slab = slabs.make(size_bytes)
+        self._bytes = pinned(self._slab.address, size_bytes)
         # Writers take from the front half, readers from the back half: one of each at a time.
         self._front, self._back = threading.Lock(), threading.Lock()
         self._warned = False
@@ -299,14 +295,14 @@ class Staging:
 
     def close(self) -> None:
         """Unpins the memory; nothing may be lent."""
-        self._unregister(self._memory.address)
+        self.slabs.release(self._slab)
 
 
 class _Lease:
     def __init__(self, staging: Staging, size_bytes: int) -> None:
         self._staging, self._size = staging, size_bytes
         self._lock: threading.Lock | None = None
-        self._own: buffers.Buffer | None = None
+        self._own: Slab | None = None
 
     def __enter__(self) -> torch.Tensor:
         staging = self._staging
@@ -320,9 +316,8 @@ class _Lease:
                     self._size,
                     half,
                 )
-            self._own = buffers.allocate(self._size)
-            staging._register(self._own.address, self._own.size_bytes)
-            return torch.frombuffer(self._own, dtype=torch.uint8, count=self._size)
+            self._own = staging.slabs.make(self._size)
+            return pinned(self._own.address, self._size)
         is_front = staging._front.acquire(blocking=False)
         if not is_front:
             staging._back.acquire()
@@ -334,4 +329,4 @@ class _Lease:
         if self._lock is not None:
             self._lock.release()
         if self._own is not None:
-            self._staging._unregister(self._own.address)
+            self._staging.slabs.release(self._own)

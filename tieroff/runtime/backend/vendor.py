@@ -1,0 +1,126 @@
+"""Vendors: what PyTorch has no common call for, behind one protocol."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tieroff.errors import StoreError
+from tieroff.storage.host.slabs import RegisteredSlabs, Slab, Slabs
+from tieroff.storage.memory import PAGE_BYTES, align_up
+
+
+class Vendor(Protocol):
+    """What a kind of device has of its own."""
+
+    def slabs(self, device: torch.device) -> Slabs:
+        """Returns what makes pinned host memory that this device copies to and from."""
+
+    def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
+        """Has every access of a storage's memory raise RuntimeError with this message, where there is a way."""
+
+    def is_integrated(self, device: torch.device) -> bool:
+        """True where the device's memory is the host's."""
+
+
+class TorchSlab:
+    """Memory that PyTorch's allocator has pinned, for devices that have no call to pin what is there already."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = align_up(size_bytes, PAGE_BYTES)
+        try:
+            self._memory = torch.empty(self.size_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            message = f"expected to pin {size_bytes} bytes of host memory, PyTorch refused: {error}"
+            raise StoreError(message, size_bytes=size_bytes, errno=errno.ENOMEM) from error
+        self.address = align_up(self._memory.data_ptr(), PAGE_BYTES)
+
+
+class TorchSlabs:
+    """Memory from PyTorch's allocator of pinned memory, which rounds sizes up to powers of two."""
+
+    def make(self, size_bytes: int) -> TorchSlab:
+        return TorchSlab(size_bytes)
+
+    def release(self, slab: Slab) -> None:
+        """Nothing to undo: PyTorch keeps it for what is pinned next."""
+
+
+class AnyVendor:
+    """A device of which nothing is known but what PyTorch says: memory is pinned by PyTorch's own allocator."""
+
+    def slabs(self, device: torch.device) -> Slabs:
+        return TorchSlabs()
+
+    def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
+        forbid_access(storage, message)
+
+    def is_integrated(self, device: torch.device) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """NVIDIA's devices, and AMD's, whose runtime has the same calls under PyTorch's names."""
+
+    def slabs(self, device: torch.device) -> Slabs:
+        return RegisteredSlabs(_register, _unregister)
+
+    def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
+        forbid_access(storage, message)
+
+    def is_integrated(self, device: torch.device) -> bool:
+        return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+def _register(address: int, size_bytes: int) -> None:
+    code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
+    if code:
+        clear: Any = getattr(torch.cuda.cudart(), "cudaGetLastError", None)
+        if clear is not None:
+            clear()  # or the next kernel launch would report it
+        raise refused(size_bytes, "cudaHostRegister", code)
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def refused(size_bytes: int, call: str, code: int) -> StoreError:
+    """Returns the error for memory that could not be pinned."""
+    return StoreError(
+        f"expected to pin {size_bytes} bytes of host memory, {call} returned {code}; lower [budget] host or raise the limit on "
+        "locked memory",
+        size_bytes=size_bytes,
+        errno=errno.ENOMEM,
+    )
+
+
+def forbid_access(storage: torch.UntypedStorage, message: str) -> None:
+    """Has every access of a storage's memory raise, by what PyTorch's CUDA graphs use; other builds do not have it.
+
+    There a kernel that gets such a storage works at address 0, which is an error of the device.
+    """
+    forbid: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if forbid is not None:
+        forbid(storage._cdata, message)
+
+
+_VENDORS: dict[str, Vendor] = {"cuda": Cuda()}
+
+
+def register_vendor(device_type: str, vendor: Vendor) -> None:
+    """Says what a kind of device has of its own, such as "xpu"; the last word counts."""
+    _VENDORS[device_type] = vendor
+
+
+def vendor_of(device: torch.device) -> Vendor:
+    """Returns what is known of a device's vendor."""
+    return _VENDORS.get(device.type) or AnyVendor()

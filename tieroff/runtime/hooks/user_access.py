@@ -1,0 +1,220 @@
+"""User access: functions of user code that get a tensor whose bytes lie below a device. See [Note: hollow leaves].
+
+[Note: a call on what lies below] Everything of ours among the arguments is brought up and pinned; the function runs, outside
+of the engine's lock, since it may be a backward whose thread needs that lock; then the tensors count as written, for what
+a fused kernel writes shows in no version. A few stay up for a moment, the others go below at once. What somebody holds an alias
+of (`p.data`, a view) stays up as long as the alias lives; what somebody asked the address of, until the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
+from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, untouched
+from tieroff.runtime.items.homes import HomeItem, ParameterItem
+from tieroff.runtime.items.residency import ON_DEVICE
+from tieroff.runtime.step.mode import Mode
+
+# They give an address, which outlives every reference to the memory.
+_GIVES_ADDRESS = frozenset(
+    {"data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"}
+)
+# What works on each tensor of its first list by itself: one after the other is up.
+_ONE_BY_ONE = frozenset(
+    {torch._foreach_norm, torch._foreach_mul_, torch._foreach_zero_, torch._amp_foreach_non_finite_check_and_unscale_}
+)
+
+
+class UserAccess:
+    """The guard of one engine's hollow tensors."""
+
+    def __init__(self) -> None:
+        self._context: StepContext | None = None
+        self._gate: Gate | None = None
+        self._saved: SavedTensors | None = None
+        self._addressed: deque[HomeItem] = deque()  # pinned until the next step
+        self._on_host = 0  # calls of `state_dict` under way
+
+    def serve(self, context: StepContext, gate: Gate, saved: SavedTensors) -> None:
+        """Begins to serve the tensors of this engine."""
+        self._context, self._gate, self._saved = context, gate, saved
+
+    def begin(self) -> None:
+        """A step begins: addresses that were given out are not used any more."""
+        while self._addressed:
+            self._addressed.popleft().pins -= 1
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, `detach` of a tensor that lies below gives its bytes there, as memory of the host."""
+        self._on_host += 1
+        try:
+            yield
+        finally:
+            self._on_host -= 1
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function with everything of ours among its arguments on the device."""
+        assert self._context is not None
+        if assigns_data(function):
+            return self._assign(args[0], args[1])
+        if self._on_host and function is torch.Tensor.detach:
+            return self.value_on_host(guarded(args[0]))
+        if function is torch.autograd.grad:
+            args, kwargs, is_changed = _by_edges(args, kwargs)
+            if is_changed:
+                return function(*args, **kwargs)
+        if function in _ONE_BY_ONE and isinstance(args[0], (list, tuple)):
+            return self._one_by_one(function, args, kwargs)
+        return self._run(function, args, kwargs)
+
+    def value_on_host(self, item: HomeItem) -> torch.Tensor:
+        """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
+        assert self._context is not None
+        with self._context.state.lock, _as_the_engine():
+            return item.on_host(self._context.traffic)
+
+    def _one_by_one(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(arg, (list, tuple)) for arg in args[1:]):
+            return self._run(function, args, kwargs)  # a scalar for each
+        outs = [self._run(function, ([tensor], *args[1:]), kwargs) for tensor in args[0]]
+        return [value for out in outs for value in out] if outs and outs[0] is not None else None
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = {id(item): item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None}
+        keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
+        with self._up(list(found.values()), keeps=keeps), self._saving():
+            return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _up(self, items: list[HomeItem], *, keeps: bool) -> Iterator[None]:
+        """Has these on the device, as plain tensors; see [Note: a call on what lies below]."""
+        assert self._context is not None
+        context, lock, is_in_pass = self._context, self._context.state.lock, self._is_in_pass
+        with lock, _as_the_engine():
+            raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
+            unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
+            try:
+                for item in items:
+                    if item in raised:
+                        self._raise(item, is_in_pass)
+                    item.pins += 1
+            except BaseException:
+                self._unpin(items[: items.index(item)], raised, is_in_pass)
+                raise
+        try:
+            yield
+        finally:
+            with lock, _as_the_engine():
+                if keeps:
+                    for item in items:
+                        item.pins += 1
+                        self._addressed.append(item)
+                self._unpin(items, raised, is_in_pass)
+                for item in raised if context.state.mode is not Mode.PLANNED else unplanned:
+                    if item.device is not None:
+                        context.on_demand.keep_read(item)  # the plan says when the others leave
+
+    def _unpin(self, items: Iterable[HomeItem], raised: list[HomeItem], is_in_pass: bool) -> None:
+        assert self._context is not None
+        for item in items:
+            item.pins -= 1
+            if item in raised and item.device is not None and item.tensor is not None:
+                if is_in_pass and isinstance(item, ParameterItem):
+                    assert self._gate is not None
+                    self._gate.fetch.note_use(item)
+                else:
+                    item.touch(self._context.traffic)
+                if not item.pins or item in self._addressed:
+                    guard_class(item)
+
+    def _raise(self, item: HomeItem, is_in_pass: bool) -> None:
+        """Lifts one; no tick, since where an earlier use left it up, nobody comes here."""
+        assert self._context is not None and self._gate is not None
+        context = self._context
+        item.refresh(context.traffic)
+        item.lift(context.traffic)
+        recorder = context.state.record.recorder
+        if recorder is not None and item.device is not None:
+            # In user code a use needs no place in the plan: the tensor comes up for it, wherever it lies.
+            recorder.bind(item.device.untyped_storage(), item.key, is_below=not is_in_pass, is_new=is_in_pass)
+        if isinstance(item, ParameterItem):
+            self._gate.live.add(item, item.living)
+
+    @property
+    def _is_in_pass(self) -> bool:
+        """True in forward and in recomputations of it: what they use is planned."""
+        assert self._gate is not None
+        return self._gate.depth > 0 or (current_graph_task() != -1 and torch.is_grad_enabled())
+
+    def _saving(self) -> contextlib.AbstractContextManager[None]:
+        """Has autograd save parameters that come up for this call as what can be brought up again."""
+        assert self._gate is not None and self._saved is not None
+        is_elsewhere = self._gate.depth > 0 or current_graph_task() != -1 or functorch_is_active()
+        if is_elsewhere or not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
+            return contextlib.nullcontext()  # others' hooks see it; what those keep stays up
+        live, saved = self._gate.live, self._saved
+
+        def pack(tensor: torch.Tensor) -> Any:
+            with untouched():
+                item = live.get(tensor)
+            return PackedParameter(tensor, item) if isinstance(item, ParameterItem) else tensor
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else saved.unpack(packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor.data = value` by user code: the tensor is its own from here on, and taken over again when a step begins."""
+        assert self._context is not None
+        context = self._context
+        with context.state.lock, _as_the_engine():
+            item = guarded(tensor)
+            context.runner.unassign(item)
+            context.on_demand.forget_read(item)
+            context.on_demand.forget(item)
+            context.homes.drop(item)
+            item.forsake(context.traffic)
+            with untouched():
+                tensor.data = value
+
+
+@contextlib.contextmanager
+def _as_the_engine() -> Iterator[None]:
+    """Moves tensors in whatever mode the program is."""
+    with contextlib.ExitStack() as stack:
+        if functorch_is_active():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_disable_current_modes())
+        yield
+
+
+def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Returns the arguments of `autograd.grad` with gradient edges for the tensors that lie below, if that says the same."""
+    values = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
+    inputs = values.get("inputs")
+    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
+    outside = [values.get("outputs"), *args[2:], kwargs.get("grad_outputs")]
+    below = [tensor for tensor in listed if type(tensor) is not own_class(tensor)]
+    needs_tensor = kwargs.get("materialize_grads") or any(not tensor.requires_grad for tensor in below)
+    if needs_tensor or any(guarded(leaf) is not None for leaf in leaves(outside)):
+        return args, kwargs, False
+    with untouched():
+        edges = [torch.autograd.graph.get_gradient_edge(t) if type(t) is not own_class(t) else t for t in listed]
+    if len(args) >= 2:
+        return (args[0], edges, *args[2:]), kwargs, True
+    return args, {**kwargs, "inputs": edges}, True

@@ -1,0 +1,211 @@
+"""Hollow tensors: what people hold while its bytes lie below a device.
+
+[Note: hollow leaves]
+A parameter of a model on an accelerator stays one leaf on that device for its whole life, so that gradients, hooks, DDP's
+reducer and `autograd.grad` find what they find without tieroff. While its bytes lie below, its storage is hollow: of true size
+and without memory, and any access of its data raises; and its class is one of the two here, whose `__torch_function__` has
+the engine bring the bytes up for the call. So user code may do with it what it likes, at any time, and sees a tensor of
+the device.
+Gradients and optimizer state are treated alike. While something holds its memory besides the engine (a view, an alias, a
+`state_dict()`), a tensor is not lowered: what people hold stays theirs.
+
+`type(p) is torch.nn.Parameter` is False while it lies below; code of PyTorch that asks so runs in calls, in which the class is
+the tensor's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+# Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
+untouched = torch._C.DisableTorchFunctionSubclass
+
+
+class Guarded(Protocol):
+    """What is known of a tensor that may be hollow: its item."""
+
+    @property
+    def tensor(self) -> torch.Tensor | None: ...
+
+    @property
+    def guard(self) -> Guard | None: ...
+
+
+class Guard(Protocol):
+    """Who is asked when a function gets a tensor whose bytes may lie below."""
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function, with everything of ours among its arguments on the device."""
+
+    def value_on_host(self, item: Any) -> torch.Tensor:
+        """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
+
+
+_items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
+
+
+def guarded(tensor: object) -> Any:
+    """Returns the item of a tensor of a guarded class, or None; ids alone are reused."""
+    item = _items.get(id(tensor))
+    return item if item is not None and item.tensor is tensor else None
+
+
+class _Below:
+    """The `__torch_function__` of both classes."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_NO_DATA or _is_plain_attribute(func):
+            with untouched():
+                return func(*args, **kwargs)
+        found = next((item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None), None)
+        if found is None or found.guard is None:  # nobody looks after it any more
+            with untouched():
+                return func(*args, **kwargs)
+        return found.guard.call(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__torch_function__(own_class(self).__deepcopy__, (), (self, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__torch_function__(own_class(self).__reduce_ex__, (), (self, protocol))
+
+
+class BelowParameter(_Below, torch.nn.Parameter):
+    """The class of a parameter whose bytes lie below, or that only user code has brought up."""
+
+
+class BelowTensor(_Below, torch.Tensor):
+    """The same for a gradient or a tensor of optimizer state."""
+
+
+_BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, torch.Tensor: BelowTensor}
+_OWN: dict[type, Any] = {below: own for own, below in _BELOW.items()}
+
+
+def own_class(tensor: Any) -> Any:
+    """Returns the class that a tensor has when its bytes are up."""
+    return _OWN.get(type(tensor), type(tensor))
+
+
+def leaves(values: Any) -> list[Any]:
+    """Returns the leaves of a nested structure."""
+    return torch.utils._pytree.tree_leaves(values)
+
+
+def guard_class(item: Guarded) -> None:
+    """From now on, functions that get this item's tensor go through its guard."""
+    tensor: Any = item.tensor
+    if type(tensor) in _BELOW:
+        _items[id(tensor)] = item
+        tensor.__class__ = _BELOW[type(tensor)]
+
+
+def restore_class(tensor: Any) -> None:
+    """The tensor's bytes are up, and its user needs nobody's help."""
+    if type(tensor) in _OWN:
+        tensor.__class__ = _OWN[type(tensor)]
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`, whatever its class."""
+    with untouched():
+        tensor.data = value
+
+
+def owners_of(tensor: torch.Tensor) -> int:
+    """Returns how many tensors (and other owners) share a tensor's memory."""
+    with untouched():
+        storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # the Python object of the storage is this function's own
+
+
+def lies_on(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True when two tensors share one storage."""
+    with untouched():
+        return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+_T = torch.Tensor
+_ATTRIBUTES_READ = (
+    "_backward_hooks",
+    "_base",
+    "_grad",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_mkldnn",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
+_ATTRIBUTES_SET = ("_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "grad", "grad_dtype", "requires_grad")
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "_is_view",
+    "_is_zerotensor",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_shared",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+)
+_READ = frozenset(getattr(_T, name) for name in _ATTRIBUTES_READ if hasattr(_T, name))
+_SET = frozenset(getattr(_T, name) for name in _ATTRIBUTES_SET if hasattr(_T, name))
+# What asks of a tensor everything but its data.
+_OF_NO_DATA = frozenset(
+    [getattr(_T, name) for name in _METHODS if hasattr(_T, name)]
+    + [_T.backward, torch.autograd.backward, torch.is_complex, torch.is_floating_point, torch.numel]
+)
+
+
+def _is_plain_attribute(func: Any) -> bool:
+    """True for a read or write of an attribute that is no data."""
+    name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+    return (name == "__get__" and owner in _READ) or (name == "__set__" and owner in _SET)
+
+
+def assigns_data(func: Any) -> bool:
+    """True for `tensor.data = value`."""
+    return getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is _T.data

@@ -1,0 +1,69 @@
+"""Slabs: large pieces of host memory, taken from the system whole, and how they are pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tieroff.storage.memory import Mapping
+
+
+class Slab(Protocol):
+    """One piece, page-aligned; it lives as long as it is referred to.
+
+    Attributes:
+        address: its first byte.
+        size_bytes: whole pages.
+    """
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Slabs(Protocol):
+    """Makes slabs and takes them back."""
+
+    def make(self, size_bytes: int) -> Slab:
+        """Returns a slab of this size, rounded up to pages, every page of it in memory.
+
+        Raises:
+            OSError: the system, or the device's driver (StoreError), refused.
+        """
+
+    def release(self, slab: Slab) -> None:
+        """The device uses it no more; tensors over it stay valid."""
+
+
+class PopulatedSlabs:
+    """Ordinary memory."""
+
+    def make(self, size_bytes: int) -> Mapping:
+        slab = Mapping(size_bytes, is_reserved=False)
+        slab.populate()
+        return slab
+
+    def release(self, slab: Slab) -> None:
+        """Nothing to undo."""
+
+
+class RegisteredSlabs(PopulatedSlabs):
+    """Ordinary memory that the driver pins.
+
+    Args:
+        register: called with (address, size in bytes); raises StoreError where it is refused.
+        unregister: called with the address.
+    """
+
+    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+        self._register, self._unregister = register, unregister
+
+    def make(self, size_bytes: int) -> Mapping:
+        slab = super().make(size_bytes)
+        self._register(slab.address, slab.size_bytes)
+        return slab
+
+    def release(self, slab: Slab) -> None:
+        self._unregister(slab.address)
