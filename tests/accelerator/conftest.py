@@ -22,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 HERE = Path(__file__).resolve().parent
 SECONDS_MAX = 3000
+# What a right program never does; a host access of device memory would be a fault.
+NEVER = ("unpinned_async_copies", "cross_device_waits", "unregistered_in_flight", "unordered_frees", "dropped_accesses")
 
 
 class OwnProcess(pytest.Item):
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins with a device that nothing is known of, and leaves no race behind that it has not taken."""
     if not target.IS_SIMULATED:
         yield from _deterministic_kernels()
@@ -74,7 +76,11 @@ def _device() -> Iterator[None]:
     sim.set_pin_limit(None)
     sim.set_raising(False)
     sim.check()
+    counted = sim.counters()
     sim.reset()
+    if not request.path.parent.samefile(HERE):  # tieroff's own; the device's tests make such mistakes on purpose
+        wrong = {name: counted[name] for name in NEVER if counted[name]}
+        assert not wrong, f"expected no such access of the device's or of pinned memory: {wrong}"
 
 
 def _deterministic_kernels() -> Iterator[None]:

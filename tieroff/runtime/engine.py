@@ -24,6 +24,7 @@ from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.recompute.layers import layers_of
+from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -300,7 +301,7 @@ class Engine:
     @property
     def timeline(self) -> Timeline:
         """What the last planned step did when, on compute and on each link."""
-        last = self._steps.last
+        last = self._steps.last if self._steps.readings.last is not None else None
         if last is None or last.ran is None:
             raise StateError("there is no timeline yet; the first planned step is the third")
         return last.ran.timeline
@@ -312,12 +313,24 @@ class Engine:
 
     def watch(self, seen: Callable[[Stats, Plan | None], None]) -> None:
         """Calls `seen` after every step, with its figures and the plan of its kind, or None while it has none."""
-        self._steps.watchers.append(seen)
+        self._steps.readings.watchers.append(seen)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device copies that the engine holds now."""
         return self.executor.traffic.device_bytes
+
+    @property
+    def own_device_bytes(self) -> int:
+        """Bytes on the device that are the step's: what the engine holds there, and parameters and buffers that stay."""
+        device, cared = self._backend.device, self.executor.homes.parameters
+        with untouched():
+            staying = {
+                t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+                for t in (*self.model.parameters(), *self.model.buffers())
+                if t.device == device and t.layout is torch.strided and id(t) not in cared
+            }
+        return self.device_bytes + sum(staying.values())
 
     def stats(self) -> Stats:
         """Returns the figures of the last step.
@@ -325,7 +338,7 @@ class Engine:
         Raises:
             StateError: no step has ended yet.
         """
-        stats = self._steps.stats
+        stats = self._steps.readings.last
         if stats is None:
             raise StateError("there are no figures yet; run a training step first")
         return stats
@@ -333,7 +346,7 @@ class Engine:
     @property
     def history(self) -> History:
         """The figures of the last 4096 steps, oldest first."""
-        return History(tuple(self._steps.history))
+        return History(tuple(self._steps.readings.history))
 
     def explain(self, *, detail: bool = False) -> str:
         """Returns text: five lines on what moved and where, what it cost, exactness, and what was left alone.
@@ -357,7 +370,7 @@ class Engine:
         yield from reversed(self._steps.kinds.values())
 
     def _explain(self, kind: StepKind, trace: Trace, plan: Plan, *, detail: bool) -> str:
-        stats = self._steps.stats
+        stats = self._steps.readings.last
         measured = stats.figures() if stats is not None else None
         is_cpu, dtype = self._backend.device.type == "cpu", self.settings.compute_dtype
         compute_type = "bf16" if dtype is torch.bfloat16 else ""

@@ -56,8 +56,12 @@ class Budgets:
         """The lower tiers that are used."""
         return tuple(tier for tier, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size)
 
-    def watch(self, resident: Resident, engine: Engine) -> None:
-        """From now on, memory of the process that is no tensor counts against a device budget given in bytes."""
+    def watch(self, resident: Resident | None, engine: Engine) -> None:
+        """Takes the engine, whose own memory is the step's.
+
+        Args:
+            resident: makes memory of the process that is no tensor count against a device budget given in bytes.
+        """
         self._resident, self._engine = resident, engine
 
     def layers_chosen(self, device_bytes: int) -> None:
@@ -72,7 +76,7 @@ class Budgets:
     def _device_bytes(self, trace: Trace) -> int:
         wanted = self._wanted
         if wanted is None:
-            free_bytes = _free_bytes(self._device)
+            free_bytes = _free_bytes(self._device, self._engine.own_device_bytes if self._engine is not None else 0)
             return self._ranks.share_bytes(free_bytes) if self._is_cpu else free_bytes
         limit = wanted.resolve(int(live_bytes(trace).max()))
         if wanted.share is not None and trace.recompute_ops:
@@ -89,11 +93,11 @@ def _plannable(size_bytes: int) -> int:
     return size_bytes - size_bytes // _SLACK_PART
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Returns the device memory that this process may still take, plus what it has taken for the step already."""
+def _free_bytes(device: torch.device, held_bytes: int) -> int:
+    """Returns the device memory that this process may still take, plus what the step holds there already."""
     if device.type == "cpu":
         return host_limit_bytes()
-    # What this process's allocator has reserved and not lent is free for the step as well; what others have is not.
-    lent = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    # What PyTorch's allocator has reserved and not lent is free for the step too; what it has lent to others is not.
+    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     free, _ = torch.accelerator.get_memory_info(device)
-    return int(free) + lent
+    return int(free) + unused + held_bytes

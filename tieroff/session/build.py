@@ -14,6 +14,7 @@ from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
 from tieroff.core.seams import PlanSource
 from tieroff.core.tensor import TensorClass, Tier
+from tieroff.errors import ConfigError
 from tieroff.planner.compare.predict import predict
 from tieroff.planner.foresight import Correlation
 from tieroff.runtime.backend.base import Backend
@@ -63,6 +64,8 @@ def build(model: torch.nn.Module, config: Config, backend: Backend | None = None
     """
     backend = backend if backend is not None else _backend_for(config, model)
     device, ranks = backend.device, Ranks.here()
+    if not backend.has_host_tier:
+        config = _without_host_tier(config)
     budgets = Budgets(config, device, ranks)
     links = Links(config, device.type, budgets.dirs, ranks)
     resources = _open(config, backend, budgets, links)
@@ -78,11 +81,25 @@ def build(model: torch.nn.Module, config: Config, backend: Backend | None = None
     except BaseException:
         resources.close_stores()
         raise
-    if resident is not None:
-        budgets.watch(resident, engine)
+    budgets.watch(resident, engine)
     if config.plan.recompute_layers and not layers:
         log.warning('[plan] recompute_layers has no effect: it needs policy = "auto", one rank and no given plan')
     return engine
+
+
+def _without_host_tier(config: Config) -> Config:
+    """Returns the config for a device whose memory is the host's: moving bytes to host memory would take as much of it.
+
+    Raises:
+        ConfigError: the config asks for a host tier.
+    """
+    if config.budget.host:
+        raise ConfigError(
+            "[budget] host is set, but this device's memory is the host's, and nothing is gained by moving tensors there; "
+            "leave it out, or set it to 0, and name a folder under [nvme] dirs"
+        )
+    log.info("this device's memory is the host's: tensors move to NVMe only")
+    return config.model_copy(update={"budget": config.budget.model_copy(update={"host": 0})})
 
 
 def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> Resources:

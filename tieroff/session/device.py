@@ -25,12 +25,19 @@ def device_for(wanted: str, model: torch.nn.Module) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f'device = "{wanted}" is no device of PyTorch: {error}; use "auto" or "cpu"') from error
     if device.type == "cpu":
+        _check_on_host(model)
         return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         there = accelerator.type if accelerator is not None else "no accelerator"
         raise ConfigError(f'device = "{wanted}", but torch sees {there} here; use "cpu" or "auto"')
     return _indexed(device)
+
+
+def _check_on_host(model: torch.nn.Module) -> None:
+    elsewhere = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type not in ("cpu", "meta")}
+    if elsewhere:
+        raise ConfigError(f'device = "cpu", but the model lies on {elsewhere.pop()}; use "auto", or move it to the CPU first')
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

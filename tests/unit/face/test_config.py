@@ -108,7 +108,10 @@ def test_config_unknown_key_names_the_nearest(content: dict[str, Any], told: str
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"device": "gpu"}, "device: expected one of auto, cuda, cpu, got 'gpu'"),
+        (
+            {"device": "cuda 1"},
+            "device: expected auto, or a device of PyTorch such as cpu, cuda, \"cuda:1\" or xpu, got 'cuda 1'",
+        ),
         ({"budget": 3}, "budget: expected a table, got 3"),
         ({"budget": {"device": "25 x"}}, '[budget].device: expected bytes like "6GiB" or a share like "25%", got'),
         ({"budget": {"device": "0%"}}, "[budget].device: expected"),
@@ -133,7 +136,7 @@ def test_config_wrong_value_says_what_was_expected_and_found(content: dict[str, 
 
 def test_config_reports_every_mistake_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.load({"device": "gpu", "plan": {"exakt": True}})
+        Config.load({"device": "cuda 1", "plan": {"exakt": True}})
     assert "device: expected" in str(caught.value)
     assert "did you mean [plan].exact?" in str(caught.value)
 

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
 from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.stamp import Anchor, EventStamp, Stamp
 from tieroff.runtime.backend.vendor import vendor_of
 from tieroff.storage.completion import Completion
 from tieroff.storage.host.slabs import Slab, Slabs
@@ -42,20 +43,26 @@ log = logging.getLogger("tieroff")
 class _StreamCopy:
     """A copy between device and pinned memory, complete when its event is."""
 
-    def __init__(self, done: torch.Event, device: torch.device, keep: tuple[object, ...]) -> None:
-        self.start_ns = time.monotonic_ns()
-        self.stop_ns = 0
-        self._done, self._device = done, device
+    def __init__(self, begun: EventStamp, ended: EventStamp, device: torch.device, keep: tuple[object, ...]) -> None:
+        self._begun, self._ended, self._device = begun, ended, device
         self._keep: tuple[object, ...] = keep
 
+    @property
+    def start_ns(self) -> int:
+        """When it began, by the device's clock; waits for it."""
+        return self._begun.ns()
+
+    @property
+    def stop_ns(self) -> int:
+        """When it ended, by the device's clock; waits for it."""
+        return self._ended.ns()
+
     def done(self) -> bool:
-        return bool(self._done.query())
+        return bool(self._ended.event.query())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Orders the device's compute stream behind the copy; the host goes on."""
-        torch.accelerator.current_stream(self._device).wait_event(self._done)
-        if self.stop_ns == 0:
-            self.stop_ns = time.monotonic_ns()
+        torch.accelerator.current_stream(self._device).wait_event(self._ended.event)
         self._keep = ()
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
@@ -65,7 +72,7 @@ class _StreamCopy:
 
     def join(self) -> None:
         """Blocks the host until the bytes are there."""
-        self._done.synchronize()
+        self._ended.event.synchronize()
 
 
 class _StagedCopy:
@@ -169,6 +176,7 @@ class AcceleratorBackend:
         self.slabs = self._vendor.slabs(device)
         self.has_host_tier = not self._vendor.is_integrated(device)
         self._out, self._in = torch.Stream(device), torch.Stream(device)
+        self._anchor = Anchor.now(torch.accelerator.current_stream(device))
         self._staging: Staging | None = None
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
@@ -231,6 +239,12 @@ class AcceleratorBackend:
 
         return _StagedCopy(self._readers.submit(job), "a copy from a file", target.numel())
 
+    def begin_step(self) -> None:
+        self._anchor = Anchor.now(torch.accelerator.current_stream(self.device))
+
+    def stamp(self) -> Stamp | None:
+        return EventStamp(torch.accelerator.current_stream(self.device), self._anchor)
+
     def flush(self) -> None:
         self._out.synchronize()
 
@@ -259,10 +273,10 @@ class AcceleratorBackend:
     def _on_stream(self, stream: torch.Stream, ready: torch.Event, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
         stream.wait_event(ready)
         with stream, torch.no_grad():
+            begun = EventStamp(stream, self._anchor)
             target.copy_(source, non_blocking=True)
-            done = torch.Event(self.device)
-            done.record(stream)
-        return _StreamCopy(done, self.device, (target, source))
+            ended = EventStamp(stream, self._anchor)
+        return _StreamCopy(begun, ended, self.device, (target, source))
 
     def _staging_for(self) -> Staging:
         if self._staging is None:

@@ -8,6 +8,7 @@ import torch
 
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.stamp import Stamp
 from tieroff.storage.completion import Completion
 from tieroff.storage.host.slabs import Slabs
 
@@ -48,6 +49,12 @@ class Backend(Protocol):
 
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         """Starts a copy of a place to a 1-d uint8 device tensor."""
+
+    def begin_step(self) -> None:
+        """A step begins: its stamps count from here."""
+
+    def stamp(self) -> Stamp | None:
+        """Returns a stamp behind what compute was given so far; None where the host's clock is the device's."""
 
     def flush(self) -> None:
         """Blocks the host until the bytes of all copies that were waited for may be read by anybody on the host."""

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.stamp import Stamp
 from tieroff.storage import buffers
 from tieroff.storage.completion import Completion
 from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
@@ -79,6 +80,13 @@ class CpuBackend:
 
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         return place.read(target.data_ptr(), target)
+
+    def begin_step(self) -> None:
+        """Nothing to note."""
+
+    def stamp(self) -> Stamp | None:
+        """None: this is the host."""
+        return None
 
     def flush(self) -> None:
         """Nothing more to wait for: copies end on the host."""

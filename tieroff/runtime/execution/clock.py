@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from tieroff.runtime.backend.stamp import Stamp, Time
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.on_demand import OnDemand
@@ -27,11 +28,63 @@ class AtBackwardEnd(Protocol):
         """A backward has ended."""
 
 
+class StepTimes:
+    """When compute of each op of a step began and ended.
+
+    Attributes:
+        host_starts_ns, host_stops_ns: by the host's clock: where the device is another one, when its work was issued.
+    """
+
+    def __init__(self, begun: Stamp | None) -> None:
+        self.host_starts_ns: list[int] = []
+        self.host_stops_ns: list[int] = []
+        self.begun: Time = begun if begun is not None else time.monotonic_ns()
+        self._starts: list[Stamp] = []
+        self._stops: list[Stamp] = []
+
+    def start(self, stamp: Stamp | None) -> None:
+        """An op begins."""
+        self.host_starts_ns.append(time.monotonic_ns())
+        if stamp is not None:
+            self._starts.append(stamp)
+
+    def start_again(self, stamp: Stamp | None) -> None:
+        """The running op begins here."""
+        self.host_starts_ns[-1] = time.monotonic_ns()
+        if stamp is not None:
+            self._starts[-1] = stamp
+
+    def stop(self, stamp: Stamp | None) -> None:
+        """The running op ends."""
+        self.host_stops_ns.append(time.monotonic_ns())
+        if stamp is not None:
+            self._stops.append(stamp)
+
+    @property
+    def is_running(self) -> bool:
+        """True while an op has begun and not ended."""
+        return len(self.host_stops_ns) < len(self.host_starts_ns)
+
+    @property
+    def starts_ns(self) -> list[int]:
+        """By the device's clock; waits for it."""
+        return [stamp.ns() for stamp in self._starts] if self._starts else self.host_starts_ns
+
+    @property
+    def stops_ns(self) -> list[int]:
+        """By the device's clock; waits for it."""
+        return [stamp.ns() for stamp in self._stops] if self._starts else self.host_stops_ns
+
+    def durations_ns(self) -> list[int]:
+        """Returns per op of a step that is over how long its compute took."""
+        return [max(b - a, 0) for a, b in zip(self.starts_ns, self.stops_ns, strict=True)]
+
+
 class Clock:
     """Turns the events of a step into ticks.
 
     Attributes:
-        starts_ns, stops_ns: per op of the step, when compute began and ended.
+        times: of the running step's ops.
         at_backward_end: called in this order when a backward ends.
     """
 
@@ -40,14 +93,15 @@ class Clock:
     ) -> None:
         self._state, self._traffic, self._runner = state, traffic, runner
         self._on_demand, self._activations = on_demand, activations
-        self.starts_ns: list[int] = []
-        self.stops_ns: list[int] = []
+        self._stamp = traffic.backend.stamp
+        self.times = StepTimes(None)
         self.at_backward_end: list[AtBackwardEnd] = []
         self._watched_task = -1
 
     def begin(self) -> None:
         """A step begins."""
-        self.starts_ns, self.stops_ns = [], []
+        self._traffic.backend.begin_step()
+        self.times = StepTimes(self._stamp())
 
     def tick(self, key: Hashable, name: Callable[[], str], phase: str = "") -> None:
         """Ends the running op, does what is due, and begins the next op.
@@ -71,21 +125,17 @@ class Clock:
                 state.record.event(key, name, phase)
             elif not self._runner.advance(key):
                 self.diverge(name)
-            self.starts_ns.append(time.monotonic_ns())
+            self.times.start(self._stamp())
 
     def pause(self) -> None:
         """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""
-        if len(self.stops_ns) < len(self.starts_ns):
-            self.stops_ns.append(time.monotonic_ns())
+        if self.times.is_running:
+            self.times.stop(self._stamp())
 
     def resume(self) -> None:
         """Compute of the running op begins here."""
-        if self.starts_ns and len(self.stops_ns) < len(self.starts_ns):
-            self.starts_ns[-1] = time.monotonic_ns()
-
-    def durations_ns(self) -> list[int]:
-        """Returns per op of a step that is over how long its compute took."""
-        return [max(b - a, 0) for a, b in zip(self.starts_ns, self.stops_ns, strict=True)]
+        if self.times.is_running:
+            self.times.start_again(self._stamp())
 
     def diverge(self, name: Callable[[], str]) -> None:
         """The step is another one than was planned: it goes on without its plan."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
@@ -115,8 +117,8 @@ def restore_class(tensor: Any) -> None:
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`, whatever its class."""
-    with untouched():
+    """`tensor.data = value`, whatever its class, and unseen by whoever records the step."""
+    with untouched(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         tensor.data = value
 
 

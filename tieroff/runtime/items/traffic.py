@@ -11,6 +11,7 @@ import torch
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
+from tieroff.runtime.backend.stamp import Time, ns_of
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
 from tieroff.runtime.items.spill import Spill
@@ -25,9 +26,14 @@ class Counts:
 
     moved_bytes: dict[str, int] = field(default_factory=lambda: {"d2h": 0, "h2d": 0, "nvme_write": 0, "nvme_read": 0})
     by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
-    stall_ns: int = 0
+    stalls: list[tuple[Time, Time]] = field(default_factory=list)
     fallbacks: int = 0
     faults: int = 0  # tensors that were used before their fetch had begun
+
+    @property
+    def stall_ns(self) -> int:
+        """How long compute waited for copies, by the device's clock; waits for it."""
+        return sum(max(ns_of(stop) - ns_of(start), 0) for start, stop in self.stalls)
 
 
 class Traffic:
@@ -37,7 +43,7 @@ class Traffic:
         device_bytes: bytes of device copies that the engine holds now.
         counts: bytes moved and time waited since `counts` was last replaced.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
-        waits: waits for copies as (item index, source, target, start_ns, stop_ns), when `keep_spans`.
+        waits: waits for copies as (item index, source, target, start, stop), when `keep_spans`.
         memory: bytes held per tier at the end of each op of a planned step, when `keep_spans`.
     """
 
@@ -54,7 +60,7 @@ class Traffic:
         """Counts and spans are those of the step that begins here."""
         self.counts = Counts()
         self.spans: list[tuple[int, str, Completion, int]] = []
-        self.waits: list[tuple[int, Tier, Tier, int, int]] = []
+        self.waits: list[tuple[int, Tier, Tier, Time, Time]] = []
         self.memory: dict[Tier, list[int]] = {tier: [] for tier in Tier}
 
     def note_memory(self, device_bytes: int) -> int:
@@ -221,17 +227,25 @@ class Traffic:
             self.device_bytes -= item.size_bytes
 
     def _wait(self, item: Item, arrival: Completion, what: str) -> None:
-        start_ns = 0 if arrival.done() else time.monotonic_ns()
+        # A copy that has ended by now stalls nothing. What is over when a device gets here, its stamps will say.
+        start: Time | None = self.backend.stamp()
+        if start is None and not arrival.done():
+            start = time.monotonic_ns()
         try:
             await_arrival(arrival, what)
         finally:
-            if start_ns:
-                stop_ns = time.monotonic_ns()
-                self.counts.stall_ns += stop_ns - start_ns
+            if start is not None:
+                stop = self.now()
+                self.counts.stalls.append((start, stop))
                 if self.keep_spans:
                     below = item.place.tier if item.place is not None else item.tier
                     ends = (Tier.DEVICE, below) if arrival is item.leaving else (below, Tier.DEVICE)
-                    self.waits.append((item.index, *ends, start_ns, stop_ns))
+                    self.waits.append((item.index, *ends, start, stop))
+
+    def now(self) -> Time:
+        """Returns when compute gets here."""
+        stamp = self.backend.stamp()
+        return stamp if stamp is not None else time.monotonic_ns()
 
     def _count(self, item: Item, link: str, arrival: Completion) -> None:
         self.counts.moved_bytes[link] += item.size_bytes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from tieroff.core.tensor import Tier
+from tieroff.runtime.backend.stamp import ns_of
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind
 from tieroff.runtime.step.mode import Mode
@@ -12,16 +14,15 @@ from tieroff.runtime.step.stats import Stats
 from tieroff.units import NS_PER_S
 
 
-def stats_of(kind: StepKind, custody: Custody, begun_ns: int, recompute_ns: int) -> Stats:
-    """Returns the figures of the step that began then, up to now."""
+def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[[], Stats]:
+    """Returns what gives the figures of the step that ends now, once the device is through with it, which it waits for."""
     executor, counts = custody.executor, custody.executor.traffic.counts
-    step_ns = time.monotonic_ns() - begun_ns
-    compute_ns = sum(b - a for a, b in zip(executor.clock.starts_ns, executor.clock.stops_ns, strict=False))
+    times, ended, mode = executor.clock.times, executor.traffic.now(), executor.state.mode
     host, nvme = custody.stores.get(Tier.HOST), custody.stores.get(Tier.NVME)
-    return Stats(
-        step_s=step_ns / NS_PER_S,
-        compute_s=(step_ns if executor.state.mode is Mode.PASS else compute_ns) / NS_PER_S,
-        stall_s=counts.stall_ns / NS_PER_S,
+    counted = Stats(
+        step_s=0.0,
+        compute_s=0.0,
+        stall_s=0.0,
         recompute_s=recompute_ns / NS_PER_S,
         peak_device_bytes=executor.runner.peak_bytes,
         peak_host_bytes=host.peak_bytes if host is not None else 0,
@@ -30,11 +31,23 @@ def stats_of(kind: StepKind, custody: Custody, begun_ns: int, recompute_ns: int)
         moved_bytes_by_class=dict(counts.by_class),
         fallbacks=counts.fallbacks,
         faults=counts.faults,
-        phase=_what_it_was(kind, executor.state.mode),
+        phase=_what_it_was(kind, mode),
         plans=kind.feedback.plan_count,
         settled_after=kind.feedback.settled_after,
         settings={"backend": custody.backend.name, **custody.settings.chosen},
     )
+
+    def timed() -> Stats:
+        step_ns = ns_of(ended) - ns_of(times.begun)
+        compute_ns = sum(b - a for a, b in zip(times.starts_ns, times.stops_ns, strict=False))
+        return replace(
+            counted,
+            step_s=step_ns / NS_PER_S,
+            compute_s=(step_ns if mode is Mode.PASS else compute_ns) / NS_PER_S,
+            stall_s=counts.stall_ns / NS_PER_S,
+        )
+
+    return timed
 
 
 def _what_it_was(kind: StepKind, mode: Mode) -> str:

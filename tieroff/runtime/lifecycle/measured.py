@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
+from tieroff.runtime.backend.stamp import Time, ns_of
 from tieroff.runtime.custody import Custody
+from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.step.kinds import Planned
+from tieroff.storage.completion import Completion
 
 _ENDS = {
     "d2h": (Tier.DEVICE, Tier.HOST),
@@ -17,26 +21,37 @@ _ENDS = {
 }
 
 
-def measured_timeline(planned: Planned, custody: Custody, start_ns: int, recompute_ns: int) -> Timeline:
-    """Returns what the step that began then did up to now."""
-    clock, traffic = custody.executor.clock, custody.executor.traffic
-    ops = tuple(
-        OpSpan(max(a - start_ns, 0), max(b - start_ns, 0)) for a, b in zip(clock.starts_ns, clock.stops_ns, strict=False)
-    )
+def timeline_of(planned: Planned, custody: Custody, recompute_ns: int) -> Callable[[], Timeline]:
+    """Returns what gives the timeline of the step up to now, once the device is through with it, which it waits for."""
+    times, traffic = custody.executor.clock.times, custody.executor.traffic
+    spans, waits = traffic.spans, traffic.waits
+    memory = _memory(planned, custody, len(times.host_stops_ns))
+    return lambda: _timeline(times, spans, waits, memory, recompute_ns)
+
+
+def _timeline(
+    times: StepTimes,
+    spans: list[tuple[int, str, Completion, int]],
+    waits: list[tuple[int, Tier, Tier, Time, Time]],
+    memory: dict[Tier, tuple[int, ...]],
+    recompute_ns: int,
+) -> Timeline:
+    start_ns, starts_ns = ns_of(times.begun), times.starts_ns
+    ops = tuple(OpSpan(max(a - start_ns, 0), max(b - start_ns, 0)) for a, b in zip(starts_ns, times.stops_ns, strict=False))
     transfers = []
-    for index, link, arrival, size_bytes in traffic.spans:
+    for index, link, arrival, size_bytes in spans:
         if index < 0 or not arrival.stop_ns:
             continue
         source, target = _ENDS[link]
-        times = arrival.start_ns - start_ns, arrival.stop_ns - start_ns
-        transfers.append(TransferSpan(index, source, target, *times, size_bytes))
+        begun_ns, ended_ns = arrival.start_ns - start_ns, arrival.stop_ns - start_ns
+        transfers.append(TransferSpan(index, source, target, begun_ns, ended_ns, size_bytes))
     transfers.sort(key=lambda span: span.start_ns)
     stalls = tuple(
-        Stall(bisect_left(clock.starts_ns, begun_ns), ended_ns - begun_ns, index, source, target)
-        for index, source, target, begun_ns, ended_ns in traffic.waits
+        Stall(bisect_left(starts_ns, ns_of(begun)), max(ns_of(ended) - ns_of(begun), 0), index, source, target)
+        for index, source, target, begun, ended in waits
     )
     step_ns = max([span.stop_ns for span in ops], default=0)
-    return Timeline(ops, tuple(transfers), stalls, _memory(planned, custody, len(ops)), step_ns, recompute_ns=recompute_ns)
+    return Timeline(ops, tuple(transfers), stalls, memory, step_ns, recompute_ns=recompute_ns)
 
 
 def _memory(planned: Planned, custody: Custody, op_count: int) -> dict[Tier, tuple[int, ...]]:

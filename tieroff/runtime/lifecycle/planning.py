@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from tieroff.core.plan import Plan
 from tieroff.core.seams import PlanSource
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.runtime.custody import Custody
+from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
+from tieroff.runtime.step.feedback import Span
 from tieroff.runtime.step.kinds import Planned, Recording, StepKind
 from tieroff.runtime.step.recorded import Recorded
 from tieroff.units import NS_PER_S, format_seconds
 
 log = logging.getLogger("tieroff")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A step that followed its plan to the end; what it took is read when it is looked at.
+
+    Attributes:
+        step_s: gives how long it took.
+    """
+
+    kind: StepKind
+    stage: Planned
+    times: StepTimes
+    spans: list[Span]
+    step_s: Callable[[], float]
 
 
 class StepPlanning:
@@ -30,7 +49,7 @@ class StepPlanning:
             InfeasiblePlanError: some op does not fit.
             StoreError: a drive is full.
         """
-        trace = recorded.trace.with_durations(self._custody.executor.clock.durations_ns())
+        trace = recorded.trace.with_durations(self._custody.executor.clock.times.durations_ns())
         self._custody.backend.keep_freed(0)  # planning takes memory too
         wanted = self._plans.bring_back(trace, recorded.update_at - 1, recorded.used_below)
         try:
@@ -46,14 +65,14 @@ class StepPlanning:
         self._reserve(plan)
         self._adopt(kind, recorded, wanted, plan)
 
-    def compare(self, kind: StepKind, stage: Planned, step_s: float) -> None:
+    def compare(self, observed: Observed) -> None:
         """Plans again when a step that followed its plan shows that the plan was made for other durations or links.
 
         The measured step runs with everything moved out, its caches cold; planned ones are nearer to the truth. Later the
         machine itself may change.
         """
-        executor, feedback = self._custody.executor, kind.feedback
-        if not executor.runner.is_at_end or not feedback.take(executor.clock.durations_ns(), executor.traffic.spans):
+        kind, stage, feedback = observed.kind, observed.stage, observed.kind.feedback
+        if stage is not kind.stage or not feedback.take(observed.times.durations_ns(), observed.spans):
             return
         reason = feedback.look(stage.made_for, self._plans.machine_at)
         trace = stage.trace.with_durations(feedback.typical_ns)
@@ -65,7 +84,7 @@ class StepPlanning:
             stage = stage.predicted(trace, forecast[0])
             kind.advance(stage)
         if feedback.settle():
-            predicted, took = format_seconds(stage.plan.step_ns / NS_PER_S), format_seconds(step_s)
+            predicted, took = format_seconds(stage.plan.step_ns / NS_PER_S), format_seconds(observed.step_s())
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
 
     def _plan_again(self, kind: StepKind, stage: Planned, trace: Trace, reason: str) -> None:

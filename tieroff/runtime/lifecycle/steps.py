@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
-from tieroff.core.history import StepFigures
-from tieroff.core.plan import Plan
 from tieroff.core.seams import PlanSource
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.experience import Experience, Shapes
 from tieroff.runtime.hooks.forward.inputs import shapes_of, signature_of, storages_of
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
-from tieroff.runtime.lifecycle.figures import stats_of
-from tieroff.runtime.lifecycle.measured import measured_timeline
 from tieroff.runtime.lifecycle.planning import StepPlanning
+from tieroff.runtime.lifecycle.readings import Readings
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
-from tieroff.runtime.step.kinds import Measuring, Planned, Ran, Recording, StepKind, Unplanned
+from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.mode import Mode
-from tieroff.runtime.step.stats import Stats
 
 log = logging.getLogger("tieroff")
 
 # Kinds of steps (signatures) whose traces and plans are kept.
 _KINDS_KEPT = 16
-# Steps whose figures are kept.
-_HISTORY_STEPS = 4096
 # Steps in a row that must leave a plan before the kind is traced again; doubled each time.
 _MISMATCHES_BEFORE_RETRACE = 2
 _RECORDINGS_AT_MOST = 6
@@ -67,9 +60,7 @@ class Steps:
         kinds: of the steps that ran.
         last: the kind that ran last.
         recomputation: modules that run again in backward.
-        stats: of the last step.
-        history: figures of the last steps, oldest first.
-        watchers: called with the figures of every step and the plan of its kind.
+        readings: figures of the steps that ended.
     """
 
     def __init__(self, custody: Custody, plans: PlanSource) -> None:
@@ -78,13 +69,11 @@ class Steps:
         self.last: StepKind | None = None
         self.recomputation = Recomputation(custody.model, custody.executor.gate, custody.executor.clock)
         self._planning = StepPlanning(custody, plans, self.recomputation)
-        self.stats: Stats | None = None
-        self.watchers: list[Callable[[Stats, Plan | None], None]] = []
-        self.history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
+        self.readings = Readings(custody, self._planning)
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_updated = True  # the step that runs was updated, or there is none
-        self._begun_ns = self._steps_done = 0
+        self._steps_done = 0
 
     # -- a step begins ---------------------------------------------------------------------------------------------
 
@@ -149,7 +138,7 @@ class Steps:
         if custody.stepper is not None:
             custody.stepper.begin()
         self._is_updated = False
-        self._begun_ns, self.recomputation.spent_ns = time.monotonic_ns(), 0
+        self.recomputation.spent_ns = 0
         if self._traced is not None:
             self._traced.start(is_recomputing=bool(self.recomputation.slots))
 
@@ -192,22 +181,11 @@ class Steps:
         self._is_updated = True
         if self._traced is not None:
             self._traced.end_spans()
-        self._note_stats(kind)
         self._steps_done += 1
+        self.readings.note(kind, self._steps_done, self.recomputation.spent_ns)
         if self._steps_done == _WARMUP_STEPS:
             for store in self._custody.stores.values():
                 store.end_warmup()
-
-    def _note_stats(self, kind: StepKind) -> None:
-        executor = self._custody.executor
-        executor.clock.pause()
-        self.stats = stats = stats_of(kind, self._custody, self._begun_ns, self.recomputation.spent_ns)
-        if isinstance(kind.stage, Planned) and executor.state.mode is Mode.PLANNED and executor.traffic.keep_spans:
-            did = measured_timeline(kind.stage, self._custody, self._begun_ns, self.recomputation.spent_ns)
-            kind.ran = Ran(kind.stage.trace, kind.stage.plan, did)
-        for seen in self.watchers:
-            seen(stats, kind.planned.plan if kind.planned is not None else None)
-        self.history.append(stats.figures(self._steps_done + 1))
 
     def _end_last_op(self) -> None:
         """The step's last op ends as the next step begins: what user code did between them belonged to it."""
@@ -219,8 +197,8 @@ class Steps:
         executor.end()
         self.close()
         self._kind = None
-        if mode is Mode.PLANNED and isinstance(kind.stage, Planned) and self.stats is not None:
-            self._planning.compare(kind, kind.stage, self.stats.step_s)
+        if mode is Mode.PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
+            self.readings.observe(kind, kind.stage)
         keys = tuple(executor.state.record.keys)
         is_whole = self._custody.stepper is None or ("end",) in keys  # or skipped by a GradScaler, or broken off
         if mode is not Mode.DEMAND or not is_whole:

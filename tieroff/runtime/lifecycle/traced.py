@@ -50,7 +50,7 @@ class TracedStep:
             record.bind(item)
         layers = custody.settings.recompute_layers
         if layers and not is_recomputing and next(find_compiled(custody.model), None) is None:
-            starts_ns = custody.executor.clock.starts_ns
+            starts_ns = custody.executor.clock.times.host_starts_ns
             self._spans = ModuleSpans(layers_of(custody.model, layers), lambda: len(starts_ns))
 
     def end_spans(self) -> None:

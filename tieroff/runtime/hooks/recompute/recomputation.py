@@ -47,7 +47,7 @@ class Recomputation:
     def _timed(self, path: str) -> Iterator[None]:
         """Round a second run, which has ops of its own."""
         clock = self._clock
-        starts_ns, stops_ns = clock.starts_ns, clock.stops_ns
+        starts_ns, stops_ns = clock.times.host_starts_ns, clock.times.host_stops_ns
         first, begun_ns = len(starts_ns), time.monotonic_ns()
         clock.tick(("again", path), lambda: f"again:{path}", "backward")
         has_ops = len(starts_ns) > first

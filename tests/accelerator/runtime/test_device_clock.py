@@ -1,0 +1,112 @@
+"""What the engine measures on a device is the device's time, not that of the host that issues its work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tieroff
+from tests.accelerator import sim, target
+from tests.support.models import GPT_WORKLOAD
+from tests.support.parity import Trainer
+from tieroff.core.machine import Machine, save_machine
+from tieroff.core.plan import Plan
+from tieroff.core.tensor import Tier
+from tieroff.planner.compare.predict import forecast
+from tieroff.runtime.engine import Engine
+
+LINK = 2 << 30
+KERNEL_S = 1e-3
+WAITS_OF_THE_LOOP = 2  # `batch` copies pageable tensors to the device, for which the host waits
+
+
+def machine(link_bytes_per_s: int = LINK) -> Machine:
+    """A device whose kernels take a millisecond each, and links of this speed each way at once."""
+    return Machine(
+        name="made up",
+        measured="datasheet",
+        device_bytes=1 << 40,
+        host_bytes=1 << 40,
+        nvme_bytes=0,
+        d2h_bytes_per_s=link_bytes_per_s,
+        h2d_bytes_per_s=link_bytes_per_s,
+    )
+
+
+def config(folder: Path, policy: str, device: str, known: Machine | None = None) -> dict[str, Any]:
+    save_machine(known if known is not None else machine(), folder / "machine.toml")
+    plan = {"policy": policy, "min_bytes": 0, "machine": str(folder / "machine.toml")}
+    return {"budget": {"device": device, "host": "64MiB"}, "plan": plan}
+
+
+def trained(folder: Path, steps: int, policy: str = "auto", device: str = "50%", known: Machine | None = None) -> Engine:
+    """Trains a small GPT on the device's clock; returns its engine."""
+    sim.set_machine(known if known is not None else machine(), kernel_s=KERNEL_S)
+    trainer = Trainer(GPT_WORKLOAD, target.device())
+    tieroff.wrap(trainer.model, trainer.optimizer, config(folder, policy, device, known))
+    for index in range(steps):
+        trainer.run(index)
+    engine = tieroff.engine(trainer.model)
+    engine.trainer = trainer  # type: ignore[attr-defined]  # kept alive
+    return engine
+
+
+def test_an_op_lasts_as_long_as_its_kernels(tmp_path: Path) -> None:
+    engine = trained(tmp_path, 4)
+    kernels = [op.duration_ns / (KERNEL_S * 1e9) for op in engine.trace.ops]
+    # Kernels take a whole number of milliseconds, and the host issued each in a fraction of one.
+    whole = [count for count in kernels if abs(count - round(count)) < 0.02]
+    assert sum(kernels) > 100
+    assert len(whole) > 0.9 * len(kernels), "expected only ops with the user's own copies to the host to last otherwise"
+
+
+def test_compute_and_waits_add_up_to_the_step(tmp_path: Path) -> None:
+    engine = trained(tmp_path, 8, known=machine(1 << 20))
+    stats = engine.stats()
+    assert stats.phase == "planned"
+    assert stats.stall_s > 0.1 * stats.step_s, "expected waits behind a link of 1 MiB/s"
+    assert stats.compute_s + stats.stall_s == pytest.approx(stats.step_s, rel=0.1)
+
+
+def test_a_link_is_as_fast_as_the_device_says(tmp_path: Path) -> None:
+    engine = trained(tmp_path, 8, policy="floor", device="100%")
+    for span in engine.timeline.transfers:
+        if span.size_bytes >= 4096:
+            assert span.size_bytes / (span.stop_ns - span.start_ns) * 1e9 == pytest.approx(LINK, rel=0.05)
+
+
+@pytest.mark.parametrize("device", ["75%", "50%"])
+@pytest.mark.parametrize("link", [LINK, 64 << 20, 1 << 20], ids=["fast", "slow", "slowest"])
+def test_a_planned_step_takes_what_its_plan_says(device: str, link: int, tmp_path: Path) -> None:
+    """Where the host is not the limit: on this clock it takes no time."""
+    engine = trained(tmp_path, 10, device=device, known=machine(link))
+    ran = engine.timeline
+    plan: Plan = engine.plan
+    predicted = forecast(plan, engine.trace, machine(link))
+    assert predicted is not None
+    assert ran.step_ns == pytest.approx(predicted[0], rel=0.03)
+    assert plan.peak_bytes[Tier.DEVICE] <= plan.budget_bytes[Tier.DEVICE]
+
+
+def test_reading_figures_waits_for_the_device_and_training_does_not(tmp_path: Path) -> None:
+    sim.set_machine(None)
+    trainer = Trainer(GPT_WORKLOAD, target.device())
+    tieroff.wrap(trainer.model, trainer.optimizer, config(tmp_path, "floor", "100%"))
+
+    def step() -> None:
+        loss = trainer.workload.objective(trainer.model, *trainer.batch())
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    for _ in range(6):
+        step()
+    torch.accelerator.synchronize()
+    before = sim.counters()["host_waits"]
+    step()
+    assert sim.counters()["host_waits"] - before <= WAITS_OF_THE_LOOP
+    assert tieroff.engine(trainer.model).stats().phase == "planned"
+    tieroff.unwrap(trainer.model)
