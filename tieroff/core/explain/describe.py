@@ -23,7 +23,7 @@ Away = dict[int, dict[Tier, int]]
 
 
 @dataclass(frozen=True)
-class Told:
+class Explained:
     """A step and its plan, as an explanation needs them.
 
     Attributes:
@@ -44,7 +44,7 @@ class Told:
     may_update_in_backward: bool = False
 
 
-def explain(step: Told, *, detail: bool = False) -> list[str]:
+def explain(step: Explained, *, detail: bool = False) -> list[str]:
     """Returns five lines: what fits, what moved and where, what it costs, exactness, and what did not move.
 
     Args:
@@ -67,7 +67,7 @@ def fit(trace: Trace, plan: Plan) -> str:
     return f"It fits: the device holds at most {peak} of {budget}; with nothing moved it would be {plain}."
 
 
-def exactness(step: Told) -> str:
+def exactness(step: Explained) -> str:
     """Returns the sentence on whether numbers equal those of the plain run."""
     if step.plan.host_updates:
         return "Numbers can differ from the plain run's in rounding: the CPU runs updates of the optimizer."
@@ -116,7 +116,7 @@ def unused(plan: Plan) -> list[str]:
     ]
 
 
-def _cost(step: Told) -> str:
+def _cost(step: Explained) -> str:
     predicted = step.plan.step_ns
     text = f"Predicted step {_time(predicted)}, of which compute {_time(step.trace.ideal_ns)}"
     measured = step.measured
@@ -136,7 +136,7 @@ def _cost(step: Told) -> str:
     )
 
 
-def _left_alone(step: Told) -> str:
+def _left_alone(step: Explained) -> str:
     reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(step.plan.skipped.items())]
     for reason, names in step.unmoved.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
