@@ -57,7 +57,7 @@ def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequen
         OSError: the file cannot be written.
     """
     check_page(path)
-    figures = (_step_figure(compared), _memory_figure(device_bytes, compared))
+    figures = (step_figure(compared), memory_figure(device_bytes, compared))
     parts = [
         figure.to_html(full_html=False, include_plotlyjs=index == 0, div_id=f"figure{index}")
         for index, figure in enumerate(figures)
@@ -73,7 +73,7 @@ def _plotly() -> Any:
         raise ConfigError(f"--plot needs plotly: {error}; pip install 'tieroff[report]'") from error
 
 
-def _step_figure(compared: Sequence[Compared]) -> Any:
+def step_figure(compared: Sequence[Compared]) -> Any:
     """Bars of step over ideal and the line of bounds, which is lower where a plan does what others may not.
 
     Marks show what a policy takes under its own options; they are not to be compared with other bars.
@@ -106,7 +106,8 @@ def _step_figure(compared: Sequence[Compared]) -> Any:
     return figure
 
 
-def _memory_figure(device_bytes: int, compared: Sequence[Compared]) -> Any:
+def memory_figure(device_bytes: int, compared: Sequence[Compared]) -> Any:
+    """Lines of the bytes on the device over the step, one per policy, under the line of the budget."""
     figure = _plotly().Figure()
     for one in compared:
         if one.timeline is None:

@@ -15,7 +15,7 @@ from tieroff.units import NS_PER_S, format_bytes, format_seconds
 _BIGGEST = 5
 _TIERS = tuple(Tier)
 _NAMED = 3
-_WAITING = 0.05  # share of a step spent in stalls from which on a hint is given
+STALLED_SHARE = 0.05  # share of a step spent in stalls from which on a hint is given
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
@@ -124,7 +124,7 @@ def _cost(step: Explained) -> str:
         return f"{text}; none was measured yet."
     ticks = max(len(step.trace.ops), 1)
     hint = ""
-    if step.may_update_in_backward and measured.stall_ns > _WAITING * measured.step_ns:
+    if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
         hint = (
             " Nothing used gradients between backward and optimizer.step(): [plan] update_in_backward = true would not keep "
             "them and would run updates beside backward; docs/what-works.md lists the loops that may use it."

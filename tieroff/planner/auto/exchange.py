@@ -28,7 +28,7 @@ from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.simulator import simulate
 
-_WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units visited, over all changes
+WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units visited, over all changes
 _PER_ITEM = {"fast": 1, "high": 20}  # changes for every four ops or units: a small step has few that differ
 _SEARCHED_AT_MOST = {"fast": 6_000, "high": 300_000}  # ops and units: a few changes to a larger step are not worth their time
 _BEGINS = 2  # choices that the search begins with: that of the relaxation, and the best greedy ones
@@ -58,7 +58,7 @@ def exchange_count(problem: Problem) -> int:
     """Returns how many changes are tried: a hundred on a step of a few hundred ops and units, fewer on larger or small ones."""
     size = problem.op_count + len(problem.units) + 1
     effort = problem.effort
-    return min(_WORK[effort] // size, _PER_ITEM[effort] * size // 4)
+    return min(WORK[effort] // size, _PER_ITEM[effort] * size // 4)
 
 
 def plan_exchanged(problem: Problem, policy: str) -> Plan:

@@ -182,7 +182,7 @@ def _can_move(tensor: Tensor, min_bytes: int) -> bool:
     return tensor.is_movable and tensor.kind is not TensorClass.INPUT and tensor.size_bytes >= min_bytes
 
 
-class _OpenGaps:
+class OpenGaps:
     """Gaps whose tensors are still to be made, by tensor: no look at one of them takes longer the more there are."""
 
     def __init__(self, gaps: list[Gap]) -> None:
@@ -216,7 +216,7 @@ def remake(problem: Problem, chosen: list[Candidate]) -> Remade:
     needs: dict[int, set[int]] = defaultdict(set)  # per tick: tensors that repeats need besides
     repeats: set[tuple[int, int]] = set()
     gaps = sorted((c.gap for c in chosen), key=lambda gap: (gap.stop, gap.tensor))
-    open_ = _OpenGaps(gaps)
+    open_ = OpenGaps(gaps)
     for gap in gaps:
         if not open_.has(gap):
             continue  # it was made for another one, before its own use

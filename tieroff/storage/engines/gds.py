@@ -98,7 +98,7 @@ class GdsTransfer:
         except OSError as error:
             self._fail(error, error.errno or errno.EIO)
         except RuntimeError as error:  # what kvikio makes of every error; the number is only in its words
-            self._fail(error, _errno_in(str(error)))
+            self._fail(error, errno_in(str(error)))
         except BaseException:
             self._errno = errno.EIO
             raise
@@ -119,7 +119,7 @@ def _check_process(pid: int) -> None:
         )
 
 
-def _errno_in(message: str) -> int:
+def errno_in(message: str) -> int:
     """Returns the error number whose text ends a message; EIO if there is none."""
     numbers = {os.strerror(number): number for number in errno.errorcode}
     found = [text for text in numbers if message.rstrip(" .\n").endswith(text)]
