@@ -47,10 +47,10 @@ from harness.io_subjects import (
 )
 from harness.pairs import Ratio, order_of, ratio_of
 from harness.results import save
-from shared.progress import make_console
 from tieroff.errors import TieroffError
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.nvme import FREE_BYTES_MIN, Track
+from tieroff.report.terminal import make_console
 from tieroff.storage.engines import OpenFile, available, choose
 from tieroff.storage.nvme import files
 from tieroff.units import format_bytes, parse_bytes

@@ -32,12 +32,12 @@ from bench_step import MODEL, choose_budget
 from harness import peers
 from harness.pairs import order_of
 from harness.peers import IN_BACKWARD, PEERS
-from harness.results import command_of, make_table, save
-from shared.progress import make_console
+from harness.results import command_of, save
 from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config, DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.probe.drives import drive, file_system
+from tieroff.report.terminal import make_console, make_table
 from tieroff.units import format_bytes
 from train_gpt import Options, Result, add_options, choose_device
 

@@ -22,7 +22,6 @@ from harness import g10_cells
 from harness.data import OWN_FOLDER, ROOT, SLOW_MACHINE
 from harness.plan_tables import show
 from harness.results import Report, command_of, parse_size, progress, save, when_and_where
-from shared.progress import make_console
 from tieroff.core.machine import Machine, load_machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities
 from tieroff.core.tensor import Tier
@@ -31,6 +30,7 @@ from tieroff.errors import TieroffError
 from tieroff.planner.bounds.bounds import Scope, relaxed_bound_ns, scope_of
 from tieroff.planner.compare.sweep import noise_rows, sweep
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
+from tieroff.report.terminal import make_console
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, NS_PER_S
 
@@ -45,7 +45,6 @@ SHARES = (0.9, 0.7, 0.5, 0.35, 0.25)
 OWN_HOST_SHARE = 0.25
 NOISE_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25)
 NOISE_SEEDS = (0, 1, 2)
-PIPED_WIDTH = 200
 PARTS = ("g10", "own", "noise")
 
 
@@ -272,10 +271,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 1
     finally:
         save(arguments.json, found, indent=2)
-    console = make_console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    show(console, found)
+    show(make_console(), found)
     return 0
 
 

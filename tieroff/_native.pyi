@@ -162,12 +162,7 @@ def simulate(
 
 # Rows: residencies (tier, start, stop, size_bytes). Kinds are in the order of AllocationKind. Returns a line per tier.
 def memory_per_op(
-    transient_bytes: Integers,
-    residencies: Integers,
-    repeats: Integers,
-    kind: int,
-    page_bytes: int,
-    addresses: Integers,
+    transient_bytes: Integers, residencies: Integers, repeats: Integers, kind: int, page_bytes: int, addresses: Integers
 ) -> tuple[Integers, Integers, Integers]: ...
 def pack(
     lower: list[int],

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tieroff.core.io.json_files import write_whole
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
-from tieroff.errors import ConfigError
+from tieroff.report.figures import graph_objects
+from tieroff.report.page import check_page
 from tieroff.units import GIB, NS_PER_S, format_bytes, format_seconds
 
 
@@ -28,19 +29,6 @@ class Compared:
     bound_s: float | None = None
     timeline: Timeline | None = None
     faithful_s: float | None = None
-
-
-def check_page(path: Path) -> None:
-    """Returns when a page can be written to a path.
-
-    Raises:
-        ConfigError: plotly is not installed, or the path names no .html file in a folder that exists.
-    """
-    _plotly()
-    if path.suffix != ".html":
-        raise ConfigError(f"--plot {path}: needs a file name that ends with .html")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist")
 
 
 def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequence[Compared]) -> None:
@@ -63,14 +51,7 @@ def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequen
         for index, figure in enumerate(figures)
     ]
     head = f"<!DOCTYPE html>\n<html>\n<head><meta charset='utf-8'><title>{html.escape(title)}</title></head>\n<body>\n"
-    path.write_text("\n".join([f"{head}<h1>{html.escape(title)}</h1>", *parts, "</body>\n</html>\n"]), encoding="utf-8")
-
-
-def _plotly() -> Any:
-    try:
-        return importlib.import_module("plotly.graph_objects")
-    except ImportError as error:
-        raise ConfigError(f"--plot needs plotly: {error}; pip install 'tieroff[report]'") from error
+    write_whole(path, "\n".join([f"{head}<h1>{html.escape(title)}</h1>", *parts, "</body>\n</html>\n"]))
 
 
 def step_figure(compared: Sequence[Compared]) -> Any:
@@ -78,7 +59,7 @@ def step_figure(compared: Sequence[Compared]) -> Any:
 
     Marks show what a policy takes under its own options; they are not to be compared with other bars.
     """
-    figure = _plotly().Figure()
+    figure = graph_objects().Figure()
     names = [one.policy for one in compared]
     shares = [one.step_s / one.ideal_s if one.step_s is not None and one.ideal_s else None for one in compared]
     texts = ["infeasible" if one.step_s is None else format_seconds(one.step_s) for one in compared]
@@ -108,7 +89,7 @@ def step_figure(compared: Sequence[Compared]) -> Any:
 
 def memory_figure(device_bytes: int, compared: Sequence[Compared]) -> Any:
     """Lines of the bytes on the device over the step, one per policy, under the line of the budget."""
-    figure = _plotly().Figure()
+    figure = graph_objects().Figure()
     for one in compared:
         if one.timeline is None:
             continue

@@ -14,7 +14,7 @@ from tieroff.cli import app
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Timeline
 from tieroff.errors import ConfigError
-from tieroff.report.comparison import Compared, check_page, memory_figure, step_figure, write_comparison
+from tieroff.report.comparison import Compared, memory_figure, step_figure, write_comparison
 from tieroff.units import GIB, NS_PER_S
 
 TIMELINE = Timeline(
@@ -73,7 +73,7 @@ def test_step_without_any_time_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "told"), [("plot.json", "ends with .html"), ("nowhere/plot.html", "nowhere does not exist")])
 def test_path_that_cannot_take_a_page_is_refused(tmp_path: Path, path: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_page(tmp_path / path)
+        write_comparison(tmp_path / path, "steps", GIB, COMPARED)
 
 
 @pytest.fixture
