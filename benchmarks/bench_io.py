@@ -105,7 +105,7 @@ class Cell:
             "is_void": not control.is_control_good,
         }
         if self.has_matmul:
-            # Beside the matmul both are counted in one process, so what the slices took of the cores is not to be told.
+            # The matmul runs in the same process, so the CPU time of the slices alone is not known.
             left, alone = self.matmul[name], self.matmul["alone"]
             raw_left = ratio_of(self.matmul[REFERENCE], alone)
             return row | {"matmul_left": ratio_of(left, alone).median, "raw_matmul_left": raw_left.median}

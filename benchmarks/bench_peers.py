@@ -1,4 +1,4 @@
-"""Training the demo model in the ways that people have today, and with tieroff: speed, peak memory, losses.
+"""Trains the demo model with today's alternatives and with tieroff: speed, peak memory, losses.
 
 Every run has a process of its own, with the same model, data and seed; harness/peers.py has the one loop and what each
 way changes in it. Repetitions are interleaved, in an order that changes; medians are taken. Peak memory is measured from
@@ -212,7 +212,7 @@ def measure(rows: Sequence[Row], options: Options, config: Config, repeat: int, 
 
 
 def describe_machine(device: str, nvme_dir: Path) -> dict[str, Any]:
-    """Returns what the figures depend on besides the code."""
+    """Returns what the figures depend on, apart from the code."""
     return {
         "kernel": f"{platform.system()} {platform.release()}",
         "processor": platform.machine(),

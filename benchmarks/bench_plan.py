@@ -64,7 +64,7 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def bound_key(problem: Problem, scope: Scope, slot_counts: Sequence[int]) -> str:
-    """Returns a digest of what a bound of the linear program depends on, besides the code."""
+    """Returns a digest of what a bound of the linear program depends on, apart from the code."""
     trace, limits = problem.trace, {tier.value: size for tier, size in problem.budget.items()}
     durations = [op.duration_ns for op in trace.ops]
     allowed = [repr(problem.capabilities), asdict(scope), list(slot_counts)]
@@ -239,7 +239,9 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=g10_cells.FOLDER, help="folder of G10's traces and published times")
     parser.add_argument("--own", type=Path, default=OWN_FOLDER, help="folder of own traces")
-    parser.add_argument("--record", type=Path, default=None, metavar="DIR", help="record the own traces anew into DIR, and end")
+    parser.add_argument(
+        "--record", type=Path, default=None, metavar="DIR", help="record the own traces again into DIR, and end"
+    )
     parser.add_argument("--fresh", action="store_true", help="use no bound that --json has already")
     parser.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     arguments = parser.parse_args(given)

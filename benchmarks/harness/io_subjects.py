@@ -153,7 +153,7 @@ class EngineSubject:
         if self.name != name:
             self._engine.close()
             raise SubjectFailed(f"{name} falls back to {self.name} here")
-        if not self._engine.is_direct:  # it opens the file anew, and a track has to know whose reads memory can answer
+        if not self._engine.is_direct:  # it opens the file again, and a track has to know which reads the page cache can answer
             file = replace(file, is_direct=False, memory_alignment=1)
         self._track = Track([file], self._engine, start=start, filled_bytes=range_bytes, make_memory=make_memory)
 

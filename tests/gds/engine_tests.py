@@ -126,7 +126,7 @@ def test_another_count_than_asked_for_is_an_error_and_nothing_is_done(change: Ca
     write = store.write(block, source.address, source)
     with pytest.raises(StoreError, match=f"write of {MIB} bytes, .*: 0 bytes done") as caught:
         write.wait(30)
-    assert (caught.value.errno, write.done_bytes, write.checksum) == (errno.EIO, 0, None)
+    assert (caught.value.errno, caught.value.done_bytes, write.checksum) == (errno.EIO, 0, None)
     with pytest.raises(StateError, match="has not succeeded"):
         store.read(block, source.address, source)
     assert source.get() == noise(MIB, 1)
@@ -141,7 +141,7 @@ def test_reading_past_the_end_is_an_error(nvme: FileStore) -> None:
     read = nvme.read(block, target.address, target)
     with pytest.raises(StoreError, match=r"read of .*: 0 bytes done") as caught:
         read.wait(30)
-    assert (caught.value.errno, read.done_bytes) == (errno.EIO, 0)
+    assert (caught.value.errno, caught.value.done_bytes) == (errno.EIO, 0)
 
 
 def test_error_of_the_system_keeps_its_number(nvme: FileStore) -> None:
@@ -169,7 +169,7 @@ def test_failed_copy_of_the_device_is_an_error(nvme: FileStore) -> None:
     write = nvme.write(block, source.address, source)
     with pytest.raises(StoreError) as caught:
         write.wait(30)
-    assert (caught.value.errno, write.done_bytes) == (errno.EIO, 0)
+    assert (caught.value.errno, caught.value.done_bytes) == (errno.EIO, 0)
     nvme.write(block, source.address, source).wait(30)
     assert fetch(nvme, block) == noise(5 * MIB, 2)
 

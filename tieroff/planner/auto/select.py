@@ -174,7 +174,7 @@ class Selector:
         return at_peak + relief / (1.0 + float(over.max()) * float(self._weights.sum()))
 
     def rank(self, score: Score, position: int) -> float:
-        """Returns what a unit that relieves anything is worth at all times, by a score whose values do not change."""
+        """Returns the value of a unit by a score that does not depend on what has left already."""
         return self._idle_ns[position] / (self._transfer_ns[position] if score is Score.SLACK else 1)
 
     def choose(
@@ -191,9 +191,9 @@ class Selector:
         persistent tensors: their transfers crowd at the step's ends and in the optimizer, where little hides them.
         The units in `first`, by position, go before all others, each to its tier where that has room.
 
-        Tensors take the first tier of `order` that has room. By some scores a unit that relieves anything is worth the
-        same at all times: those are taken in one pass. The other values only fall as the pressure falls (for BYTES
-        nearly so), so a heap with values of an earlier round gives the best unit after few evaluations.
+        Tensors take the first tier of `order` that has room. By some scores a unit's value does not depend on what
+        has left already: one pass takes them in order. Other values only fall as the pressure falls (for BYTES nearly
+        so), so a heap with values of an earlier round gives the best unit after few evaluations.
         """
         choice = self._choose(score, line_bytes, order, reluctance, first or {})
         if choice is None:

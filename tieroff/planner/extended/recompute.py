@@ -2,7 +2,7 @@
 
 [Note: remade problems]
 Where a tensor is made again at tick e, what lies before and after it are two tensors that have nothing to do with each
-other, and op e takes the repeated ops' time besides its own, reads what they read and writes what they write. So the
+other, and op e takes the repeated ops' time in addition to its own, reads what they read and writes what they write. So the
 choice of what to make again turns a problem into another one of the same kind, whose plans are those of the first with
 the repeats added: ticks, memory and time are the same. Its tensors that stem from one are put together again in
 `Remade.plan`. The inputs of a repeated op are those of its first run: alive and unchanged, or made again at the same tick.
@@ -213,7 +213,7 @@ def remake(problem: Problem, chosen: list[Candidate]) -> Remade:
     chains = _Chains(problem)
     trace = problem.trace
     births: dict[int, set[int]] = defaultdict(set)  # per tensor: ticks at which it is made again
-    needs: dict[int, set[int]] = defaultdict(set)  # per tick: tensors that repeats need besides
+    needs: dict[int, set[int]] = defaultdict(set)  # per tick: further tensors that repeats need
     repeats: set[tuple[int, int]] = set()
     gaps = sorted((c.gap for c in chosen), key=lambda gap: (gap.stop, gap.tensor))
     open_ = OpenGaps(gaps)

@@ -129,8 +129,8 @@ def errno_in(message: str) -> int:
 class GdsEngine:
     """Device memory goes by kvikio; host memory, such as that of homes and slabs, by the `threads` engine.
 
-    Transfers of device memory do not wait for work on any stream: whoever asks for one has waited for what wrote the
-    memory, and uses it only after the end. (kvikio itself waits for the legacy default stream before it starts, and
+    Transfers of device memory do not wait for work on any stream: the caller has waited for what wrote the memory, and
+    uses it only after the end. (kvikio itself waits for the legacy default stream before it starts, and
     where it copies through the host, its copies are ordered with that stream.)
 
     A write's last block that is not whole goes through the page cache and is on the drive when the write ends. Checksums

@@ -73,7 +73,7 @@ def stop_serving() -> None:
 
 @functools.cache
 def is_in_the_way() -> bool:
-    """Puts the pool in the way of torch's allocations; False where it cannot be."""
+    """Makes torch allocate from the pool; returns False where that is not possible."""
     from tieroff.storage.native import _native
 
     try:

@@ -40,7 +40,7 @@ class MappedFiles:
 
     @classmethod
     def none(cls) -> MappedFiles:
-        """Returns one that knows of no file, for memory that is known to come from none."""
+        """Returns one without any mapping, for memory that comes from no file."""
         found = cls.__new__(cls)
         found.ranges = []
         return found
