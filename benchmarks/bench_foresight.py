@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from harness.results import document, make_parser, make_table, save
+from harness.results import document, make_parser, save
 from harness.slow import SlowBackend
 from harness.varied import MODELS, train
-from shared.progress import make_console
+from tieroff.report.terminal import make_console, make_table
 from tieroff.runtime.backend.cpu import settle_vector_math
 
 POLICIES = ("demand", "auto")

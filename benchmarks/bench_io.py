@@ -47,10 +47,10 @@ from harness.io_subjects import (
 )
 from harness.pairs import Ratio, order_of, ratio_of
 from harness.results import save
-from shared.progress import make_console
 from tieroff.errors import TieroffError
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.nvme import FREE_BYTES_MIN, Track
+from tieroff.report.terminal import make_console
 from tieroff.storage.engines import OpenFile, available, choose
 from tieroff.storage.nvme import files
 from tieroff.units import format_bytes, parse_bytes
@@ -105,7 +105,7 @@ class Cell:
             "is_void": not control.is_control_good,
         }
         if self.has_matmul:
-            # Beside the matmul both are counted in one process, so what the slices took of the cores is not to be told.
+            # The matmul runs in the same process, so the CPU time of the slices alone is not known.
             left, alone = self.matmul[name], self.matmul["alone"]
             raw_left = ratio_of(self.matmul[REFERENCE], alone)
             return row | {"matmul_left": ratio_of(left, alone).median, "raw_matmul_left": raw_left.median}

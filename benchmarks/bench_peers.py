@@ -1,4 +1,4 @@
-"""Training the demo model in the ways that people have today, and with tieroff: speed, peak memory, losses.
+"""Trains the demo model with today's alternatives and with tieroff: speed, peak memory, losses.
 
 Every run has a process of its own, with the same model, data and seed; harness/peers.py has the one loop and what each
 way changes in it. Repetitions are interleaved, in an order that changes; medians are taken. Peak memory is measured from
@@ -32,12 +32,12 @@ from bench_step import MODEL, choose_budget
 from harness import peers
 from harness.pairs import order_of
 from harness.peers import IN_BACKWARD, PEERS
-from harness.results import command_of, make_table, save
-from shared.progress import make_console
+from harness.results import command_of, save
 from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config, DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.probe.drives import drive, file_system
+from tieroff.report.terminal import make_console, make_table
 from tieroff.units import format_bytes
 from train_gpt import Options, Result, add_options, choose_device
 
@@ -212,7 +212,7 @@ def measure(rows: Sequence[Row], options: Options, config: Config, repeat: int, 
 
 
 def describe_machine(device: str, nvme_dir: Path) -> dict[str, Any]:
-    """Returns what the figures depend on besides the code."""
+    """Returns what the figures depend on, apart from the code."""
     return {
         "kernel": f"{platform.system()} {platform.release()}",
         "processor": platform.machine(),

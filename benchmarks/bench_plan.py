@@ -22,7 +22,6 @@ from harness import g10_cells
 from harness.data import OWN_FOLDER, ROOT, SLOW_MACHINE
 from harness.plan_tables import show
 from harness.results import Report, command_of, parse_size, progress, save, when_and_where
-from shared.progress import make_console
 from tieroff.core.machine import Machine, load_machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities
 from tieroff.core.tensor import Tier
@@ -31,6 +30,7 @@ from tieroff.errors import TieroffError
 from tieroff.planner.bounds.bounds import Scope, relaxed_bound_ns, scope_of
 from tieroff.planner.compare.sweep import noise_rows, sweep
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
+from tieroff.report.terminal import make_console
 from tieroff.tracing.files import load_trace
 from tieroff.units import GIB, NS_PER_S
 
@@ -45,7 +45,6 @@ SHARES = (0.9, 0.7, 0.5, 0.35, 0.25)
 OWN_HOST_SHARE = 0.25
 NOISE_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25)
 NOISE_SEEDS = (0, 1, 2)
-PIPED_WIDTH = 200
 PARTS = ("g10", "own", "noise")
 
 
@@ -65,7 +64,7 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def bound_key(problem: Problem, scope: Scope, slot_counts: Sequence[int]) -> str:
-    """Returns a digest of what a bound of the linear program depends on, besides the code."""
+    """Returns a digest of what a bound of the linear program depends on, apart from the code."""
     trace, limits = problem.trace, {tier.value: size for tier, size in problem.budget.items()}
     durations = [op.duration_ns for op in trace.ops]
     allowed = [repr(problem.capabilities), asdict(scope), list(slot_counts)]
@@ -240,7 +239,9 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=g10_cells.FOLDER, help="folder of G10's traces and published times")
     parser.add_argument("--own", type=Path, default=OWN_FOLDER, help="folder of own traces")
-    parser.add_argument("--record", type=Path, default=None, metavar="DIR", help="record the own traces anew into DIR, and end")
+    parser.add_argument(
+        "--record", type=Path, default=None, metavar="DIR", help="record the own traces again into DIR, and end"
+    )
     parser.add_argument("--fresh", action="store_true", help="use no bound that --json has already")
     parser.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     arguments = parser.parse_args(given)
@@ -272,10 +273,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 1
     finally:
         save(arguments.json, found, indent=2)
-    console = make_console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    show(console, found)
+    show(make_console(), found)
     return 0
 
 

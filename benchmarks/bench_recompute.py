@@ -22,13 +22,13 @@ from rich.table import Table
 from torch import nn
 
 import tieroff
-from harness.results import document, make_parser, make_table, save
+from harness.results import document, make_parser, save
 from harness.slow import SlowBackend
-from shared.progress import make_console
 from tieroff.core.io.run_folder import Run, load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.planner.compare.predict import predict
 from tieroff.planner.layers import layer_runs
+from tieroff.report.terminal import make_console, make_table
 from tieroff.runtime.backend.cpu import settle_vector_math
 from tieroff.units import NS_PER_S
 from train_gpt import GPT, VOCABULARY

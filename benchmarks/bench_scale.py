@@ -22,12 +22,13 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.results import command_of, make_table, save, when_and_where
+from harness.results import command_of, save, when_and_where
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.make_plan import plan_with_timeline
+from tieroff.report.terminal import make_table
 from tieroff.units import GIB, KIB, NS_PER_S
 
 COUNTS = (1_000, 5_000, 10_000, 25_000, 50_000)

@@ -22,13 +22,13 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.results import command_of, make_table, save, when_and_where
-from shared.progress import make_console
+from harness.results import command_of, save, when_and_where
 from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
 from tieroff.core.io.run_folder import load_run
 from tieroff.errors import ConfigError
 from tieroff.planner.compare.predict import forecast
+from tieroff.report.terminal import make_console, make_table
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 from train_gpt import Options, Result, add_options, choose_device
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = {"cheap": "fast", "lp": "high"}
 MODEL = ("layers", "width", "heads", "batch", "length", "clip", "steps")
 _WARM = 10  # steps before it are recorded, timed and planned, or their plan settles
-_TIMES = ("step_s", "foretold_s", "bound_s")
+_TIMES = ("step_s", "predicted_s", "bound_s")
 _MEASURED = (*_TIMES, "tokens_per_s", "relative", "stall_s", "peak_bytes", "moved_bytes", "losses_equal")
 
 
@@ -48,7 +48,7 @@ class Row:
     share: float | None
     budget_bytes: int | None = None
     results: list[Result] = field(default_factory=list)
-    foretold: list[tuple[float, float]] = field(default_factory=list)
+    predicted: list[tuple[float, float]] = field(default_factory=list)
     infeasible: str = ""
 
     def summary(self, plain: Row) -> dict[str, Any]:
@@ -62,8 +62,8 @@ class Row:
         return {
             **head,
             "step_s": step_s,
-            "foretold_s": plan_s if self.foretold else None,
-            "bound_s": bound_s if self.foretold else None,
+            "predicted_s": plan_s if self.predicted else None,
+            "bound_s": bound_s if self.predicted else None,
             "tokens_per_s": tokens_per_s,
             "relative": tokens_per_s / statistics.median(result.tokens_per_s for result in plain.results),
             "stall_s": statistics.median(one["stall_s"] for one in stats) if stats else 0.0,
@@ -73,14 +73,14 @@ class Row:
         }
 
     def _steps(self) -> list[tuple[float, float, float]]:
-        """Returns per run the median step, and what was foretold of it (0 where nothing was)."""
-        foretold = self.foretold if len(self.foretold) == len(self.results) else [(0.0, 0.0)] * len(self.results)
+        """Returns per run the median step, and what was predicted of it (0 where nothing was)."""
+        predicted = self.predicted if len(self.predicted) == len(self.results) else [(0.0, 0.0)] * len(self.results)
         steps = [statistics.median(result.step_s[_WARM:] or result.step_s) for result in self.results]
-        return [(step_s, *pair) for step_s, pair in zip(steps, foretold, strict=True)]
+        return [(step_s, *pair) for step_s, pair in zip(steps, predicted, strict=True)]
 
 
 def look_up(folder: Path, effort: str) -> tuple[float, float] | None:
-    """Returns the step that a run's plan foretold and the planner's lower bound for it, in seconds; None if nothing moves."""
+    """Returns the step that a run's plan predicted and the planner's lower bound for it, in seconds; None if nothing moves."""
     found = load_run(folder)
     if found.machine is None or found.plan.moves_nothing:
         return None
@@ -127,8 +127,8 @@ def measure(rows: list[Row], options: Options, config: Config, repeat: int, fold
                 own = wrapped(own, chosen)
             try:
                 row.results.append(run(own, is_quiet=row.share is not None))
-                if row.share is not None and own.out is not None and (foretold := look_up(own.out, effort)) is not None:
-                    row.foretold.append(foretold)
+                if row.share is not None and own.out is not None and (predicted := look_up(own.out, effort)) is not None:
+                    row.predicted.append(predicted)
             except RunFailed as error:
                 if error.kind != "InfeasiblePlanError":
                     raise
@@ -145,7 +145,7 @@ def choose_budget(config: Config, share: float, peak_bytes: int, device: str, nv
 
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
     """Prints one line per budget."""
-    heads = ("budget", "bytes", "tokens/s", "of plain", "step", "foretold", "bound", "stalls", "peak", "moved", "losses")
+    heads = ("budget", "bytes", "tokens/s", "of plain", "step", "predicted", "bound", "stalls", "peak", "moved", "losses")
     table = make_table("medians over repetitions", heads)
     for row in rows:
         budget = format_bytes(row["budget_bytes"]) if row["budget_bytes"] is not None else "-"

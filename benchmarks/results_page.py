@@ -108,7 +108,7 @@ def _steps(name: str) -> str:
             row["budget"],
             f"{row['tokens_per_s']:.0f}",
             f"{row['relative']:.0%}",
-            *(_seconds(row[key]) for key in ("step_s", "foretold_s", "bound_s", "stall_s")),
+            *(_seconds(row[key]) for key in ("step_s", "predicted_s", "bound_s", "stall_s")),
             format_bytes(sum(row["moved_bytes"].values())),
             _peak(row),
             _losses(row),

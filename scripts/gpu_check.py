@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from shared.progress import make_console
+from tieroff.report.terminal import make_console
 from tieroff.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

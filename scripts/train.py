@@ -13,12 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from shared.progress import make_console
 from shared.runs import RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
 from tieroff.errors import ConfigError
+from tieroff.report.terminal import make_console, make_table
 from tieroff.units import format_bytes, format_seconds
 from train_gpt import Options, Result, add_options, choose_device
 
@@ -60,9 +59,8 @@ def compare(plain: Result, own: Result, budget_bytes: int) -> dict[str, object]:
 def show(console: Console, plain: Result, own: Result, budget_bytes: int) -> None:
     """Prints the two runs side by side."""
     stats = own.stats or {}
-    table = Table(title=f"{plain.parameters / 1e6:.1f} M parameters, {len(plain.losses)} steps", title_justify="left")
-    for head in ("", "plain", "tieroff"):
-        table.add_column(head, justify="left" if not head else "right")
+    title = f"{plain.parameters / 1e6:.1f} M parameters, {len(plain.losses)} steps"
+    table = make_table(title, ("", "plain", "tieroff"))
     table.add_row("budget", "none", f"{format_bytes(budget_bytes)} ({budget_bytes / plain.peak_bytes:.0%} of plain)")
     ratio = own.peak_bytes / budget_bytes
     table.add_row("peak memory", format_bytes(plain.peak_bytes), f"{format_bytes(own.peak_bytes)} ({ratio:.0%} of budget)")

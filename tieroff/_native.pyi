@@ -6,6 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+Integers = NDArray[np.int64]
+Reals = NDArray[np.float64]
+
 class Transfer:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool: ...
@@ -132,24 +135,24 @@ class SimulationResult:
     @property
     def recompute_ns(self) -> int: ...
     @property
-    def stalls(self) -> NDArray[np.int64]: ...
+    def stalls(self) -> Integers: ...
     @property
-    def ops(self) -> NDArray[np.int64]: ...
+    def ops(self) -> Integers: ...
     @property
-    def repeats(self) -> NDArray[np.int64]: ...
+    def repeats(self) -> Integers: ...
     @property
-    def transfers(self) -> NDArray[np.int64]: ...
+    def transfers(self) -> Integers: ...
     @property
-    def updates(self) -> NDArray[np.int64]: ...
+    def updates(self) -> Integers: ...
 
 # Rows: transfers (source, target, issue_at, ready_by, rank, size_bytes), updates (issue_at, ready_by, duration_ns),
 # repeats (op, at), links d2h, h2d, nvme_write, nvme_read (bytes_per_s, latency_ns). Tiers are 0 device, 1 host, 2 nvme.
 def simulate(
-    op_ns: NDArray[np.int64],
-    transfers: NDArray[np.int64],
-    updates: NDArray[np.int64],
-    repeats: NDArray[np.int64],
-    links: NDArray[np.int64],
+    op_ns: Integers,
+    transfers: Integers,
+    updates: Integers,
+    repeats: Integers,
+    links: Integers,
     duplex_share_millionths: int,
     nvme_shares_host_link: bool,
     has_exclusive_link: bool,
@@ -159,13 +162,8 @@ def simulate(
 
 # Rows: residencies (tier, start, stop, size_bytes). Kinds are in the order of AllocationKind. Returns a line per tier.
 def memory_per_op(
-    transient_bytes: NDArray[np.int64],
-    residencies: NDArray[np.int64],
-    repeats: NDArray[np.int64],
-    kind: int,
-    page_bytes: int,
-    addresses: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
+    transient_bytes: Integers, residencies: Integers, repeats: Integers, kind: int, page_bytes: int, addresses: Integers
+) -> tuple[Integers, Integers, Integers]: ...
 def pack(
     lower: list[int],
     upper: list[int],
@@ -187,59 +185,59 @@ def pack(
 ) -> tuple[list[int], int, int, int, int]: ...
 
 # A step's line of bytes per op and spans of ops with the bytes that are held there; both return the most at an op of them.
-def most_bytes(usage: NDArray[np.int64], spans: Sequence[tuple[int, int, int]]) -> int: ...
-def hold_bytes(usage: NDArray[np.int64], spans: Sequence[tuple[int, int, int]]) -> int: ...
-def drop_bytes(usage: NDArray[np.int64], spans: Sequence[tuple[int, int, int]]) -> None: ...
+def most_bytes(usage: Integers, spans: Sequence[tuple[int, int, int]]) -> int: ...
+def hold_bytes(usage: Integers, spans: Sequence[tuple[int, int, int]]) -> int: ...
+def drop_bytes(usage: Integers, spans: Sequence[tuple[int, int, int]]) -> None: ...
 def fit_windows(
-    usage: NDArray[np.int64],
-    starts_ns: NDArray[np.int64],
+    usage: Integers,
+    starts_ns: Integers,
     budget_bytes: int,
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    size_bytes: NDArray[np.int64],
-    away_start: NDArray[np.int64],
-    away_stop: NDArray[np.int64],
+    start: Integers,
+    stop: Integers,
+    size_bytes: Integers,
+    away_start: Integers,
+    away_stop: Integers,
     repair: int,
-    load_order: NDArray[np.int64],
-    release_order: NDArray[np.int64],
-    load_from: NDArray[np.int64],
-    release_until: NDArray[np.int64],
+    load_order: Integers,
+    release_order: Integers,
+    load_from: Integers,
+    release_until: Integers,
     passes: str,
 ) -> bool: ...
 def sweep_windows(
-    usage: NDArray[np.int64],
-    starts_ns: NDArray[np.int64],
+    usage: Integers,
+    starts_ns: Integers,
     budget_bytes: int,
     lead_ns: int,
-    tensor: NDArray[np.int64],
-    tier: NDArray[np.int64],
-    start: NDArray[np.int64],
-    release_limit: NDArray[np.int64],
-    deadline: NDArray[np.int64],
-    copy_tick: NDArray[np.int64],
-    size_bytes: NDArray[np.int64],
-    out_ns: NDArray[np.int64],
-    back_ns: NDArray[np.int64],
-    is_boundary: NDArray[np.int64],
-    is_last: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
-def serve_in_turn(limits_ns: NDArray[np.float64], takes_ns: NDArray[np.float64], is_backwards: bool) -> NDArray[np.float64]: ...
+    tensor: Integers,
+    tier: Integers,
+    start: Integers,
+    release_limit: Integers,
+    deadline: Integers,
+    copy_tick: Integers,
+    size_bytes: Integers,
+    out_ns: Integers,
+    back_ns: Integers,
+    is_boundary: Integers,
+    is_last: Integers,
+) -> tuple[Integers, Integers]: ...
+def serve_in_turn(limits_ns: Reals, takes_ns: Reals, is_backwards: bool) -> Reals: ...
 def dispatch(
-    duration_ns: NDArray[np.int64],
-    link: NDArray[np.int64],
-    issue_from: NDArray[np.int64],
-    ready_by: NDArray[np.int64],
-    size_bytes: NDArray[np.int64],
+    duration_ns: Integers,
+    link: Integers,
+    issue_from: Integers,
+    ready_by: Integers,
+    size_bytes: Integers,
     bytes_per_ns: Sequence[float],
     latency_ns: Sequence[float],
     nvme_shares_host_link: bool,
     duplex_share: float,
     step_count: int,
-) -> tuple[float, list[float], NDArray[np.int64], NDArray[np.int64]]: ...
+) -> tuple[float, list[float], Integers, Integers]: ...
 def improve(
     *,
-    usage: NDArray[np.int64],
-    duration_ns: NDArray[np.int64],
+    usage: Integers,
+    duration_ns: Integers,
     bytes_per_ns: Sequence[float],
     latency_ns: Sequence[float],
     nvme_shares_host_link: bool,
@@ -247,30 +245,30 @@ def improve(
     device_bytes: int,
     lower_bytes: Sequence[int],
     granule_bytes: int,
-    piece: NDArray[np.int64],
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    size_bytes: NDArray[np.int64],
-    is_last: NDArray[np.int64],
-    copy_from: NDArray[np.int64],
-    is_persistent: NDArray[np.int64],
-    away_start: NDArray[np.int64],
-    away_stop: NDArray[np.int64],
-    tier: NDArray[np.int64],
+    piece: Integers,
+    start: Integers,
+    stop: Integers,
+    size_bytes: Integers,
+    is_last: Integers,
+    copy_from: Integers,
+    is_persistent: Integers,
+    away_start: Integers,
+    away_stop: Integers,
+    tier: Integers,
     seed: int,
     work: int,
 ) -> tuple[float, float, int]: ...
 def shard(
     *,
-    first_strategy: NDArray[np.int64],
-    cost: NDArray[np.int64],
-    usage: NDArray[np.int64],
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    source: NDArray[np.int64],
-    target: NDArray[np.int64],
-    first_entry: NDArray[np.int64],
-    entry: NDArray[np.int64],
+    first_strategy: Integers,
+    cost: Integers,
+    usage: Integers,
+    start: Integers,
+    stop: Integers,
+    source: Integers,
+    target: Integers,
+    first_entry: Integers,
+    entry: Integers,
     limit: int,
     time_limit_s: float,
     seed: int,

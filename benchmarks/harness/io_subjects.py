@@ -153,7 +153,7 @@ class EngineSubject:
         if self.name != name:
             self._engine.close()
             raise SubjectFailed(f"{name} falls back to {self.name} here")
-        if not self._engine.is_direct:  # it opens the file anew, and a track has to know whose reads memory can answer
+        if not self._engine.is_direct:  # it opens the file again, and a track has to know which reads the page cache can answer
             file = replace(file, is_direct=False, memory_alignment=1)
         self._track = Track([file], self._engine, start=start, filled_bytes=range_bytes, make_memory=make_memory)
 
@@ -190,7 +190,7 @@ class LibrarySubject:
         self._range = (start, range_bytes)
         self._memory: dict[tuple[str, int], Any] = {}
         try:
-            self._calls = _LIBRARIES[name](path, self._stack)
+            self.calls = _LIBRARIES[name](path, self._stack)
             for kind in ("write", "read"):  # some say only at the first transfer what they lack
                 self._way(kind, MIB, 0.0, start, range_bytes)
         except Exception as error:  # whatever another library raises is a reason to go on without it
@@ -224,12 +224,12 @@ class LibrarySubject:
         pending: list[Any] = []
         while issued < depth or time.perf_counter() - begin < seconds:
             if len(pending) == depth:
-                self._calls.wait(kind, pending.pop(0), block_bytes)
+                self.calls.wait(kind, pending.pop(0), block_bytes)
             offset = start + issued % count * block_bytes
-            pending.append(self._calls.start(kind, buffers[issued % depth], offset))
+            pending.append(self.calls.start(kind, buffers[issued % depth], offset))
             issued += 1
         for one in pending:
-            self._calls.wait(kind, one, block_bytes)
+            self.calls.wait(kind, one, block_bytes)
         return issued * block_bytes
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.results import make_table
+from tieroff.report.terminal import make_table
 from tieroff.units import format_bytes, format_seconds
 
 _SHARES = ("ideal/step", "above bound", "recompute", "planning")

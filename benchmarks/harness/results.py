@@ -1,4 +1,4 @@
-"""What the benches share: options, the head of a stored result, its file, and tables."""
+"""What the benches share: options, the head of a stored result, and its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from tieroff.errors import TieroffError
 from tieroff.units import parse_bytes
@@ -81,14 +80,6 @@ def save(path: Path | None, found: dict[str, Any], indent: int = 1) -> None:
     """Writes a result as JSON, where a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(found, indent=indent) + "\n")
-
-
-def make_table(title: str | None, heads: Sequence[str], text_columns: int = 1) -> Table:
-    """Returns an empty table; the first columns hold text, the others numbers."""
-    table = Table(title=title, title_justify="left")
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index < text_columns else "right", no_wrap=index < text_columns)
-    return table
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import tieroff
 
 
 class Experts(nn.Module):
-    """Layers that each send the batch to one of their experts, drawn anew in every step."""
+    """Layers that each send the batch to one of their experts, drawn again in every step."""
 
     def __init__(self, width: int, layers: int, experts: int = 4) -> None:
         super().__init__()

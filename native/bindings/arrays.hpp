@@ -16,9 +16,7 @@ inline std::span<const std::int64_t> view(const Integers& values) {
   return {values.data(), static_cast<std::size_t>(values.size())};
 }
 
-inline std::span<const double> view(const Reals& values) {
-  return {values.data(), static_cast<std::size_t>(values.size())};
-}
+inline std::span<const double> view(const Reals& values) { return {values.data(), static_cast<std::size_t>(values.size())}; }
 
 inline std::span<std::int64_t> changing(Integers& values) {
   return {values.mutable_data(), static_cast<std::size_t>(values.size())};

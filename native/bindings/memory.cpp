@@ -49,10 +49,12 @@ void bind_memory(py::module_& module) {
       .def_property_readonly("size_bytes", &Pages::size_bytes);
   py::class_<PagePool, std::unique_ptr<PagePool, py::nodelete>>(module, "PagePool")
       .def(py::init<std::size_t, bool>(), py::arg("reserved_bytes"), py::arg("has_huge_pages"))
-      .def("take", [](PagePool& pool, std::size_t size_bytes) { return std::make_unique<Pages>(pool, size_bytes); },
-           py::arg("size_bytes"))
-      .def("owns", [](const PagePool& pool, std::uintptr_t address) { return pool.owns(reinterpret_cast<void*>(address)); },
-           py::arg("address"))
+      .def(
+          "take", [](PagePool& pool, std::size_t size_bytes) { return std::make_unique<Pages>(pool, size_bytes); },
+          py::arg("size_bytes"))
+      .def(
+          "owns", [](const PagePool& pool, std::uintptr_t address) { return pool.owns(reinterpret_cast<void*>(address)); },
+          py::arg("address"))
       .def("set_limit", &PagePool::set_limit, py::arg("limit_bytes"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("in_use_bytes", [](PagePool& pool) { return pool.usage().in_use_bytes; })
       .def_property_readonly("kept_bytes", [](PagePool& pool) { return pool.usage().kept_bytes; });

@@ -63,10 +63,9 @@ void bind_search(py::module_& module) {
          const Integers& tier, const Integers& start, const Integers& release_limit, const Integers& deadline,
          const Integers& copy_tick, const Integers& size_bytes, const Integers& out_ns, const Integers& back_ns,
          const Integers& is_boundary, const Integers& is_last) {
-        const SweptSlots slots{view(tensor),     view(tier),      view(start),
-                               view(release_limit), view(deadline), view(copy_tick),
-                               view(size_bytes), view(out_ns),    view(back_ns),
-                               view(is_boundary), view(is_last)};
+        const SweptSlots slots{view(tensor),   view(tier),        view(start),      view(release_limit),
+                               view(deadline), view(copy_tick),   view(size_bytes), view(out_ns),
+                               view(back_ns),  view(is_boundary), view(is_last)};
         Integers release_at(start.size());
         Integers load_at(start.size());
         const auto bytes = changing(usage);

@@ -50,9 +50,8 @@ std::vector<Item> rows(const Rows& array, py::ssize_t columns, const char* name,
 }
 
 std::vector<SimulatedRepeat> repeat_rows(const Rows& array) {
-  return rows<SimulatedRepeat>(array, 2, "repeats", [](const std::int64_t* row) {
-    return SimulatedRepeat{.op = narrow(row[0]), .at = narrow(row[1])};
-  });
+  return rows<SimulatedRepeat>(
+      array, 2, "repeats", [](const std::int64_t* row) { return SimulatedRepeat{.op = narrow(row[0]), .at = narrow(row[1])}; });
 }
 
 template <class Item, class Fill>
@@ -76,8 +75,7 @@ Rows span_rows(const std::vector<SimulatedSpan>& spans) {
 
 SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const Rows& updates, const Rows& repeats,
                                const Rows& links, std::int32_t duplex_share_millionths, bool nvme_shares_host_link,
-                               bool has_exclusive_link, std::int32_t step_count_max,
-                               bool with_spans) {
+                               bool has_exclusive_link, std::int32_t step_count_max, bool with_spans) {
   const auto transfer_items = rows<SimulatedTransfer>(transfers, 6, "transfers", [](const std::int64_t* row) {
     return SimulatedTransfer{.source = tier(row[0]),
                              .target = tier(row[1]),
@@ -89,9 +87,8 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
   const auto update_items = rows<SimulatedUpdate>(updates, 3, "updates", [](const std::int64_t* row) {
     return SimulatedUpdate{.issue_at = narrow(row[0]), .ready_by = narrow(row[1]), .duration_ns = row[2]};
   });
-  const auto link_items = rows<SimulatedLink>(links, 2, "links", [](const std::int64_t* row) {
-    return SimulatedLink{.bytes_per_s = row[0], .latency_ns = row[1]};
-  });
+  const auto link_items = rows<SimulatedLink>(
+      links, 2, "links", [](const std::int64_t* row) { return SimulatedLink{.bytes_per_s = row[0], .latency_ns = row[1]}; });
   if (link_items.size() != kLinkCount) throw std::invalid_argument("expected links with 4 rows");
   const auto repeat_items = repeat_rows(repeats);
   const SimulationInput input{.op_ns = line(op_ns, "op_ns"),
@@ -111,8 +108,7 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
 py::tuple memory_rows(const Rows& transient_bytes, const Rows& residencies, const Rows& repeats, int kind,
                       std::int64_t page_bytes, const Rows& addresses) {
   const auto items = rows<SimulatedResidency>(residencies, 4, "residencies", [](const std::int64_t* row) {
-    return SimulatedResidency{
-        .tier = tier(row[0]), .start = narrow(row[1]), .stop = narrow(row[2]), .size_bytes = row[3]};
+    return SimulatedResidency{.tier = tier(row[0]), .start = narrow(row[1]), .stop = narrow(row[2]), .size_bytes = row[3]};
   });
   if (kind < 0 || kind > 3) throw std::invalid_argument("expected a kind 0 to 3, got " + std::to_string(kind));
   const auto repeat_items = repeat_rows(repeats);

@@ -11,9 +11,9 @@
 #include <system_error>
 
 #include "parts.hpp"
+#include "tieroff/errors.hpp"
 #include "tieroff/io/crc32c.hpp"
 #include "tieroff/io/engine.hpp"
-#include "tieroff/errors.hpp"
 #include "tieroff/memory/page_returner.hpp"
 
 namespace py = pybind11;
@@ -58,9 +58,9 @@ bool wait(const Handle& handle, std::optional<double> timeout_s) {
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-Handle submit_file(const std::shared_ptr<Engine>& engine, Kind kind, int fd, std::uint64_t offset,
-                   std::uintptr_t address, std::size_t size_bytes, std::size_t block_bytes,
-                   std::size_t memory_alignment, bool with_crc, bool is_flushed_first) {
+Handle submit_file(const std::shared_ptr<Engine>& engine, Kind kind, int fd, std::uint64_t offset, std::uintptr_t address,
+                   std::size_t size_bytes, std::size_t block_bytes, std::size_t memory_alignment, bool with_crc,
+                   bool is_flushed_first) {
   const tieroff::Request request{.kind = kind,
                                  .fd = fd,
                                  .offset = offset,
@@ -73,8 +73,8 @@ Handle submit_file(const std::shared_ptr<Engine>& engine, Kind kind, int fd, std
   return {engine, engine->submit(request, kind == Kind::kRead)};
 }
 
-Handle submit_copy(const std::shared_ptr<Engine>& engine, std::uintptr_t target, std::uintptr_t source,
-                   std::size_t size_bytes, bool is_for_readers, bool with_crc) {
+Handle submit_copy(const std::shared_ptr<Engine>& engine, std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
+                   bool is_for_readers, bool with_crc) {
   if (with_crc) throw std::invalid_argument("expected with_crc=False: a memory copy has no checksum");
   const tieroff::Request request{
       .kind = Kind::kCopy, .memory = pointer(target), .source = pointer(source), .size_bytes = size_bytes};
@@ -122,37 +122,33 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(
           "read",
-          [](const std::shared_ptr<Engine>& self, int fd, std::uint64_t offset, std::uintptr_t address,
-             std::size_t size_bytes, std::size_t block_bytes, std::size_t memory_alignment, bool with_crc,
-             bool is_flushed_first) {
-            return submit_file(self, Kind::kRead, fd, offset, address, size_bytes, block_bytes, memory_alignment,
-                               with_crc, is_flushed_first);
+          [](const std::shared_ptr<Engine>& self, int fd, std::uint64_t offset, std::uintptr_t address, std::size_t size_bytes,
+             std::size_t block_bytes, std::size_t memory_alignment, bool with_crc, bool is_flushed_first) {
+            return submit_file(self, Kind::kRead, fd, offset, address, size_bytes, block_bytes, memory_alignment, with_crc,
+                               is_flushed_first);
           },
           py::arg("fd"), py::arg("offset"), py::arg("address"), py::arg("size_bytes"), py::arg("block_bytes"),
           py::arg("memory_alignment"), py::arg("with_crc") = false, py::arg("is_flushed_first") = false)
       .def(
           "write",
-          [](const std::shared_ptr<Engine>& self, int fd, std::uint64_t offset, std::uintptr_t address,
-             std::size_t size_bytes, std::size_t block_bytes, std::size_t memory_alignment, bool with_crc) {
-            return submit_file(self, Kind::kWrite, fd, offset, address, size_bytes, block_bytes, memory_alignment,
-                               with_crc, false);
+          [](const std::shared_ptr<Engine>& self, int fd, std::uint64_t offset, std::uintptr_t address, std::size_t size_bytes,
+             std::size_t block_bytes, std::size_t memory_alignment, bool with_crc) {
+            return submit_file(self, Kind::kWrite, fd, offset, address, size_bytes, block_bytes, memory_alignment, with_crc,
+                               false);
           },
           py::arg("fd"), py::arg("offset"), py::arg("address"), py::arg("size_bytes"), py::arg("block_bytes"),
           py::arg("memory_alignment"), py::arg("with_crc") = false)
       .def(
           "copy",
-          [](const std::shared_ptr<Engine>& self, std::uintptr_t target, std::uintptr_t source,
-             std::size_t size_bytes, bool is_for_readers) {
-            return submit_copy(self, target, source, size_bytes, is_for_readers, false);
-          },
+          [](const std::shared_ptr<Engine>& self, std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
+             bool is_for_readers) { return submit_copy(self, target, source, size_bytes, is_for_readers, false); },
           py::arg("target"), py::arg("source"), py::arg("size_bytes"), py::arg("is_for_readers"))
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def(
           "inject",
           [](Engine& self, const std::string& kind, int error, std::uint64_t after, std::uint64_t count,
-             std::optional<std::size_t> short_bytes, bool hang, bool flip) {
-            self.faults().inject({parse_kind(kind), after, count, error, short_bytes, hang, flip});
-          },
+             std::optional<std::size_t> short_bytes, bool hang,
+             bool flip) { self.faults().inject({parse_kind(kind), after, count, error, short_bytes, hang, flip}); },
           py::arg("kind"), py::arg("errno") = 0, py::arg("after") = 0, py::arg("count") = 1,
           py::arg("short_bytes") = py::none(), py::arg("hang") = false, py::arg("flip") = false)
       .def("clear_faults", [](Engine& self) { self.faults().clear(); })
@@ -232,8 +228,7 @@ void bind_storage(py::module_& module) {
         return tieroff::crc32c_table(view.ptr, static_cast<std::size_t>(view.size * view.itemsize), crc);
       },
       py::arg("data"), py::arg("crc") = 0);
-  module.def("crc32c_combine", &tieroff::crc32c_combine, py::arg("first"), py::arg("second"),
-             py::arg("second_size_bytes"));
+  module.def("crc32c_combine", &tieroff::crc32c_combine, py::arg("first"), py::arg("second"), py::arg("second_size_bytes"));
   module.def("crc32c_is_hardware", &tieroff::crc32c_is_hardware);
   module.def(
       "direct_alignment",

@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "expect.hpp"
+#include "tieroff/errors.hpp"
 #include "tieroff/io/crc32c.hpp"
 #include "tieroff/io/engine.hpp"
-#include "tieroff/errors.hpp"
 #include "tieroff/memory/page_returner.hpp"
 
 namespace {
@@ -65,8 +65,15 @@ std::vector<std::byte> noise(std::size_t size_bytes, unsigned seed) {
 }
 
 Request request(Kind kind, int fd, std::uint64_t offset, std::vector<std::byte>& memory, std::size_t alignment = 1) {
-  return {.kind = kind, .fd = fd, .offset = offset, .memory = memory.data(), .size_bytes = memory.size(),
-          .block_bytes = 4096, .memory_alignment = alignment, .with_crc = true, .is_flushed_first = kind == Kind::kRead};
+  return {.kind = kind,
+          .fd = fd,
+          .offset = offset,
+          .memory = memory.data(),
+          .size_bytes = memory.size(),
+          .block_bytes = 4096,
+          .memory_alignment = alignment,
+          .with_crc = true,
+          .is_flushed_first = kind == Kind::kRead};
 }
 
 // Several threads write and read their own ranges at once; every byte and every checksum is as it should be.
@@ -130,8 +137,7 @@ void test_cancel_and_close() {
     auto engine = make_engine(2);
     auto source = noise(5 * kChunk / 2, round);
     std::vector<std::shared_ptr<tieroff::Transfer>> writes;
-    for (unsigned i = 0; i < 20; ++i)
-      writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source), false));
+    for (unsigned i = 0; i < 20; ++i) writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source), false));
     std::thread canceller([&] {
       for (unsigned i = 1; i < 20; i += 2)
         if (engine->cancel(writes[i])) EXPECT(writes[i]->error() == ECANCELED && writes[i]->done_bytes() == 0);
@@ -193,8 +199,7 @@ void test_submitting_thread_exits() {
   std::vector<std::shared_ptr<tieroff::Transfer>> writes;
   engine->faults().inject({.kind = Kind::kWrite, .is_hang = true});
   std::thread([&] {
-    for (unsigned i = 0; i < 8; ++i)
-      writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source, 4096), false));
+    for (unsigned i = 0; i < 8; ++i) writes.push_back(engine->submit(request(Kind::kWrite, file.fd(), 0, source, 4096), false));
   }).join();
   EXPECT(engine->faults().wait_hanging(1, 60.0));
   engine->faults().release();

@@ -75,8 +75,11 @@ class Maker {
     }
     const std::array<std::int64_t, 2> lower{draw(0, 4) == 0 ? 0 : draw(50, 2000), 5000};
     for (std::int64_t number = 0, count = draw(0, 16); number < count; ++number) add_piece(made, number, lower[0] > 0);
-    made.ground = {made.duration_ns, {{1.0, 0.25, 1.0, 0.5}, {0.0, 2.0, 0.0, 1.0}, draw(0, 1) == 1, draw(0, 1) ? 1.0 : 0.7},
-                   draw(100, 600), lower, draw(0, 1) == 1 ? 1 : 16};
+    made.ground = {made.duration_ns,
+                   {{1.0, 0.25, 1.0, 0.5}, {0.0, 2.0, 0.0, 1.0}, draw(0, 1) == 1, draw(0, 1) ? 1.0 : 0.7},
+                   draw(100, 600),
+                   lower,
+                   draw(0, 1) == 1 ? 1 : 16};
   }
 
  private:

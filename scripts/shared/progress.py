@@ -1,4 +1,4 @@
-"""What the scripts show: tables, and a bar on a terminal or a line every few steps elsewhere."""
+"""What the scripts show of a run: a bar on a terminal or a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 LINE_INTERVAL_S = 10.0
-PIPED_WIDTH = 120
-
-
-def make_console() -> Console:
-    """Returns a console on standard output; wide enough for the tables where there is no terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    return console
 
 
 class Progress:

@@ -97,7 +97,7 @@ def test_all_ranks_agree_on_the_least_budget_and_the_largest_need(told: list[tup
     store = dist.HashStore()
     ranks = [Agreement(store, rank, len(told), wait_s=5) for rank in range(len(told))]
     for agreement, (budget, floor) in zip(ranks, told, strict=True):
-        agreement.tell(budget, floor)
+        agreement.publish(budget, floor)
     found = [agreement.settle() for agreement in ranks]
     assert len({(a.budget, a.floor) for a in found if a is not None}) == 1
     assert found[0] is not None
@@ -109,11 +109,11 @@ def test_all_ranks_agree_on_the_least_budget_and_the_largest_need(told: list[tup
 def test_a_rank_waits_for_one_that_has_not_told_yet() -> None:
     store = dist.HashStore()
     first, second = Agreement(store, 0, 2), Agreement(store, 1, 2)
-    first.tell(10, 1)
+    first.publish(10, 1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.settle)
         assert not waiting.done()
-        second.tell(8, 3)
+        second.publish(8, 3)
         found = waiting.result(30)
     assert found is not None
     assert (found.budget.rank, found.budget.budget_bytes, found.floor.rank) == (1, 8, 1)
@@ -122,7 +122,7 @@ def test_a_rank_waits_for_one_that_has_not_told_yet() -> None:
 
 def test_a_rank_that_never_trains_is_not_waited_for() -> None:
     alone = Agreement(dist.HashStore(), 1, 4, wait_s=0)
-    alone.tell(10, 2)
+    alone.publish(10, 2)
     found = alone.settle()
     assert found is not None
     assert (found.budget.rank, found.budget.budget_bytes, found.floor.floor_bytes) == (1, 10, 2)
@@ -131,8 +131,8 @@ def test_a_rank_that_never_trains_is_not_waited_for() -> None:
 def test_a_rank_that_hangs_in_its_first_step_is_named_in_time() -> None:
     store = dist.HashStore()
     first, _, third = (Agreement(store, rank, 3, wait_s=0.05) for rank in range(3))
-    first.tell(10, 2)
-    third.tell(9, 2)
+    first.publish(10, 2)
+    third.publish(9, 2)
     with pytest.raises(StateError, match=r"rank 0 makes its plan .* but rank 1 has not: it hangs, has ended"):
         first.settle()
 
@@ -140,7 +140,7 @@ def test_a_rank_that_hangs_in_its_first_step_is_named_in_time() -> None:
 def test_a_rank_that_cannot_trace_its_step_leaves_and_is_not_counted() -> None:
     store = dist.HashStore()
     first, second = (Agreement(store, rank, 2, wait_s=0) for rank in range(2))
-    first.tell(10, 2)
+    first.publish(10, 2)
     second.leave()
     found = first.settle()
     assert found is not None
@@ -155,10 +155,10 @@ def test_nothing_is_settled_before_this_rank_has_told() -> None:
 def test_what_is_told_later_and_who_comes_later_change_nothing() -> None:
     store = dist.HashStore()
     first = Agreement(store, 0, 2, wait_s=0)
-    first.tell(10, 2)
+    first.publish(10, 2)
     found = first.settle()
-    first.tell(1, 100)
-    Agreement(store, 1, 2).tell(5, 50)
+    first.publish(1, 100)
+    Agreement(store, 1, 2).publish(5, 50)
     assert first.settle() == found
 
 
@@ -167,11 +167,11 @@ def test_two_models_of_a_rank_do_not_meet() -> None:
     pairs = [[Agreement(store, rank, 2) for rank in range(2)] for _ in range(2)]
     for number, pair in enumerate(pairs):
         for agreement in pair:
-            agreement.tell(10 + number, number)
+            agreement.publish(10 + number, number)
     assert [pair[0].settle().budget.budget_bytes for pair in pairs] == [10, 11]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("call", ["tell", "settle"])
+@pytest.mark.parametrize("call", ["publish", "settle"])
 def test_a_store_that_is_gone_is_an_error_that_says_so(call: str) -> None:
     class Gone(dist.HashStore):
         """Lost between two calls."""
@@ -191,10 +191,10 @@ def test_a_store_that_is_gone_is_an_error_that_says_so(call: str) -> None:
     store = Gone()
     agreement = Agreement(store, 0, 2)
     if call == "settle":
-        agreement.tell(1, 1)
+        agreement.publish(1, 1)
     store.is_gone = True
     with pytest.raises(StateError, match=r"could not reach the process group's store.*Connection reset"):
-        agreement.tell(1, 1) if call == "tell" else agreement.settle()
+        agreement.publish(1, 1) if call == "publish" else agreement.settle()
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
@@ -208,7 +208,7 @@ def test_agreement_works_over_every_kind_of_store(tmp_path: Path, kind: str) -> 
 
     def take_part(rank: int) -> None:
         agreement = Agreement(dist.PrefixStore("group", stores[rank]), rank, 2, wait_s=20)
-        agreement.tell(10 - rank, rank)
+        agreement.publish(10 - rank, rank)
         entered.wait(20)  # a rank that comes after the other has settled would not be seen by it
         found[rank] = agreement.settle()
 

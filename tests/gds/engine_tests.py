@@ -126,7 +126,7 @@ def test_another_count_than_asked_for_is_an_error_and_nothing_is_done(change: Ca
     write = store.write(block, source.address, source)
     with pytest.raises(StoreError, match=f"write of {MIB} bytes, .*: 0 bytes done") as caught:
         write.wait(30)
-    assert (caught.value.errno, write.done_bytes, write.checksum) == (errno.EIO, 0, None)
+    assert (caught.value.errno, caught.value.done_bytes, write.checksum) == (errno.EIO, 0, None)
     with pytest.raises(StateError, match="has not succeeded"):
         store.read(block, source.address, source)
     assert source.get() == noise(MIB, 1)
@@ -136,12 +136,12 @@ def test_another_count_than_asked_for_is_an_error_and_nothing_is_done(change: Ca
 
 def test_reading_past_the_end_is_an_error(nvme: FileStore) -> None:
     block = put(nvme, noise(5 * MIB, 1))
-    os.ftruncate(nvme._files[0].fd, 2 * MIB)
+    os.ftruncate(nvme.files[0].fd, 2 * MIB)
     target = Memory(5 * MIB)
     read = nvme.read(block, target.address, target)
     with pytest.raises(StoreError, match=r"read of .*: 0 bytes done") as caught:
         read.wait(30)
-    assert (caught.value.errno, read.done_bytes) == (errno.EIO, 0)
+    assert (caught.value.errno, caught.value.done_bytes) == (errno.EIO, 0)
 
 
 def test_error_of_the_system_keeps_its_number(nvme: FileStore) -> None:
@@ -169,7 +169,7 @@ def test_failed_copy_of_the_device_is_an_error(nvme: FileStore) -> None:
     write = nvme.write(block, source.address, source)
     with pytest.raises(StoreError) as caught:
         write.wait(30)
-    assert (caught.value.errno, write.done_bytes) == (errno.EIO, 0)
+    assert (caught.value.errno, caught.value.done_bytes) == (errno.EIO, 0)
     nvme.write(block, source.address, source).wait(30)
     assert fetch(nvme, block) == noise(5 * MIB, 2)
 
@@ -246,7 +246,7 @@ def test_rest_of_the_last_block_becomes_zeros(nvme: FileStore) -> None:
     assert block.offset == offset
     page = Memory(8192)
     view = (ctypes.c_ubyte * 8192).from_address(page.address)
-    assert os.preadv(nvme._files[0].fd, [view], offset) == 8192
+    assert os.preadv(nvme.files[0].fd, [view], offset) == 8192
     assert page.get() == b"\xee" * 4099 + bytes(4093)
 
 
@@ -255,7 +255,7 @@ def test_whole_blocks_pass_by_the_page_cache(nvme: FileStore) -> None:
         pytest.skip("the file system of the temporary folder has no O_DIRECT")
     block = put(nvme, noise(4 * MIB, 1))
     assert fetch(nvme, block) == noise(4 * MIB, 1)
-    assert kvikio.get_page_cache_info(nvme._files[0].fd, block.offset, 4 * MIB)[0] == 0
+    assert kvikio.get_page_cache_info(nvme.files[0].fd, block.offset, 4 * MIB)[0] == 0
 
 
 def test_settings_are_made_on_purpose_and_restored() -> None:
@@ -287,7 +287,7 @@ def test_status_of_a_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None
 def test_opening_by_kvikio_keeps_what_the_file_holds(nvme: FileStore) -> None:
     nvme.reserve(8 * MIB)
     put(nvme, noise(MIB, 1))
-    assert os.fstat(nvme._files[0].fd).st_size == 8 * MIB
+    assert os.fstat(nvme.files[0].fd).st_size == 8 * MIB
 
 
 @host_only
@@ -366,7 +366,7 @@ from tests.gds.engine_tests import MIB, EveryAddress, GdsEngine, FileStore, Memo
 
 engine = GdsEngine(thread_count=2, task_bytes=MIB, memory=EveryAddress())
 store = FileStore([sys.argv[1]], 16 * MIB, engine, checksum="always")
-block, target, file = put(store, noise(MIB, 1)), Memory(MIB), store._files[0]
+block, target, file = put(store, noise(MIB, 1)), Memory(MIB), store.files[0]
 inode = os.fstat(file.fd).st_ino
 read = engine.read(file, block.offset, target.address, MIB, with_checksum=False, is_mapped=False)
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.property.test_planner_properties import cases, machines
 from tests.property.test_updates_properties import cases as cases_with_updates
+from tests.support.covering import pairwise
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
@@ -18,8 +19,9 @@ from tieroff.planner.problem.problem import make_problem
 from tieroff.planner.simulate.simulator import simulate
 
 _OTHERS = sorted(GENERATORS - {"updated"})  # which does nothing where no CPU updates
-_SUBSETS = [frozenset(chosen) for count in range(len(_OTHERS) + 1) for chosen in itertools.combinations(_OTHERS, count)]
-_WITH_UPDATES = [subset | {"updated"} for subset in _SUBSETS if len(subset) < 2 or subset == frozenset(_OTHERS)]
+_SWITCHES = {*pairwise(*([False, True] for _ in _OTHERS)), (False,) * len(_OTHERS), (True,) * len(_OTHERS)}
+_SUBSETS = [frozenset(itertools.compress(_OTHERS, switches)) for switches in sorted(_SWITCHES)]
+_WITH_UPDATES = [subset | {"updated"} for subset in _SUBSETS]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

@@ -62,7 +62,7 @@ def save_weights(
     if limit_bytes == 0:
         raise ConfigError("save_weights: max_shard_bytes must be above 0")
     tensors, metadata = _named(model)
-    shards = _shards(tensors, limit_bytes)
+    shards = split_in_shards(tensors, limit_bytes)
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _named(model: torch.nn.Module) -> tuple[Named, dict[str, str]]:
     return tensors, metadata
 
 
-def _shards(tensors: Named, limit_bytes: int) -> list[Named]:
+def split_in_shards(tensors: Named, limit_bytes: int) -> list[Named]:
     """Returns the tensors in order, in lists of bounded size; in each the widest types first, so that all lie aligned."""
     shards: list[Named] = [[]]
     room = limit_bytes

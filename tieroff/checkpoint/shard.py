@@ -17,7 +17,7 @@ from tieroff.storage.memory import align_up, write_back
 
 _CHUNK_BYTES = 32 << 20  # written at once, on the drive and out of the page cache before the next
 
-_CODES = {
+CODES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -46,9 +46,9 @@ def code_of(dtype: torch.dtype) -> str:
     Raises:
         CheckpointError: the format has no name for it.
     """
-    if dtype not in _CODES:
+    if dtype not in CODES:
         raise CheckpointError(f"safetensors files cannot hold {dtype}; save it with torch.save")
-    return _CODES[dtype]
+    return CODES[dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def compare(
     from tieroff.core.machine import load_machine
     from tieroff.planner.compare.rows import compare_rows
     from tieroff.planner.policies import all_policies
-    from tieroff.report.comparison import check_page
+    from tieroff.report.page import check_page
     from tieroff.tracing.files import load_trace
 
     if plot is not None:

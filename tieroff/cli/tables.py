@@ -44,7 +44,7 @@ def print_probe(machine: Machine, found: Survey) -> None:
         for cell in row.cells
     ]
     print_table("sizes of transfers", ("folder", "engine", "size", "under way", "write", "read"), cells)
-    drives = [(str(folder), found.file_systems[folder], found.drives[folder] or "not told") for folder in found.best]
+    drives = [(str(folder), found.file_systems[folder], found.drives[folder] or "unknown") for folder in found.best]
     print_table("drives", ("folder", "file system", "drive"), drives)
     link = (
         machine.name,
@@ -65,7 +65,7 @@ def print_diagnosis(found: Diagnosis) -> None:
     lines = [(fact.name, "yes" if fact.is_ok else "no", fact.detail) for fact in found.facts]
     print_table("machine", ("what", "there", "detail"), lines)
     folders = [
-        (row.dir, row.path, row.file_system, row.drive or "not told", format_bytes(row.free_bytes), row.reason)
+        (row.dir, row.path, row.file_system, row.drive or "unknown", format_bytes(row.free_bytes), row.reason)
         for row in found.dirs
     ]
     print_table("folders", ("folder", "path", "file system", "drive", "free", "why not direct"), folders)

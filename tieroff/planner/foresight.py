@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-# Uses ahead that are guessed: DeepUM's 32 kernels, by hearsay; what fits the memory that is free ends it before, mostly.
+# How many uses ahead are predicted; DeepUM's papers name 32 kernels. Free memory is usually used up before.
 WINDOW = 32
 _CONTEXT = 3
-_ROWS_AT_MOST = 1 << 16
+ROWS_AT_MOST = 1 << 16
 _START = ("start",)
 
 
@@ -34,6 +34,11 @@ class Correlation:
         self._left = 0  # of what was saved, what backward has not come to yet
         self._is_backward = False
 
+    @property
+    def row_count(self) -> int:
+        """What followed what, in all; at most ROWS_AT_MOST."""
+        return len(self._next)
+
     def begin(self) -> None:
         """A step begins."""
         self._last = (_START,)
@@ -46,7 +51,7 @@ class Correlation:
             context = self._last[-size:]
             self._next[context] = key
             self._next.move_to_end(context)
-        while len(self._next) > _ROWS_AT_MOST:
+        while self.row_count > ROWS_AT_MOST:
             self._next.popitem(last=False)
         self._last = (*self._last, key)[-_CONTEXT:]
 

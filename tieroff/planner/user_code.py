@@ -1,9 +1,9 @@
 """What user code does to gradients between backward and update, as uses that a plan provides for.
 
-[Note: gradients below] A gradient that was moved lies below when backward ends, as a tensor that anybody may touch. To clip
-the gradients then reads and writes all of them page by page through the file's mapping, which takes longer than to bring
-them back. On the device they are where the update wants them next, too. So what user code touched of them in the recorded
-step counts as a use on the device, for as many as find room there; those left over are touched where they lie.
+[Note: gradients below] A gradient that was moved lies below when backward ends, as a tensor that user code may touch. Clipping
+them there reads and writes all of them page by page through the file's mapping, which takes longer than loading them. The
+update needs them on the device next, too. So a gradient that user code touched in the recorded step counts as used on the
+device, as far as there is room; the others are touched where they lie.
 """
 
 from __future__ import annotations

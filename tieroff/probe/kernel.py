@@ -19,7 +19,7 @@ P2P_CUDA = (12, 8)
 
 def uring_refusal(root: Path = Path("/")) -> str:
     """Returns why io_uring cannot be used by this process, or "". Found by asking for a ring, which is closed again."""
-    number = _setup_errno()
+    number = setup_errno()
     if number == 0:
         return ""
     try:
@@ -38,7 +38,7 @@ def uring_refusal(root: Path = Path("/")) -> str:
     return f"io_uring_setup: {os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
-def _setup_errno() -> int:
+def setup_errno() -> int:
     """Asks for a ring of one entry; returns the errno, 0 where there is one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long

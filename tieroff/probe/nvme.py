@@ -121,7 +121,7 @@ class Track:
         self.is_direct = all(file.is_direct for file in opened)
         self.filled_bytes = filled_bytes
         self.moved_bytes: dict[Kind, int] = {"write": 0, "read": 0}
-        self._files = list(opened)
+        self.files = list(opened)
         self._start = start
         self._make_memory = make_memory
         self._memory: dict[Kind, tuple[int, Memory]] = {}
@@ -144,13 +144,13 @@ class Track:
         self.filled_bytes = QUICK_DEPTH * QUICK_BLOCK_BYTES
         written = 0
         while True:
-            self.run("write", QUICK_BLOCK_BYTES, QUICK_DEPTH * len(self._files), 0.0, fresh_from=written)
+            self.run("write", QUICK_BLOCK_BYTES, QUICK_DEPTH * len(self.files), 0.0, fresh_from=written)
             written += QUICK_DEPTH * QUICK_BLOCK_BYTES
             spent = time.perf_counter() - begin
             if written + QUICK_DEPTH * QUICK_BLOCK_BYTES > range_bytes or (spent >= seconds and written >= bytes_min):
                 break
         self.filled_bytes = written
-        return Slice(written * len(self._files), spent)
+        return Slice(written * len(self.files), spent)
 
     def run(
         self, kind: Kind, block_bytes: int, depth: int, seconds: float, *, half: int | None = None, fresh_from: int = 0
@@ -170,21 +170,21 @@ class Track:
         Raises:
             StoreError: a transfer failed, or has not ended in `TIMEOUT_S`.
         """
-        blocks = self.filled_bytes // block_bytes * len(self._files)
+        blocks = self.filled_bytes // block_bytes * len(self.files)
         first, count = (0, blocks) if half is None else (half * (blocks // 2), blocks // 2)
         if count < 1:
             raise ValueError(f"expected a block of {block_bytes} bytes in {self.filled_bytes} filled ones, got none")
         depth = min(depth, count)
         limit: float = count if kind == "read" and not self.is_direct else float("inf")
         if limit < float("inf"):
-            self._drop_pages()
+            self.drop_pages()
         base = self._addresses(kind, block_bytes * depth)
         pending: deque[tuple[int, Transfer]] = deque()
         issued = 0
 
         def issue(lane: int) -> None:
             nonlocal issued
-            file_index, row = (first + issued % count) % len(self._files), (first + issued % count) // len(self._files)
+            file_index, row = (first + issued % count) % len(self.files), (first + issued % count) // len(self.files)
             offset = self._start + fresh_from + row * block_bytes
             pending.append((lane, self._submit(kind, file_index, offset, base + lane * block_bytes, block_bytes)))
             issued += 1
@@ -211,7 +211,7 @@ class Track:
     def latency_s(self, kind: Kind) -> float:
         """Returns the median seconds of one small transfer that has the engine to itself."""
         address = self._addresses(kind, LATENCY_BYTES)
-        size_bytes = max(LATENCY_BYTES, *(file.block_bytes for file in self._files))
+        size_bytes = max(LATENCY_BYTES, *(file.block_bytes for file in self.files))
         times = []
         for index in range(LATENCY_TRANSFERS):
             begin = time.perf_counter()
@@ -241,7 +241,7 @@ class Track:
         return held[1].address
 
     def _submit(self, kind: Kind, file_index: int, offset: int, address: int, size_bytes: int) -> Transfer:
-        file = self._files[file_index]
+        file = self.files[file_index]
         if kind == "write":
             return self.engine.write(file, offset, address, size_bytes, with_checksum=False)
         return self.engine.read(file, offset, address, size_bytes, with_checksum=False, is_mapped=False)
@@ -251,7 +251,7 @@ class Track:
         number = transfer.errno if is_ended else errno.ETIMEDOUT
         if number == 0 and transfer.done_bytes == size_bytes:
             return
-        where = ", ".join(file.path for file in self._files)
+        where = ", ".join(file.path for file in self.files)
         raise StoreError(
             f"measuring {self.engine.name}: {kind} of {size_bytes} bytes in {where}: {transfer.done_bytes} bytes done: "
             f"{os.strerror(number)}; see the system's log for this drive",
@@ -261,8 +261,9 @@ class Track:
             errno=number,
         )
 
-    def _drop_pages(self) -> None:
-        for file in self._files:
+    def drop_pages(self) -> None:
+        """Drops what was written from the page cache, so that reads come from the drive."""
+        for file in self.files:
             os.posix_fadvise(file.fd, self._start, self.filled_bytes, os.POSIX_FADV_DONTNEED)
 
 

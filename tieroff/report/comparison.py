@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tieroff.core.io.json_files import write_whole
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
-from tieroff.errors import ConfigError
+from tieroff.report.figures import graph_objects
+from tieroff.report.page import check_page
 from tieroff.units import GIB, NS_PER_S, format_bytes, format_seconds
 
 
@@ -30,19 +31,6 @@ class Compared:
     faithful_s: float | None = None
 
 
-def check_page(path: Path) -> None:
-    """Returns when a page can be written to a path.
-
-    Raises:
-        ConfigError: plotly is not installed, or the path names no .html file in a folder that exists.
-    """
-    _plotly()
-    if path.suffix != ".html":
-        raise ConfigError(f"--plot {path}: needs a file name that ends with .html")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist")
-
-
 def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequence[Compared]) -> None:
     """Writes one HTML file that needs nothing else, not even a network.
 
@@ -57,28 +45,21 @@ def write_comparison(path: Path, title: str, device_bytes: int, compared: Sequen
         OSError: the file cannot be written.
     """
     check_page(path)
-    figures = (_step_figure(compared), _memory_figure(device_bytes, compared))
+    figures = (step_figure(compared), memory_figure(device_bytes, compared))
     parts = [
         figure.to_html(full_html=False, include_plotlyjs=index == 0, div_id=f"figure{index}")
         for index, figure in enumerate(figures)
     ]
     head = f"<!DOCTYPE html>\n<html>\n<head><meta charset='utf-8'><title>{html.escape(title)}</title></head>\n<body>\n"
-    path.write_text("\n".join([f"{head}<h1>{html.escape(title)}</h1>", *parts, "</body>\n</html>\n"]), encoding="utf-8")
+    write_whole(path, "\n".join([f"{head}<h1>{html.escape(title)}</h1>", *parts, "</body>\n</html>\n"]))
 
 
-def _plotly() -> Any:
-    try:
-        return importlib.import_module("plotly.graph_objects")
-    except ImportError as error:
-        raise ConfigError(f"--plot needs plotly: {error}; pip install 'tieroff[report]'") from error
-
-
-def _step_figure(compared: Sequence[Compared]) -> Any:
+def step_figure(compared: Sequence[Compared]) -> Any:
     """Bars of step over ideal and the line of bounds, which is lower where a plan does what others may not.
 
     Marks show what a policy takes under its own options; they are not to be compared with other bars.
     """
-    figure = _plotly().Figure()
+    figure = graph_objects().Figure()
     names = [one.policy for one in compared]
     shares = [one.step_s / one.ideal_s if one.step_s is not None and one.ideal_s else None for one in compared]
     texts = ["infeasible" if one.step_s is None else format_seconds(one.step_s) for one in compared]
@@ -106,8 +87,9 @@ def _step_figure(compared: Sequence[Compared]) -> Any:
     return figure
 
 
-def _memory_figure(device_bytes: int, compared: Sequence[Compared]) -> Any:
-    figure = _plotly().Figure()
+def memory_figure(device_bytes: int, compared: Sequence[Compared]) -> Any:
+    """Lines of the bytes on the device over the step, one per policy, under the line of the budget."""
+    figure = graph_objects().Figure()
     for one in compared:
         if one.timeline is None:
             continue

@@ -30,12 +30,12 @@ COLORS = {
     "nvme_read": "#ffb300",
     "cpu": "#2e7d32",
 }
-"""Of phases and links; a wait has the colour of the link that it waits for."""
+"""Of phases and links; a stall has the colour of the link that it waits for."""
 _CAUSES = tuple(COLORS)
 TIER_COLORS = {Tier.DEVICE: "#5f7488", Tier.HOST: "#1976d2", Tier.NVME: "#ef8f00"}
 WORDS = {
     "compute": "compute",
-    "waits": "waits",
+    "stalls": "stalls",
     "d2h": "device → host",
     "h2d": "host → device",
     "nvme_write": "NVMe write",
@@ -172,7 +172,7 @@ def _drawn(timeline: Timeline, ring: Trace, end_ns: int) -> list[Span]:
 
 def _hover(span: Span) -> str:
     took = format_seconds((span.stop_ns - span.start_ns) / NS_PER_S)
-    what = f"waits for {span.name}" if span.lane == "waits" else span.name
+    what = f"waits for {span.name}" if span.lane == "stalls" else span.name
     return "<br>".join(_escape(line) for line in (what, span.detail, f"{WORDS[span.lane]}, {took}") if line)
 
 
@@ -249,7 +249,7 @@ def steps_figure(run: Run) -> Any:
     hover = [f"step {step.number}, {step.phase}: {format_seconds(step.step_ns / NS_PER_S)}" for step in run.steps]
     parts = (
         ("compute", COLORS["backward"], [step.compute_ns for step in run.steps]),
-        ("waits for transfers", COLORS["nvme_read"], [step.stall_ns for step in run.steps]),
+        ("stalls", COLORS["nvme_read"], [step.stall_ns for step in run.steps]),
         ("the engine's own work", "#cfd8dc", [step.rest_ns for step in run.steps]),
     )
     for name, color, values in parts:

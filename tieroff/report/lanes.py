@@ -11,7 +11,7 @@ from tieroff.core.timeline import Stall, Timeline
 from tieroff.core.trace import Trace
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
-LANES = ("compute", "waits", "d2h", "h2d", "nvme_write", "nvme_read", "cpu")
+LANES = ("compute", "stalls", "d2h", "h2d", "nvme_write", "nvme_read", "cpu")
 """In the order in which they are shown; the names of links are those of `core.machine`."""
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -23,7 +23,7 @@ class Span:
 
     Attributes:
         lane: one of `LANES`.
-        cause: of compute, the phase ("forward", "backward", "optimizer", "recompute" or "other"); of a wait, the lane that
+        cause: of compute, the phase ("forward", "backward", "optimizer", "recompute" or "other"); of a stall, the lane that
             was waited for; of others, the lane itself.
         start_ns, stop_ns: from the step's start.
         name: of the op or the tensor; not escaped.
@@ -44,7 +44,7 @@ def spans_of(timeline: Timeline, ring: Trace) -> list[Span]:
     """Returns all spans of a timeline, lane by lane, each in order of start; `ring` is the trace of the plan's ops."""
     return [
         *sorted((*_compute(timeline, ring), *_repeats(timeline, ring)), key=lambda span: span.start_ns),
-        *_waits(timeline, ring),
+        *_stalls(timeline, ring),
         *sorted(_transfers(timeline, ring), key=lambda span: (LANES.index(span.lane), span.start_ns)),
         *(Span("cpu", "cpu", run.start_ns, run.stop_ns, ring.ops[run.op].name) for run in timeline.host_updates),
     ]
@@ -68,14 +68,14 @@ def _transfers(timeline: Timeline, ring: Trace) -> Iterator[Span]:
         yield Span(span.link, span.link, span.start_ns, span.stop_ns, name, format_bytes(span.size_bytes))
 
 
-def _waits(timeline: Timeline, ring: Trace) -> Iterator[Span]:
+def _stalls(timeline: Timeline, ring: Trace) -> Iterator[Span]:
     """Stalls of an op lie one after the other, from the end of the op before it."""
     for op, stalls in itertools.groupby(sorted(timeline.stalls, key=lambda stall: stall.op), key=lambda stall: stall.op):
         at_ns = timeline.ops[op - 1].stop_ns if 0 < op <= len(timeline.ops) else 0
         for stall in stalls:
             before = ring.ops[op].name if op < len(ring.ops) else "the end of the step"
             yield Span(
-                "waits",
+                "stalls",
                 stall.link,
                 at_ns,
                 at_ns + stall.duration_ns,

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tieroff.core.explain.describe import Told, explain
+from tieroff.core.explain.describe import Explained, explain
 from tieroff.core.explain.wear import wear_of
 from tieroff.core.io.json_files import write_whole
 from tieroff.core.io.run_folder import Run
@@ -18,7 +18,7 @@ from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.errors import ConfigError
 from tieroff.report import figures
-from tieroff.report.tables import Table, comparison, decisions, longest_waits, ops_that_differ
+from tieroff.report.tables import Table, comparison, decisions, longest_stalls, ops_that_differ
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
 _LINES_FIRST = 5
@@ -97,7 +97,7 @@ def _resource(name: str) -> str:
 
 
 def _summary(run: Run, note: str) -> Iterator[str]:
-    lines = run.explanation.splitlines() or explain(Told(run.trace, run.plan, run.last_planned), detail=True)
+    lines = run.explanation.splitlines() or explain(Explained(run.trace, run.plan, run.last_planned), detail=True)
     yield '<ul class="summary">'
     yield from (f"<li>{html.escape(line)}</li>" for line in lines[:_LINES_FIRST])
     yield "</ul>"
@@ -150,16 +150,16 @@ def _drawn_parts(run: Run, predicted: Timeline | None) -> Iterator[str]:
     yield _table(comparison(run, predicted))
     if shown:
         coarse = any(figures.is_coarse(timeline) for timeline in shown.values())
-        words = "Waits have the colour of the link that is waited for. Compute's gaps without a wait are the engine's own work."
+        words = "Stalls have the colour of the link waited for. Compute's gaps without a stall are the engine's own work."
         if coarse:
             words += " There are too many spans to draw each: neighbours are drawn as one, the paler the less it is busy."
         yield from _section("The step in time", "lanes", words)
         yield _figure(figures.lanes_figure(run, predicted), "figure-lanes")
         for name, timeline in shown.items():
-            waits = longest_waits(timeline, ring)
-            if waits.rows:
-                yield f"<h3>Longest waits, {name}</h3>"
-                yield _table(waits)
+            stalls = longest_stalls(timeline, ring)
+            if stalls.rows:
+                yield f"<h3>Longest stalls, {name}</h3>"
+                yield _table(stalls)
         yield from _section("Memory per tier", "memory", "Bytes follow the clock of ops, so both steps share one axis.")
         yield _figure(figures.memory_figure(run, predicted), "figure-memory")
     differing = ops_that_differ(run)

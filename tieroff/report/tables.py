@@ -1,4 +1,4 @@
-"""The tables of a run's page: predicted beside measured, the longest waits, ops that differ, and every decision."""
+"""The tables of a run's page: predicted beside measured, the longest stalls, ops that differ, and every decision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Decision:
         where: the tiers that hold bytes of it.
         moves: when it moves, for people.
         moved_bytes: per step, over all links.
-        predicted_wait_ns, measured_wait_ns: that the step waits for it; None where there is no such timeline.
+        predicted_stall_ns, measured_stall_ns: that the step waits for it; None where there is no such timeline.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Decision:
     where: str
     moves: str
     moved_bytes: int = 0
-    predicted_wait_ns: int | None = None
-    measured_wait_ns: int | None = None
+    predicted_stall_ns: int | None = None
+    measured_stall_ns: int | None = None
 
 
 def decisions(run: Run, predicted: Timeline | None) -> list[Decision]:
@@ -62,25 +62,25 @@ def decisions(run: Run, predicted: Timeline | None) -> list[Decision]:
     transfers: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in sorted(plan.transfers, key=attrgetter("issue_at")):
         transfers[transfer.tensor].append(transfer)
-    waits = [_waits(of) for of in (predicted, run.timeline if run.was_timed else None)]
+    stalls = [_stalls(of) for of in (predicted, run.timeline if run.was_timed else None)]
     found = []
     for index, tensor in enumerate(ring.tensors):
         own = transfers[index]
         moved = sum(tensor.part_bytes(t.first_byte, t.stop_byte) for t in own)
-        wait = [None if of is None else of.get(index, 0) for of in waits]
+        stall = [None if of is None else of.get(index, 0) for of in stalls]
         where, moves = _where(tensor, away.get(index, {})), _moves(own, ring)
-        found.append(Decision(tensor.name, tensor.kind.value, tensor.size_bytes, where, moves, moved, wait[0], wait[1]))
+        found.append(Decision(tensor.name, tensor.kind.value, tensor.size_bytes, where, moves, moved, stall[0], stall[1]))
     found.sort(key=lambda decision: -decision.size_bytes)
     return [*found, *_ops(plan, ring)]
 
 
-def _waits(timeline: Timeline | None) -> dict[int, int] | None:
+def _stalls(timeline: Timeline | None) -> dict[int, int] | None:
     if timeline is None:
         return None
-    waits: dict[int, int] = defaultdict(int)
+    total: dict[int, int] = defaultdict(int)
     for stall in timeline.stalls:
-        waits[stall.tensor] += stall.duration_ns
-    return waits
+        total[stall.tensor] += stall.duration_ns
+    return total
 
 
 def _where(tensor: Tensor, away: dict[Tier, int]) -> str:
@@ -181,15 +181,15 @@ def _difference(predicted: int | None, measured: int | None) -> str:
     return "none" if measured == predicted else f"{share:+.1%}"
 
 
-def longest_waits(timeline: Timeline, ring: Trace) -> Table:
-    """Returns the longest waits of a timeline: for what, on which link, before which op."""
+def longest_stalls(timeline: Timeline, ring: Trace) -> Table:
+    """Returns the longest stalls of a timeline: for what, on which link, before which op."""
     longest = sorted(timeline.stalls, key=lambda stall: -stall.duration_ns)[:_LONGEST]
     rows = tuple(
         (format_seconds(stall.duration_ns / NS_PER_S), awaited(stall, ring), stall.link, _tick(stall.op, ring))
         for stall in longest
         if stall.duration_ns
     )
-    return Table(("wait", "for", "link", "before op"), rows)
+    return Table(("stall", "for", "link", "before op"), rows)
 
 
 def ops_that_differ(run: Run) -> Table:

@@ -1,4 +1,4 @@
-"""What the command line shows: tables on standard output, and on standard error how far long work is."""
+"""What the command line and the scripts show: tables on standard output; on standard error how far long work is."""
 
 from __future__ import annotations
 
@@ -36,17 +36,28 @@ def progress() -> Iterator[Report]:
         yield report
 
 
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints lines of text under heads; the first column is to the left, others to the right."""
-    table = Table(title=title or None, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    for line in lines:
-        table.add_row(*line)
-    console = Console(markup=False)
+def make_console(*, markup: bool = True) -> Console:
+    """Returns a console on standard output; wide enough for the tables where there is no terminal."""
+    console = Console(markup=markup)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
-    console.print(table)
+    return console
+
+
+def make_table(title: str | None, heads: Sequence[str], text_columns: int = 1) -> Table:
+    """Returns an empty table; the first columns hold text and are to the left, the others numbers."""
+    table = Table(title=title, title_justify="left")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index < text_columns else "right", no_wrap=index < text_columns)
+    return table
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints lines of text under heads; the first column is to the left, others to the right."""
+    table = make_table(title or None, columns)
+    for line in lines:
+        table.add_row(*line)
+    make_console(markup=False).print(table)
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

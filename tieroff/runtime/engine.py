@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tieroff.core.explain.describe import Told, explain
+from tieroff.core.explain.describe import Explained, explain
 from tieroff.core.history import History
 from tieroff.core.io.run_folder import Run, save_run
 from tieroff.core.plan import Plan
@@ -377,8 +377,8 @@ class Engine:
         stepper = self._custody.stepper
         leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
         may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
-        told = Told(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type, may_update)
-        return "\n".join(explain(told, detail=detail))
+        step = Explained(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type, may_update)
+        return "\n".join(explain(step, detail=detail))
 
     def _unmoved_by_reason(self) -> dict[str, list[str]]:
         reasons: dict[str, list[str]] = {}

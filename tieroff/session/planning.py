@@ -52,9 +52,9 @@ class Planning:
 
     def recorder(self) -> StepRecorder:
         self._rank_budget.enter()
-        return StepRecorder(self._device, self._tell)
+        return StepRecorder(self._device, self._publish)
 
-    def _tell(self, trace: Trace | None) -> None:
+    def _publish(self, trace: Trace | None) -> None:
         """Publishes the needs of the first traced step to the other ranks; None: the step cannot be traced."""
         if not self._rank_budget.is_due:
             return
@@ -62,7 +62,7 @@ class Planning:
             self._rank_budget.leave()
             return
         budget = self._budgets.of(trace)
-        self._rank_budget.tell(trace, budget[Tier.DEVICE], self._floor_bytes(trace, budget))
+        self._rank_budget.publish(trace, budget[Tier.DEVICE], self._floor_bytes(trace, budget))
 
     def plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
         budget, wanted = self._budgets.of(trace), self._config.budget.device

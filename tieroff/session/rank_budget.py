@@ -34,11 +34,11 @@ class RankBudget:
         """True while this rank has not yet published what its first traced step needs."""
         return self._agreement is not None and self.first_trace is None
 
-    def tell(self, trace: Trace, budget_bytes: int, floor_bytes: int) -> None:
+    def publish(self, trace: Trace, budget_bytes: int, floor_bytes: int) -> None:
         """Publishes what the first traced step may use of the device, and its least need."""
         assert self._agreement is not None
         self.first_trace, self._floor_bytes = trace, floor_bytes
-        self._agreement.tell(budget_bytes, floor_bytes)
+        self._agreement.publish(budget_bytes, floor_bytes)
 
     def leave(self) -> None:
         """Publishes that this rank's first step cannot be traced."""

@@ -7,12 +7,12 @@ reduction, which would corrupt gradients or hang. Ranks therefore agree over the
 collective uses:
 
 1. A rank *enters* when its first recorded step begins.
-2. It *tells* its budget and its least need when its next step begins.
+2. It *publishes* its budget and its least need when its next step begins.
 3. It *settles* when it makes its first plan, at the earliest one step later: it reads the entries of all ranks that
    entered, and waits for those that are missing.
 
-No two ranks can wait for each other, because telling waits for nobody. Where ranks synchronise in each step (DDP, FSDP), all
-have told before any of them settles. A rank that never wraps a model does not enter, so nobody waits for it; one whose
+No two ranks can wait for each other, because publishing waits for nobody. Where ranks synchronise in each step (DDP, FSDP), all
+have published before any of them settles. A rank that never wraps a model does not enter, so nobody waits for it; one whose
 first step cannot be traced leaves. A rank that enters and then stops causes an error that names it.
 """
 
@@ -61,17 +61,17 @@ class Ranks:
         Raises:
             ConfigError: a variable holds no valid number.
         """
-        told = {
+        variables = {
             "RANK": os.environ.get("RANK"),
             "WORLD_SIZE": os.environ.get("WORLD_SIZE"),
             "LOCAL_RANK": os.environ.get("LOCAL_RANK"),
             "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
         }
-        for name, text in told.items():
+        for name, text in variables.items():
             if text is not None and not (text.isdigit() and int(text) >= name.endswith("SIZE")):
                 raise ConfigError(f"expected the environment variable {name} to hold a rank's number or count, got {text!r}")
-        rank, world = int(told["RANK"] or 0), int(told["WORLD_SIZE"] or 1)
-        return cls(rank, world, int(told["LOCAL_RANK"] or 0), int(told["LOCAL_WORLD_SIZE"] or 1))
+        rank, world = int(variables["RANK"] or 0), int(variables["WORLD_SIZE"] or 1)
+        return cls(rank, world, int(variables["LOCAL_RANK"] or 0), int(variables["LOCAL_WORLD_SIZE"] or 1))
 
     def share_bytes(self, size_bytes: int) -> int:
         """Returns this rank's part of something that the ranks of a machine share equally, rounded down."""
@@ -141,7 +141,7 @@ class Agreement:
 
     def __init__(self, store: KeyValueStore, rank: int, world: int, wait_s: float = WAIT_S) -> None:
         self._store, self._rank, self._world, self._wait_s = store, rank, world, wait_s
-        self._told: Need | None = None  # by this rank
+        self._own: Need | None = None  # by this rank
         self._agreed: Agreed | None = None
         # A model is identified by the order in which its rank first trains it.
         number = self._reach(lambda: store.add(f"tieroff/models of {rank}", 1))
@@ -151,25 +151,25 @@ class Agreement:
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what} {rank}"
 
-    def tell(self, budget_bytes: int, floor_bytes: int) -> None:
+    def publish(self, budget_bytes: int, floor_bytes: int) -> None:
         """Publishes what the first traced step may use and needs. Later calls change nothing."""
-        if self._told is not None:
+        if self._own is not None:
             return
-        self._told = Need(budget_bytes, floor_bytes, self._rank)
-        self._reach(lambda: self._store.set(self._key("told", self._rank), f"{budget_bytes} {floor_bytes}"))
+        self._own = Need(budget_bytes, floor_bytes, self._rank)
+        self._reach(lambda: self._store.set(self._key("need", self._rank), f"{budget_bytes} {floor_bytes}"))
 
     def leave(self) -> None:
         """Publishes that this rank plans for itself, so that nobody waits for it."""
-        self._reach(lambda: self._store.set(self._key("told", self._rank), _LEFT))
+        self._reach(lambda: self._store.set(self._key("need", self._rank), _LEFT))
 
     def settle(self) -> Agreed | None:
-        """Returns what the ranks that train agree on, the same at every call; None before this rank has told.
+        """Returns what the ranks that train agree on, the same at every call; None before this rank has published its need.
 
         Raises:
             StateError: a rank began to train and did not end its first step in time.
         """
-        if self._agreed is None and self._told is not None:
-            needs = [self._told, *self._others()]
+        if self._agreed is None and self._own is not None:
+            needs = [self._own, *self._others()]
             self._agreed = Agreed(
                 min(needs, key=lambda need: (need.budget_bytes, need.rank)),
                 max(needs, key=lambda need: (need.floor_bytes, -need.rank)),
@@ -180,9 +180,9 @@ class Agreement:
         others = [rank for rank in range(self._world) if rank != self._rank]
         entered = [rank for rank in others if self._has("entered", [rank])]
         deadline_s = time.monotonic() + self._wait_s
-        while not self._has("told", entered):
+        while not self._has("need", entered):
             if time.monotonic() > deadline_s:
-                silent = [rank for rank in entered if not self._has("told", [rank])]
+                silent = [rank for rank in entered if not self._has("need", [rank])]
                 raise StateError(
                     f"rank {self._rank} makes its plan and expected every rank that trains this model to have ended its first "
                     f"step within {self._wait_s:g} s, but rank {', '.join(map(str, silent))} has not: it hangs, has ended, "
@@ -190,10 +190,10 @@ class Agreement:
                     "should wrap their models without a process group"
                 )
             time.sleep(_POLL_S)
-        return [need for rank in entered if (need := self._told_by(rank)) is not None]
+        return [need for rank in entered if (need := self._need_of(rank)) is not None]
 
-    def _told_by(self, rank: int) -> Need | None:
-        text = self._reach(lambda: self._store.get(self._key("told", rank))).decode()
+    def _need_of(self, rank: int) -> Need | None:
+        text = self._reach(lambda: self._store.get(self._key("need", rank))).decode()
         if text == _LEFT:
             return None
         budget_bytes, floor_bytes = map(int, text.split())

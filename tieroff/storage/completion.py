@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Completion(Protocol):
-    """One copy under way, or ended.
-
-    After a failed or cancelled copy the source is as it was; the target holds any mixture of old and new bytes.
-    """
+class Timed(Protocol):
+    """Something under way, or ended, and when it moved bytes."""
 
     @property
     def start_ns(self) -> int:
@@ -20,7 +17,11 @@ class Completion(Protocol):
         """When it ended; 0 until then."""
 
     def done(self) -> bool:
-        """Returns whether it has ended, well or not; only wait() says which."""
+        """Returns whether it has ended, well or not."""
+
+
+class Completion(Timed, Protocol):
+    """One copy. After one that failed or was cancelled the source is as it was; the target mixes old and new bytes."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when it has ended well, and work given to the device from now on sees its bytes. Other threads run meanwhile.

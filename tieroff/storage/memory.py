@@ -58,7 +58,7 @@ def advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 def advise_huge_pages(address: int, size_bytes: int) -> None:
-    """Asks for huge pages; no error where there are none, since nothing but speed hangs on it."""
+    """Asks for huge pages; without them only speed is lost, so there is no error."""
     if size_bytes >= HUGE_PAGE_BYTES:
         _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
 

@@ -30,6 +30,9 @@ _logger = logging.getLogger(__name__)
 class SpaceStore(ABC):
     """A store over areas that grow up to a capacity.
 
+    Attributes:
+        areas: the free ranges of each file or slab.
+
     [Note: finalizers] Blocks and homes may die in any thread, at any point of any call, also inside this store's own
     lock. Freeing therefore only appends to a queue; calls that hold the lock empty it.
     """
@@ -45,7 +48,7 @@ class SpaceStore(ABC):
         self.engine = engine
         self.alignment_bytes = alignment_bytes
         self.in_flight = InFlight()
-        self._areas: list[FreeList] = []
+        self.areas: list[FreeList] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._used_bytes = 0
@@ -71,7 +74,7 @@ class SpaceStore(ABC):
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the system has given to this store so far."""
-        return sum(area.length_bytes for area in self._areas)
+        return sum(area.length_bytes for area in self.areas)
 
     # What a subclass adds.
 
@@ -107,7 +110,7 @@ class SpaceStore(ABC):
 
     def _area_order(self) -> list[int]:
         """Areas in the order in which they are tried."""
-        return list(range(len(self._areas)))
+        return list(range(len(self.areas)))
 
     def _dissolve(self, item: Any) -> list[Block]:
         """Returns the blocks of something that was queued as freed. Under the lock."""
@@ -156,7 +159,7 @@ class SpaceStore(ABC):
         reason = ""
         for _attempt in range(2):
             for index in self._area_order():
-                offset = self._areas[index].take(extent_bytes)
+                offset = self.areas[index].take(extent_bytes)
                 if offset is not None:
                     self._used_bytes += extent_bytes
                     self._peak_bytes = max(self._peak_bytes, self._used_bytes)
@@ -170,7 +173,7 @@ class SpaceStore(ABC):
 
     def _full(self, size_bytes: int, reason: str) -> StoreError:
         path, _offset = self._where()
-        largest = max((area.largest_bytes for area in self._areas), default=0)
+        largest = max((area.largest_bytes for area in self.areas), default=0)
         return StoreError(
             f"[budget] {self.tier}: no room for {format_bytes(size_bytes)}{f' ({path})' if path else ''}: "
             f"{format_bytes(self._used_bytes)} of {format_bytes(self.capacity_bytes)} are used, the largest free "
@@ -201,7 +204,7 @@ class SpaceStore(ABC):
             if block.transfers:
                 still_ending.append(block)
             else:
-                self._areas[block.area].give(block.offset, block.extent_bytes)
+                self.areas[block.area].give(block.offset, block.extent_bytes)
                 self._used_bytes -= block.extent_bytes
                 self._live.discard(block)
         self._ending = still_ending

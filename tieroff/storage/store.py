@@ -40,7 +40,7 @@ class Block:
     is_freed: bool = False
 
     def note(self, copy: Completion) -> None:
-        """A copy that somebody else makes (a device's stream) touches its bytes until it is done."""
+        """A copy made outside the store (by a device's stream) touches its bytes until it is done."""
         self.transfers = [transfer for transfer in self.transfers if not transfer.done()]
         self.transfers.append(copy)
 
@@ -77,7 +77,7 @@ class Home(Protocol):
         """Starts to read the memory, including writes from outside."""
 
     def note(self, copy: Completion) -> None:
-        """A copy that somebody else makes (a device's stream) touches its bytes until it is done."""
+        """A copy made outside the store (by a device's stream) touches its bytes until it is done."""
 
     def trim(self) -> None:
         """Drops its pages from memory and page cache; the value stays. Blocks while changed pages are written."""

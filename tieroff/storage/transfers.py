@@ -74,11 +74,6 @@ class StoreTransfer:
         return self._transfer.size_bytes
 
     @property
-    def done_bytes(self) -> int:
-        """Bytes moved so far."""
-        return self._transfer.done_bytes
-
-    @property
     def start_ns(self) -> int:
         """When its first byte was moved, CLOCK_MONOTONIC; 0 until then."""
         return self._transfer.start_ns

@@ -24,12 +24,12 @@ class PeakCounter:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
-        self.works = self._reset()
+        self.works = self.reset()
         self._before_bytes = 0
 
     def start(self) -> None:
         """The call begins."""
-        self._reset()
+        self.reset()
         self._before_bytes, _ = self._read()
 
     def stop(self) -> int:
@@ -37,7 +37,8 @@ class PeakCounter:
         after_bytes, peak_bytes = self._read()
         return max(peak_bytes - max(self._before_bytes, after_bytes), 0)
 
-    def _reset(self) -> bool:
+    def reset(self) -> bool:
+        """Begins a new peak; returns False where the kernel cannot."""
         try:
             _CLEAR_REFS.write_text(_RESET_PEAK)
         except OSError:

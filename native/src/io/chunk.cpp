@@ -124,8 +124,7 @@ void ChunkRun::finish() {
   const Request& request = claim_.transfer->request();
   const std::size_t done = std::min(moved_bytes_, size_bytes_);
   if (request.kind == Kind::kRead) {
-    if (memory_ != nullptr && done > straight_bytes_)
-      std::memcpy(memory_ + straight_bytes_, bounced_, done - straight_bytes_);
+    if (memory_ != nullptr && done > straight_bytes_) std::memcpy(memory_ + straight_bytes_, bounced_, done - straight_bytes_);
     if (request.with_crc && error_ == 0) crc_ = crc32c(memory_ != nullptr ? memory_ : bounced_, size_bytes_);
   }
   claim_.transfer->add(claim_.chunk, done, crc_);
@@ -141,8 +140,7 @@ void run_copy(const Claim& claim, FaultTable& faults) {
   int error = 0;
   for (int idle_calls = 0; done < size && error == 0;) {
     const std::size_t position = offset + done;
-    const ssize_t result =
-        faults.copy(transfer.request().memory + position, transfer.request().source + position, size - done);
+    const ssize_t result = faults.copy(transfer.request().memory + position, transfer.request().source + position, size - done);
     if (result == -EINTR) continue;
     if (result < 0)
       error = static_cast<int>(-result);

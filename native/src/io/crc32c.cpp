@@ -50,8 +50,7 @@ std::uint32_t shift_by(std::uint64_t size_bytes) noexcept {
 }
 
 #if defined(__x86_64__)
-[[gnu::target("sse4.2")]] std::uint32_t crc32c_hardware(const void* data, std::size_t size_bytes,
-                                                        std::uint32_t crc) noexcept {
+[[gnu::target("sse4.2")]] std::uint32_t crc32c_hardware(const void* data, std::size_t size_bytes, std::uint32_t crc) noexcept {
   const auto* bytes = static_cast<const unsigned char*>(data);
   std::uint64_t value = static_cast<std::uint32_t>(~crc);
   for (; size_bytes >= 8; size_bytes -= 8, bytes += 8) {
@@ -72,8 +71,7 @@ bool has_instruction() noexcept { return __builtin_cpu_supports("sse4.2") != 0; 
 #else
 #define TIEROFF_CRC_TARGET gnu::target("+crc")
 #endif
-[[TIEROFF_CRC_TARGET]] std::uint32_t crc32c_hardware(const void* data, std::size_t size_bytes,
-                                                     std::uint32_t crc) noexcept {
+[[TIEROFF_CRC_TARGET]] std::uint32_t crc32c_hardware(const void* data, std::size_t size_bytes, std::uint32_t crc) noexcept {
   const auto* bytes = static_cast<const unsigned char*>(data);
   std::uint32_t value = ~crc;
   for (; size_bytes >= 8; size_bytes -= 8, bytes += 8) {

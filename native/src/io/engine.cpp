@@ -66,8 +66,8 @@ std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_rea
       throw std::invalid_argument("expected an offset that is a multiple of block_bytes");
   }
   const bool is_by_processor = request.kind == Kind::kCopy || is_bounced(request);
-  auto transfer = std::make_shared<Transfer>(request, is_by_processor ? bounce_bytes(chunk_bytes_) : chunk_bytes_,
-                                             state_->signal);
+  auto transfer =
+      std::make_shared<Transfer>(request, is_by_processor ? bounce_bytes(chunk_bytes_) : chunk_bytes_, state_->signal);
   state_->lane(is_for_readers).submit(transfer);
   return transfer;
 }

@@ -28,8 +28,8 @@ void Queue::push(TransferPtr transfer) {
     const std::lock_guard lock(mutex_);
     if (close_error_ == ECANCELED) throw StateError("expected an open engine, got one that is closed: make a new one");
     if (close_error_ != 0)
-      throw StateError("expected an engine that works, got one that ended with errno " + std::to_string(close_error_) +
-                       " (" + std::strerror(close_error_) + "): make a new one");
+      throw StateError("expected an engine that works, got one that ended with errno " + std::to_string(close_error_) + " (" +
+                       std::strerror(close_error_) + "): make a new one");
     waiting_.push_back(std::move(transfer));
   }
   if (is_shared)

@@ -58,9 +58,7 @@ bool is_passing(int error) { return error == EINTR || error == EAGAIN || error =
 
 // Whether the ring's thread has work of its own with each chunk. It then looks at the ring after each, so that the drive has
 // the next call meanwhile.
-bool takes_processor(const Request& request) {
-  return request.kind == Kind::kCopy || request.with_crc || is_bounced(request);
-}
+bool takes_processor(const Request& request) { return request.kind == Kind::kCopy || request.with_crc || is_bounced(request); }
 
 // [Note: one submitting thread] The ring belongs to its thread from set-up to exit: the kernel takes back the requests of a
 // thread that exits, so they must not be those of a caller. Everything but the queue, the descriptors and the counters is

@@ -21,8 +21,7 @@ ThreadLane::ThreadLane(const std::string& name, std::size_t thread_count, std::s
   for (std::size_t i = 0; i < thread_count; ++i) bounce_buffers_.emplace_back(bounce_bytes(chunk_bytes));
   try {
     for (const BounceBuffer& bounce : bounce_buffers_)
-      threads_.push_back(
-          start_service_thread(name + std::to_string(threads_.size()), [this, &bounce] { work(bounce); }));
+      threads_.push_back(start_service_thread(name + std::to_string(threads_.size()), [this, &bounce] { work(bounce); }));
   } catch (...) {
     close();  // a thread that could not be started: join those that were
     join();

@@ -15,8 +15,8 @@ namespace tieroff::layout {
 
 namespace {
 
-constexpr std::size_t kBranchBlocksMax = 2000;     // the exact search holds pairs of blocks
-constexpr std::size_t kBestFitBlocksMax = 5000;    // looking at every free range takes long
+constexpr std::size_t kBranchBlocksMax = 2000;   // the exact search holds pairs of blocks
+constexpr std::size_t kBestFitBlocksMax = 5000;  // looking at every free range takes long
 constexpr std::array kExponents{0.0, 0.2, 0.3, 0.4, 0.6, 1.0};
 constexpr double kStartExponent = 0.4;
 constexpr double kExponentStep = 0.2;

@@ -277,9 +277,8 @@ Indices Search::candidates(const Indices& left, Place last, std::int64_t highest
     if (limits_.options.orders_twins && twin_[i] >= 0 && offset_[static_cast<std::size_t>(twin_[i])] < 0) continue;
     chosen.push_back(i);
   }
-  std::sort(chosen.begin(), chosen.end(), [&](auto a, auto b) {
-    return start_[a] != start_[b] ? start_[a] < start_[b] : rank_[a] < rank_[b];
-  });
+  std::sort(chosen.begin(), chosen.end(),
+            [&](auto a, auto b) { return start_[a] != start_[b] ? start_[a] < start_[b] : rank_[a] < rank_[b]; });
   return chosen;
 }
 

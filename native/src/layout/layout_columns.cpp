@@ -45,9 +45,7 @@ std::int64_t Grid::footprint(const std::vector<std::int64_t>& offset_units) cons
 Grid make_grid(const Problem& problem) {
   const bool is_fine = std::any_of(problem.above.begin(), problem.above.end(), [](auto above) { return above != 0; });
   const auto crosses = [&](std::size_t i) { return problem.ring != 0 && problem.upper[i] > problem.ring; };
-  const auto is_whole = [&](std::size_t i) {
-    return problem.ring != 0 && problem.upper[i] - problem.lower[i] == problem.ring;
-  };
+  const auto is_whole = [&](std::size_t i) { return problem.ring != 0 && problem.upper[i] - problem.lower[i] == problem.ring; };
   Grid grid{.alignment = problem.alignment, .blocks = std::vector<Block>(problem.count())};
   std::int64_t live = 0;
   for (std::size_t i = 0; i < problem.count(); ++i) live += crosses(i) || is_whole(i);

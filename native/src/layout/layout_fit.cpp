@@ -54,8 +54,7 @@ void Room::take(Span span, std::int64_t offset, std::int64_t units) {
   if (stop > column_count_) take(kRoot, 0, leaves, 0, stop - column_count_, range);
 }
 
-void Room::take(std::size_t node, std::int32_t low, std::int32_t high, std::int32_t first, std::int32_t stop,
-                Range range) {
+void Room::take(std::size_t node, std::int32_t low, std::int32_t high, std::int32_t first, std::int32_t stop, Range range) {
   if (stop <= low || high <= first) return;
   merge(all_[node], range);
   if (first <= low && high <= stop) {
@@ -192,8 +191,7 @@ Order order_by_size(const Grid& grid, double exponent, const std::vector<double>
   return order;
 }
 
-std::vector<std::int64_t> place(const Grid& grid, Room& room, const Order& order, bool is_best_fit,
-                                std::int64_t& steps) {
+std::vector<std::int64_t> place(const Grid& grid, Room& room, const Order& order, bool is_best_fit, std::int64_t& steps) {
   room.clear();
   std::vector<std::int64_t> offsets(grid.blocks.size());
   for (const std::uint32_t i : order) {

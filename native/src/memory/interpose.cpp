@@ -53,14 +53,29 @@ Tables read_tables(const dl_phdr_info& library, const ElfW(Phdr) & dynamic) {
   for (const auto* entry = reinterpret_cast<const ElfW(Dyn)*>(library.dlpi_addr + dynamic.p_vaddr); entry->d_tag != DT_NULL;
        ++entry) {
     switch (entry->d_tag) {
-      case DT_STRTAB: tables.names = reinterpret_cast<const char*>(at(entry->d_un.d_ptr)); break;
-      case DT_SYMTAB: tables.symbols = reinterpret_cast<const ElfW(Sym)*>(at(entry->d_un.d_ptr)); break;
-      case DT_JMPREL: lazy = reinterpret_cast<const ElfW(Rela)*>(at(entry->d_un.d_ptr)); break;
-      case DT_PLTRELSZ: lazy_bytes = entry->d_un.d_val; break;
-      case DT_PLTREL: has_addends = entry->d_un.d_val == DT_RELA; break;
-      case DT_RELA: eager = reinterpret_cast<const ElfW(Rela)*>(at(entry->d_un.d_ptr)); break;
-      case DT_RELASZ: eager_bytes = entry->d_un.d_val; break;
-      default: break;
+      case DT_STRTAB:
+        tables.names = reinterpret_cast<const char*>(at(entry->d_un.d_ptr));
+        break;
+      case DT_SYMTAB:
+        tables.symbols = reinterpret_cast<const ElfW(Sym)*>(at(entry->d_un.d_ptr));
+        break;
+      case DT_JMPREL:
+        lazy = reinterpret_cast<const ElfW(Rela)*>(at(entry->d_un.d_ptr));
+        break;
+      case DT_PLTRELSZ:
+        lazy_bytes = entry->d_un.d_val;
+        break;
+      case DT_PLTREL:
+        has_addends = entry->d_un.d_val == DT_RELA;
+        break;
+      case DT_RELA:
+        eager = reinterpret_cast<const ElfW(Rela)*>(at(entry->d_un.d_ptr));
+        break;
+      case DT_RELASZ:
+        eager_bytes = entry->d_un.d_val;
+        break;
+      default:
+        break;
     }
   }
   if (has_addends && lazy != nullptr) tables.lazy = {lazy, lazy_bytes / sizeof(ElfW(Rela))};
@@ -140,8 +155,7 @@ int visit(dl_phdr_info* library, std::size_t, void* data) {
   const std::string_view path = library->dlpi_name;
   if (path.substr(path.rfind('/') + 1) != search.library) return 0;
   for (int i = 0; i < library->dlpi_phnum; ++i)
-    if (library->dlpi_phdr[i].p_type == PT_DYNAMIC && search.error == 0)
-      replace_in(*library, library->dlpi_phdr[i], search);
+    if (library->dlpi_phdr[i].p_type == PT_DYNAMIC && search.error == 0) replace_in(*library, library->dlpi_phdr[i], search);
   return search.error;
 }
 

@@ -90,12 +90,13 @@ struct PageReturner::State {
 };
 
 PageReturner::PageReturner(std::uintptr_t address, std::size_t size_bytes, std::int64_t interval_ns)
-    : pid_(getpid()), state_(new State{.address = reinterpret_cast<void*>(address),
-                                       .size_bytes = size_bytes,
-                                       .mutex = {},
-                                       .changed = {},
-                                       .interval_ns = interval_ns,
-                                       .thread = {}}) {
+    : pid_(getpid()),
+      state_(new State{.address = reinterpret_cast<void*>(address),
+                       .size_bytes = size_bytes,
+                       .mutex = {},
+                       .changed = {},
+                       .interval_ns = interval_ns,
+                       .thread = {}}) {
   if (interval_ns <= 0) throw std::invalid_argument("expected an interval above 0");
   state_->thread = start_service_thread("tieroff-pages", [state = state_.get()] { state->run(); });
 }
@@ -124,9 +125,9 @@ int PageReturner::error() const noexcept { return state_->error.load(); }
 bool PageReturner::wait_rounds(std::uint64_t count, double timeout_s) {
   if (getpid() != pid_) return false;
   std::unique_lock lock(state_->mutex);
-  return state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                                  [&] { return state_->round_count.load() >= count || state_->is_stopping; }) &&
-         state_->round_count.load() >= count;
+  return state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] {
+    return state_->round_count.load() >= count || state_->is_stopping;
+  }) && state_->round_count.load() >= count;
 }
 
 void PageReturner::close() {

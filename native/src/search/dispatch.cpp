@@ -35,7 +35,10 @@ struct Server {
 class Dispatcher {
  public:
   Dispatcher(std::span<const std::int64_t> duration_ns, const DispatchJobs& jobs, const DispatchLinks& links)
-      : durations_(duration_ns), jobs_(jobs), links_(links), n_(static_cast<std::int64_t>(duration_ns.size())),
+      : durations_(duration_ns),
+        jobs_(jobs),
+        links_(links),
+        n_(static_cast<std::int64_t>(duration_ns.size())),
         done_(jobs.link.size(), 0) {
     check();
     result_.waits_ns.assign(duration_ns.size(), 0.0);
@@ -90,9 +93,7 @@ class Dispatcher {
 
   [[nodiscard]] std::size_t fold(std::int64_t tick) const { return static_cast<std::size_t>(((tick % n_) + n_) % n_); }
 
-  [[nodiscard]] std::int64_t step_of(std::int64_t tick) const {
-    return (tick - static_cast<std::int64_t>(fold(tick))) / n_;
-  }
+  [[nodiscard]] std::int64_t step_of(std::int64_t tick) const { return (tick - static_cast<std::int64_t>(fold(tick))) / n_; }
 
   // Copies out first: one that is due at its own tick must be in service before it is awaited.
   void issue(std::int64_t op, bool outs) {

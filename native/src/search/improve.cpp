@@ -13,10 +13,10 @@ namespace tieroff {
 
 namespace {
 
-constexpr double kCalm = 1e-5;        // waits below this share of the step are not worth a change
-constexpr double kFirstSlack = 5e-4;  // how much longer than the best a step may be at the beginning
+constexpr double kCalm = 1e-5;          // waits below this share of the step are not worth a change
+constexpr double kFirstSlack = 5e-4;    // how much longer than the best a step may be at the beginning
 constexpr std::int64_t kJobWork = 800;  // of playing a transfer, in units of about a ns
-constexpr int kSpills = 4;            // runs that may leave the host for one that comes
+constexpr int kSpills = 4;              // runs that may leave the host for one that comes
 
 // Small and the same on every machine.
 class Random {
@@ -52,7 +52,12 @@ struct Change {
 class Search {
  public:
   Search(std::span<std::int64_t> usage, const SearchGround& ground, const SearchGaps& gaps, std::uint64_t seed)
-      : usage_(usage), ground_(ground), gaps_(gaps), n_(static_cast<std::int64_t>(usage.size())), random_(seed), player_(ground, gaps) {
+      : usage_(usage),
+        ground_(ground),
+        gaps_(gaps),
+        n_(static_cast<std::int64_t>(usage.size())),
+        random_(seed),
+        player_(ground, gaps) {
     check();
     line_.assign(static_cast<std::size_t>(2 * n_ + 1), 0.0);
     for (std::size_t i = 0; i < static_cast<std::size_t>(2 * n_); ++i) {
@@ -94,9 +99,9 @@ class Search {
  private:
   void check() const {
     const std::size_t count = gaps_.piece.size();
-    for (const std::size_t other : {gaps_.start.size(), gaps_.stop.size(), gaps_.size_bytes.size(), gaps_.is_last.size(),
-                                    gaps_.copy_from.size(), gaps_.is_persistent.size(), gaps_.away_start.size(),
-                                    gaps_.away_stop.size(), gaps_.tier.size()}) {
+    for (const std::size_t other :
+         {gaps_.start.size(), gaps_.stop.size(), gaps_.size_bytes.size(), gaps_.is_last.size(), gaps_.copy_from.size(),
+          gaps_.is_persistent.size(), gaps_.away_start.size(), gaps_.away_stop.size(), gaps_.tier.size()}) {
       if (other != count) throw std::invalid_argument("expected arrays of one length for the gaps");
     }
     if (n_ == 0 || ground_.duration_ns.size() != usage_.size() || ground_.granule_bytes < 1) {
@@ -292,9 +297,10 @@ class Search {
       // The last that began before the awaited one on the link that shares its bandwidth.
       const auto& list = now_.order[beside];
       const std::size_t at = op_at(now_.result.start_tick[awaited]);
-      place = static_cast<std::size_t>(std::upper_bound(list.begin(), list.end(), at, [&](std::size_t op, std::size_t job) {
-                                         return op < op_at(now_.result.start_tick[job]);
-                                       }) - list.begin());
+      place = static_cast<std::size_t>(
+          std::upper_bound(list.begin(), list.end(), at,
+                           [&](std::size_t op, std::size_t job) { return op < op_at(now_.result.start_tick[job]); }) -
+          list.begin());
       link = beside;
       place = place == 0 ? list.size() - 1 : place - 1;
     }

@@ -11,8 +11,7 @@ namespace {
 
 class Fitting {
  public:
-  Fitting(std::span<std::int64_t> usage, std::span<const std::int64_t> starts_ns, std::int64_t budget_bytes,
-          const Gaps& gaps)
+  Fitting(std::span<std::int64_t> usage, std::span<const std::int64_t> starts_ns, std::int64_t budget_bytes, const Gaps& gaps)
       : usage_(usage), starts_ns_(starts_ns), budget_(budget_bytes), gaps_(gaps), n_(static_cast<std::int64_t>(usage.size())) {
     check();
     std::vector<std::int64_t> change(2 * usage.size() + 1);
@@ -85,7 +84,8 @@ class Fitting {
       throw std::invalid_argument("expected arrays of one length for the gaps");
     }
     for (std::size_t gap = 0; gap < count; ++gap) {
-      const bool is_inside = is_kept(gap) || (gaps_.away_start[gap] >= gaps_.start[gap] && gaps_.away_stop[gap] <= gaps_.stop[gap]);
+      const bool is_inside =
+          is_kept(gap) || (gaps_.away_start[gap] >= gaps_.start[gap] && gaps_.away_stop[gap] <= gaps_.stop[gap]);
       if (gaps_.start[gap] < 0 || gaps_.start[gap] > n_ || gaps_.stop[gap] < gaps_.start[gap] ||
           gaps_.stop[gap] > gaps_.start[gap] + n_ || !is_inside) {
         throw std::invalid_argument("expected gaps on the ring, each with its window inside");
@@ -120,7 +120,8 @@ class Fitting {
       return 1e3 * step_ns - (last - first);  // the last resort, the longest gap first
     }
     const bool is_before = position < gaps_.away_start[gap];
-    const double grows = is_before ? time_at(gaps_.away_start[gap]) - now : time_at(position + 1) - time_at(gaps_.away_stop[gap]);
+    const double grows =
+        is_before ? time_at(gaps_.away_start[gap]) - now : time_at(position + 1) - time_at(gaps_.away_stop[gap]);
     const double to_use = is_before ? now - time_at(gaps_.start[gap]) : time_at(gaps_.stop[gap]) - now;
     switch (how) {
       case Repair::kLeastTime:

@@ -20,8 +20,8 @@ constexpr std::int64_t kNever = -1;
 
 class Sweep {
  public:
-  Sweep(std::span<std::int64_t> usage, std::span<const std::int64_t> starts_ns, std::int64_t budget_bytes,
-        std::int64_t lead_ns, const SweptSlots& slots, std::span<std::int64_t> release_at, std::span<std::int64_t> load_at)
+  Sweep(std::span<std::int64_t> usage, std::span<const std::int64_t> starts_ns, std::int64_t budget_bytes, std::int64_t lead_ns,
+        const SweptSlots& slots, std::span<std::int64_t> release_at, std::span<std::int64_t> load_at)
       : usage_(usage),
         starts_ns_(starts_ns),
         budget_(budget_bytes),
@@ -236,9 +236,9 @@ class Sweep {
   std::vector<std::int64_t> reach_ns_;
   std::array<std::array<std::int64_t, 2>, kLowerTierCount> link_free_ns_{};
   std::array<std::vector<std::size_t>, kLowerTierCount> loads_;
-  std::vector<std::size_t> leaving_;                      // in the order in which they began
+  std::vector<std::size_t> leaving_;                       // in the order in which they began
   MinHeap<std::pair<std::int64_t, std::size_t>> copying_;  // when a copy is done, and its place in `leaving_`
-  std::vector<std::vector<std::size_t>> stays_;           // places in `leaving_` of those that stay up to a tick
+  std::vector<std::vector<std::size_t>> stays_;            // places in `leaving_` of those that stay up to a tick
 };
 
 }  // namespace

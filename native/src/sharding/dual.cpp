@@ -144,10 +144,10 @@ std::vector<int> Dual::round(bool is_forward, double noise, std::mt19937_64& ran
 
 namespace {
 
-constexpr int kIdleMax = 60;          // steps without progress until they become shorter
-constexpr double kProgress = 1e-5;    // of the bound: what counts as progress
+constexpr int kIdleMax = 60;        // steps without progress until they become shorter
+constexpr double kProgress = 1e-5;  // of the bound: what counts as progress
 constexpr double kStepShareMin = 1e-7;
-constexpr double kMemory = 0.7;       // of the last direction in the next one
+constexpr double kMemory = 0.7;  // of the last direction in the next one
 
 }  // namespace
 
@@ -178,7 +178,8 @@ bool Ascent::step(double goal) {
   }
   const double gap = std::isfinite(goal) ? goal - bound : 0.05 * std::abs(bound_) + 1;
   if (norm > 0 && gap > 0)
-    for (std::size_t t = 0; t < price.size(); ++t) price[t] = std::max(0.0, price[t] + step_share_ * gap / norm * direction_[t]);
+    for (std::size_t t = 0; t < price.size(); ++t)
+      price[t] = std::max(0.0, price[t] + step_share_ * gap / norm * direction_[t]);
   dual_.set_prices(price);
   return step_share_ > kStepShareMin;
 }

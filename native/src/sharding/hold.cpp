@@ -97,8 +97,7 @@ bool drop_dominated(const std::vector<Group>& groups, const std::vector<Link>& l
     std::vector<char> is_dropped(groups[g].cost.size(), 0);
     for (int than = 0; than < groups[g].size(); ++than)
       for (int k = 0; k < groups[g].size() && !is_dropped[than]; ++k)
-        if (k != than && !is_dropped[k] && holds_no_more(groups[g], k, than) && excess(g, k, than) <= 0)
-          is_dropped[than] = 1;
+        if (k != than && !is_dropped[k] && holds_no_more(groups[g], k, than) && excess(g, k, than) <= 0) is_dropped[than] = 1;
     for (int k = 0; k < groups[g].size(); ++k)
       if (!is_dropped[k]) kept[g].push_back(k);
     is_any = is_any || kept[g].size() < groups[g].cost.size();

@@ -66,7 +66,8 @@ std::vector<Link> links_of(const Problem& problem, std::vector<Group>& groups) {
       for (int i = 0; i < rows; ++i) groups[a].cost[i] += static_cast<double>(problem.entry[begin + i * (rows + 1)]);
       continue;
     }
-    links.add(a, b, {problem.entry.begin() + begin, problem.entry.begin() + begin + std::int64_t(rows) * columns}, rows, columns);
+    links.add(a, b, {problem.entry.begin() + begin, problem.entry.begin() + begin + std::int64_t(rows) * columns}, rows,
+              columns);
   }
   return links.take();
 }

@@ -9,9 +9,9 @@ namespace tieroff::sharding {
 
 namespace {
 
-constexpr int kTree = 60;             // nodes of a usual tree; a wide one has eight times as many
-constexpr int kFreshStarts = 3;       // before any start from the best assignment
-constexpr double kWorseMax = 1.02;    // a repaired start that is worse by more is not improved
+constexpr int kTree = 60;           // nodes of a usual tree; a wide one has eight times as many
+constexpr int kFreshStarts = 3;     // before any start from the best assignment
+constexpr double kWorseMax = 1.02;  // a repaired start that is worse by more is not improved
 constexpr std::array<double, 6> kPriceShares = {0, 0.5, 1, 2, 4, 16};
 
 std::vector<int> free_nodes(const Reduced& reduced) {
@@ -124,7 +124,7 @@ Search::Found Search::repair(int patience) {
   double room = 1;
   for (const double bytes : reduced_.room) room = std::max(room, bytes);
   const double scale = std::abs(board_.bound()) / room;  // the cost that a byte is worth, roughly
-  double share = 0.01;  // of the sum of prices, that one step adds or takes
+  double share = 0.01;                                   // of the sum of prices, that one step adds or takes
   for (int idle = 0; idle < patience && !board_.is_over(); ++idle) {
     state_.assign(state_.choice());
     const double most = state_.most_over();

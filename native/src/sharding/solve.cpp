@@ -67,9 +67,9 @@ void search(const Reduced& reduced, Board& board, std::uint64_t seed) {
 }  // namespace
 
 Result solve(const Problem& problem, const Options& options) {
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::chrono::duration_cast<std::chrono::nanoseconds>(
-                            std::chrono::duration<double>(std::min(options.time_limit_s, 1e6)));
+  const auto deadline =
+      std::chrono::steady_clock::now() +
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(std::min(options.time_limit_s, 1e6)));
   Result result;
   const Reduced reduced = reduce(problem);
   result.bound = std::numeric_limits<double>::infinity();

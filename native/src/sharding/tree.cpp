@@ -109,8 +109,9 @@ double Tree::part_cost(const std::vector<int>& choice, int node) const {
     const Neighbour& neighbour = reduced_.neighbours[j];
     if (is_inside_[neighbour.node] && neighbour.node < node) continue;
     const Edge& edge = reduced_.edges[neighbour.edge];
-    sum += reduced_.entry[edge.entry + std::int64_t(choice[edge.source]) * reduced_.strategies_of(edge.target) +
-                          choice[edge.target]];
+    sum +=
+        reduced_
+            .entry[edge.entry + std::int64_t(choice[edge.source]) * reduced_.strategies_of(edge.target) + choice[edge.target]];
   }
   return sum;
 }

@@ -91,8 +91,7 @@ class Run {
     }
   }
 
-  void await(std::size_t round, std::size_t tick, std::span<const std::int32_t> items,
-             std::vector<SimulatedStall>& stalls) {
+  void await(std::size_t round, std::size_t tick, std::span<const std::int32_t> items, std::vector<SimulatedStall>& stalls) {
     std::int64_t until_ns = now_ns_;
     std::int32_t cause = -1;
     for (const std::int32_t index : items) {

@@ -45,8 +45,8 @@ std::vector<std::int32_t> order_by_rank(std::span<const SimulatedTransfer> trans
 
 void check(const SimulationInput& in) {
   const auto n = static_cast<std::int64_t>(in.op_ns.size());
-  require(n < std::numeric_limits<std::int32_t>::max() / 2 && in.step_count_max >= 1 &&
-              in.duplex_share_millionths >= 0 && in.duplex_share_millionths <= kMillion,
+  require(n < std::numeric_limits<std::int32_t>::max() / 2 && in.step_count_max >= 1 && in.duplex_share_millionths >= 0 &&
+              in.duplex_share_millionths <= kMillion,
           "fewer than 2^30 ops, step_count_max >= 1, and a share of 0 to 1000000", "input", 0);
   const auto is_window = [n](std::int64_t issue, std::int64_t ready) {
     return 0 <= issue && issue <= n && issue <= ready && ready <= issue + n;
@@ -66,8 +66,8 @@ void check(const SimulationInput& in) {
             "0 <= issue_at <= n, issue_at <= ready_by <= issue_at + n and a duration >= 0", "update", i);
   }
   for (std::size_t i = 0; i < in.repeats.size(); ++i) {
-    require(0 <= in.repeats[i].op && in.repeats[i].op < in.repeats[i].at && in.repeats[i].at < n, "0 <= op < at < n",
-            "repeat", i);
+    require(0 <= in.repeats[i].op && in.repeats[i].op < in.repeats[i].at && in.repeats[i].at < n, "0 <= op < at < n", "repeat",
+            i);
   }
 }
 

@@ -295,10 +295,10 @@ def test_close_during_a_late_end_is_told_and_leaves_the_memory_alone(
     with pytest.raises(StoreError, match="after close") as caught:
         store.close()
     assert caught.value.errno == errno.ETIMEDOUT
-    assert os.fstat(store._files[0].fd).st_nlink == 0  # its file stays open for the engine
+    assert os.fstat(store.files[0].fd).st_nlink == 0  # its file stays open for the engine
     engine.release()
     write.wait(30)
-    for file in store._files:
+    for file in store.files:
         os.close(file.fd)
 
 

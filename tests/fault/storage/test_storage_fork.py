@@ -41,7 +41,7 @@ homes = [store.home(2**20) for store in (nvme, host)]
 writes = [store.write(block, source.address, source) for store, block in zip(stores, blocks)]
 waiter = threading.Thread(target=writes[3].wait)  # a thread that waits inside the native module at the fork
 waiter.start()
-descriptors = [file.fd for file in nvme._files]
+descriptors = [file.fd for file in nvme.files]
 child = os.fork()
 if child == 0:
     calls = [

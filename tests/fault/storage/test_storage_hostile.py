@@ -193,12 +193,12 @@ def test_data_is_readable_by_its_owner_alone(engine: Engine, tmp_path: Path, uma
         store = FileStore([tmp_path], MIB, engine, room=Room(opener=opener))
     finally:
         os.umask(previous)
-    status = os.fstat(store._files[0].fd)
+    status = os.fstat(store.files[0].fd)
     assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_nlink) == (0o600, os.geteuid(), 0)
     assert all(mode & 0o077 == 0 for mode in folder_modes)
     assert bool(folder_modes) is not has_tmpfile
     assert os.listdir(tmp_path) == []
-    assert give_name(store._files[0].fd, tmp_path / "name") == errno.ENOENT
+    assert give_name(store.files[0].fd, tmp_path / "name") == errno.ENOENT
     store.close()
 
 

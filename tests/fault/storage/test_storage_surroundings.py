@@ -171,7 +171,7 @@ for home in homes:
     home.write(source.address, source).wait(60)
     home.publish()
     home.trim()
-os.ftruncate(store._files[0].fd, 0)  # the pages behind the mapping are gone, as where a drive cannot give them
+os.ftruncate(store.files[0].fd, 0)  # the pages behind the mapping are gone, as where a drive cannot give them
 try:
     homes[0].read(target.address, target).wait(60)
 except StoreError as error:

@@ -34,7 +34,7 @@ def is_named(model: nn.Module) -> bool:
 
 @pytest.fixture(params=[CpuBackend, DelayedBackend])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], CpuBackend]:
-    monkeypatch.setattr(describe, "_WAITING", -1.0)
+    monkeypatch.setattr(describe, "STALLED_SHARE", -1.0)
     made: Callable[[], CpuBackend] = request.param
     return made
 

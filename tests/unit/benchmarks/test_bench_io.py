@@ -217,11 +217,11 @@ def test_other_libraries_get_the_same_slices(file: OpenFile, monkeypatch: pytest
     monkeypatch.setitem(io_subjects._LIBRARIES, "kvikio", FakeLibrary)
     subject = LibrarySubject("kvikio", io_subjects.path_of(file), 32 * MIB, 32 * MIB)
     try:
-        assert subject._calls.offsets  # a trial of both ways, since some libraries fail only there
-        subject._calls.offsets.clear()
+        assert subject.calls.offsets  # a trial of both ways, since some libraries fail only there
+        subject.calls.offsets.clear()
         moved = subject.run("write", 4 * MIB, 0.01)
         assert moved.written_bytes >= 4 * 4 * MIB
-        assert subject._calls.offsets <= {32 * MIB + 4 * MIB * index for index in range(8)}
+        assert subject.calls.offsets <= {32 * MIB + 4 * MIB * index for index in range(8)}
         both = subject.run("both", MIB, 0.01)
         assert both.written_bytes >= 16 * MIB <= both.read_bytes
     finally:

@@ -19,7 +19,7 @@ from tieroff.core.trace import validate
 from tieroff.planner.auto import greedy
 from tieroff.planner.auto.greedy import candidate_count
 from tieroff.planner.auto.select import Score, Selector
-from tieroff.planner.extended.recompute import _OpenGaps
+from tieroff.planner.extended.recompute import OpenGaps
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.problem import LowerRoom, Problem, held_bytes, make_problem
 from tieroff.planner.simulate.simulator import simulate, simulate_totals
@@ -90,7 +90,7 @@ def test_work_of_all_candidates_does_not_grow_with_a_large_step(effort: str) -> 
     small, *larger = [problem_of(count, effort=effort) for count in (5_000, 10_000, 20_000)]
     work = [candidate_count(p) * (p.op_count + len(p.units)) for p in (small, *larger)]
     assert work[0] >= work[1] >= work[2]
-    assert candidate_count(problem_of(1_000, effort=effort)) >= 3 * len(greedy._CHOICES)
+    assert candidate_count(problem_of(1_000, effort=effort)) >= 3 * len(greedy.CHOICES)
 
 
 def test_one_candidate_is_tried_for_a_very_large_step() -> None:
@@ -103,13 +103,13 @@ def test_one_candidate_is_tried_for_a_very_large_step() -> None:
 def test_each_unit_is_looked_at_once_where_its_value_does_not_change(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(1_000)
     looks: list[int] = []
-    rank = Selector._rank
+    rank = Selector.rank
 
     def noting(self: Selector, score: Score, position: int) -> Any:
         looks.append(position)
         return rank(self, score, position)
 
-    monkeypatch.setattr(Selector, "_rank", noting)
+    monkeypatch.setattr(Selector, "rank", noting)
     assert Selector(problem).choose(score, problem.device_bytes, problem.tiers) is not None
     assert looks == list(range(len(problem.units)))
 
@@ -140,7 +140,7 @@ def test_choice_in_one_pass_is_that_of_the_best_value_each_time(score: Score, re
 
 def test_open_gaps_close_one_by_one() -> None:
     first, second = Gap(3, 2, 5, False, 1, False), Gap(3, 7, 9, False, 6, False)
-    gaps = _OpenGaps([first, second])
+    gaps = OpenGaps([first, second])
     assert gaps.around(3, 2) == [first]
     assert [gaps.is_away(tick, 3) for tick in (1, 4, 5, 8, 9)] == [False, True, False, True, False]
     assert not gaps.is_away(4, 2)
@@ -152,7 +152,7 @@ def test_open_gaps_close_one_by_one() -> None:
 @pytest.mark.parametrize("executor", ["runtime", "ideal"])
 def test_plan_of_five_thousand_tensors_is_valid_and_within_its_budget(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one candidate, as on steps ten times as large."""
-    monkeypatch.setitem(greedy._WORK, "fast", 1)
+    monkeypatch.setitem(greedy.WORK, "fast", 1)
     trace = bench_scale.make_trace(5_000)
     budget = {Tier.DEVICE: trace.peak_bytes // 2, Tier.HOST: trace.peak_bytes // 2, Tier.NVME: 2 * trace.peak_bytes}
     capabilities = {"runtime": RUNTIME_EXECUTOR, "ideal": IDEAL_EXECUTOR}[executor]

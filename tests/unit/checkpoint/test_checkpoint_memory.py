@@ -142,7 +142,7 @@ def test_pages_of_files_go_and_values_written_privately_stay(tmp_path: Path) -> 
 def test_memory_that_is_no_files_is_left_alone() -> None:
     values = torch.full((1 << 20,), 3.0)
     mapped = MappedFiles()
-    assert not any(start <= values.data_ptr() < stop for start, stop in mapped._ranges)
+    assert not any(start <= values.data_ptr() < stop for start, stop in mapped.ranges)
     mapped.page_out(values.data_ptr(), values.numel() * 4)
     MappedFiles.none().page_out(values.data_ptr(), values.numel() * 4)
     assert bool((values == 3.0).all())

@@ -18,8 +18,8 @@ import tieroff
 from tests.support.delayed import DelayedBackend
 from tests.support.parity import are_same_bits, machine_file
 from tieroff.checkpoint.folder import INDEX_FILE
-from tieroff.checkpoint.save import _shards
-from tieroff.checkpoint.shard import _CODES
+from tieroff.checkpoint.save import split_in_shards
+from tieroff.checkpoint.shard import CODES
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
@@ -224,7 +224,7 @@ def test_files_are_read_by_safetensors_and_its_files_by_us(original: nn.Module, 
     assert_same_values(other, original)
 
 
-@pytest.mark.parametrize("dtype", _CODES, ids=str)
+@pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_every_type_of_the_format_goes_there_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     class Holder(nn.Module):
         value: Tensor
@@ -245,7 +245,7 @@ def test_every_type_of_the_format_goes_there_and_back(dtype: torch.dtype, tmp_pa
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 400))
 def test_shards_hold_everything_once_and_no_more_than_they_may(sizes: list[int], limit_bytes: int) -> None:
     tensors = [(f"t{i}", torch.empty(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
-    shards = _shards(tensors, limit_bytes)
+    shards = split_in_shards(tensors, limit_bytes)
     assert sorted(name for shard in shards for name, _ in shard) == sorted(name for name, _ in tensors)
     for shard in shards:
         assert len(shard) == 1 or sum(t.numel() for _, t in shard) <= limit_bytes

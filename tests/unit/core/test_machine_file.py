@@ -69,7 +69,7 @@ def test_folders_are_filled_in_proportion_to_their_speed(tmp_path: Path) -> None
     assert isinstance(store, SpaceStore)
     store.reserve(store.capacity_bytes)  # as a plan does
     blocks = [store.allocate(1 << 20) for _ in range(40)]
-    used = [area.used_bytes for area in store._areas]
+    used = [area.used_bytes for area in store.areas]
     assert used[0] / used[1] == pytest.approx(3, rel=0.15)  # whole blocks, and the model's own homes, are in between
     for block in blocks:
         store.free(block)

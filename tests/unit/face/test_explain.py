@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.report.report_samples import DEVICE, HOST, NVME, PLAN, TRACE, figures
-from tieroff.core.explain.describe import Told, explain
+from tieroff.core.explain.describe import Explained, explain
 from tieroff.core.plan import HostUpdate, Residency, Transfer
 from tieroff.core.tensor import TensorClass
 from tieroff.units import MIB
@@ -20,8 +20,8 @@ FITS = replace(
 
 
 def test_five_lines_say_fit_moves_cost_exactness_and_what_was_left_alone() -> None:
-    told = Told(TRACE, PLAN, figures(3), {"smaller than min_bytes": ["x", "y", "z", "last"]})
-    assert explain(told) == [
+    step = Explained(TRACE, PLAN, figures(3), {"smaller than min_bytes": ["x", "y", "z", "last"]})
+    assert explain(step) == [
         "It fits: the device holds at most 7.00 MiB of 7.00 MiB; with nothing moved it would be 7.00 MiB.",
         "Moved: 1 of 3 tensors, for a part of the step: activation 4.00 MiB to nvme. "
         "Host memory asked for, unused, because nvme was enough.",
@@ -34,14 +34,14 @@ def test_five_lines_say_fit_moves_cost_exactness_and_what_was_left_alone() -> No
 
 def test_updates_in_backward_are_named_where_they_would_help() -> None:
     waiting = figures(3)
-    assert "update_in_backward" in explain(Told(TRACE, PLAN, waiting, may_update_in_backward=True))[2]
-    assert "update_in_backward" not in explain(Told(TRACE, PLAN, waiting))[2]
+    assert "update_in_backward" in explain(Explained(TRACE, PLAN, waiting, may_update_in_backward=True))[2]
+    assert "update_in_backward" not in explain(Explained(TRACE, PLAN, waiting))[2]
     quick = replace(waiting, stall_ns=waiting.step_ns // 25)
-    assert "update_in_backward" not in explain(Told(TRACE, PLAN, quick, may_update_in_backward=True))[2]
+    assert "update_in_backward" not in explain(Explained(TRACE, PLAN, quick, may_update_in_backward=True))[2]
 
 
 def test_nothing_moved_because_everything_fits() -> None:
-    lines = explain(Told(TRACE, FITS))
+    lines = explain(Explained(TRACE, FITS))
     assert lines[0] == "Nothing moved, because everything fits: the device holds at most 7.00 MiB of 7.00 MiB."
     assert lines[1] == (
         "Moved: none of 3 tensors. Host memory asked for, unused, because everything fits without it. "
@@ -55,30 +55,30 @@ def test_nvme_is_unused_because_host_memory_was_enough() -> None:
     held = (Residency(0, HOST, 2, 4), *(r for r in PLAN.residencies if r.tier is not NVME))
     moves = (Transfer(0, DEVICE, HOST, 2, 2, 0), Transfer(0, HOST, DEVICE, 3, 3, 0))
     plan = replace(PLAN, residencies=held, transfers=moves, peak_bytes={DEVICE: 7 * MIB, HOST: 4 * MIB, NVME: 0})
-    assert explain(Told(TRACE, plan))[1].endswith("NVME asked for, unused, because host was enough.")
+    assert explain(Explained(TRACE, plan))[1].endswith("NVME asked for, unused, because host was enough.")
 
 
 def test_tier_without_a_budget_is_not_said_to_be_unused() -> None:
-    assert "unused" not in explain(Told(TRACE, replace(FITS, budget_bytes={DEVICE: 8 * MIB})))[1]
+    assert "unused" not in explain(Explained(TRACE, replace(FITS, budget_bytes={DEVICE: 8 * MIB})))[1]
 
 
 def test_updates_by_the_cpu_are_said_to_round() -> None:
     plan = replace(PLAN, host_updates=(HostUpdate(3, 3, 4, 1000),))
-    assert "can differ from the plain run's in rounding" in explain(Told(TRACE, plan))[3]
+    assert "can differ from the plain run's in rounding" in explain(Explained(TRACE, plan))[3]
 
 
 def test_sums_of_user_code_over_gradients_below_are_told_where_the_host_computes_them() -> None:
     gradient = replace(TRACE.tensors[0], kind=TensorClass.GRADIENT)
     trace = replace(TRACE, tensors=(gradient, *TRACE.tensors[1:]))
-    assert "clip_grad_norm_" in explain(Told(trace, PLAN, is_cpu=False))[3]
-    assert "clip_grad_norm_" not in explain(Told(trace, PLAN))[3]
-    assert "clip_grad_norm_" not in explain(Told(TRACE, PLAN, is_cpu=False))[3]
+    assert "clip_grad_norm_" in explain(Explained(trace, PLAN, is_cpu=False))[3]
+    assert "clip_grad_norm_" not in explain(Explained(trace, PLAN))[3]
+    assert "clip_grad_norm_" not in explain(Explained(TRACE, PLAN, is_cpu=False))[3]
 
 
 def test_details_come_after_the_five_lines_on_demand() -> None:
-    told = Told(TRACE, PLAN)
-    lines = explain(told, detail=True)
-    assert lines[:5] == explain(told)
+    step = Explained(TRACE, PLAN)
+    lines = explain(step, detail=True)
+    assert lines[:5] == explain(step)
     assert "  activation: 6.00 MiB in all; 4.00 MiB to nvme." in lines
     assert "Bytes per step: device to nvme 4.00 MiB, nvme to device 4.00 MiB." in lines
     assert "nvme holds at most 4.00 MiB of 64.00 MiB." in lines

@@ -13,7 +13,7 @@ from tieroff.core.plan import IDEAL_EXECUTOR, HostUpdate, Plan, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.bounds.bounds import MOVES_ONLY, Scope, best_bound_ns, lower_bound_ns, relaxed_bound_ns, scope_of
-from tieroff.planner.bounds.linear import LinearProgram
+from tieroff.planner.bounds.linear import LinearProgram, SparseRows, make_model, run_highs
 from tieroff.planner.bounds.relaxation import duplex_factors
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.problem import Problem, make_problem
@@ -138,7 +138,18 @@ def test_program_adds_up_a_column_that_is_there_twice() -> None:
     program = LinearProgram()
     column = program.add_column(cost=-1.0)
     program.add_row([(column, 1.0), (column, 1.0)], 6.0)
-    solution = program.solve(1e-8, 10.0)
+    solution = program.solve(1e-8)
     assert solution is not None
     assert solution.values[column] == pytest.approx(3.0, rel=1e-4)
     assert program.products(np.array([2.0]))[column] == 4.0
+
+
+def test_a_program_that_the_clock_ended_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    rows = SparseRows()
+    rows.add((0, 1), (1.0, 1.0))
+    one = np.ones(2)
+    model = make_model(one, one, np.array([1.5]), np.array([np.inf]), rows)
+    run_highs(model, presolve="off")
+    assert not caplog.records
+    run_highs(model, presolve="off", time_limit=0.0)
+    assert "on 2 columns and 1 rows: the plan depends on how busy this machine is" in caplog.text

@@ -90,10 +90,10 @@ def test_second_micro_batch_begins_with_what_it_saves_itself() -> None:
 
 
 def test_memory_for_what_was_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correlation, "_ROWS_AT_MOST", 50)
+    monkeypatch.setattr(correlation, "ROWS_AT_MOST", 50)
     predictor = Correlation()
     for step in range(30):
         run_forward(predictor, [f"{step} {i}" for i in range(10)])
-    assert len(predictor._next) == 50
+    assert predictor.row_count == 50
     predictor.begin()
     assert next(predictor.ahead()) == "29 0"

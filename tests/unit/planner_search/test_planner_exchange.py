@@ -46,7 +46,7 @@ def problem_of(project: Path, name: str, share: float, capabilities: Capabilitie
 def few(problem: Problem, monkeypatch: pytest.MonkeyPatch, changes: int) -> None:
     """Has the greedy portfolio try few choices and the search few changes, for time."""
     monkeypatch.setattr(exchange, "candidate_count", lambda problem: 2)
-    monkeypatch.setattr(exchange, "_WORK", {"fast": changes * (problem.op_count + len(problem.units) + 1)})
+    monkeypatch.setattr(exchange, "WORK", {"fast": changes * (problem.op_count + len(problem.units) + 1)})
 
 
 @pytest.mark.parametrize(("name", "share"), [("cnn", 0.5), ("lstm", 0.25)])
@@ -68,7 +68,7 @@ def test_search_makes_recorded_steps_shorter_within_what_the_runtime_can_do(
 
 def test_without_work_the_search_is_the_greedy_portfolio(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(project, "lstm", 0.5)
-    monkeypatch.setattr(exchange, "_WORK", {"fast": 0})
+    monkeypatch.setattr(exchange, "WORK", {"fast": 0})
     assert plan_exchanged(problem, "greedy") == plan_greedy(problem)
 
 

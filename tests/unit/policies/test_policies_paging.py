@@ -315,7 +315,7 @@ def test_plan_is_valid_and_the_same_each_time(
     least, most = int(problem.base.max()), int(problem.live.max())
     budget[Tier.DEVICE] = least + (most - least) * share // 100
     problem = make_problem(trace, machine, budget, caps)
-    with patch.object(paging, "_ROUNDS_MAX", rounds_max):  # with 1 the steady state is closed by force
+    with patch.object(paging, "ROUNDS_MAX", rounds_max):  # with 1 the steady state is closed by force
         plan = POLICIES[policy](problem)
         assert plan == POLICIES[policy](problem)
     assert plan.moves_nothing or not problem.fits

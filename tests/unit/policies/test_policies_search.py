@@ -99,6 +99,15 @@ def test_ten_ops_each_rule_picks_its_own_tensors(name: str, copied: set[tuple[in
     assert plan.peak_bytes[DEVICE] <= 330 * MIB
 
 
+@pytest.mark.parametrize("name", ["autotm-sync", "autotm-static"])
+def test_autotm_plans_without_the_solver_where_its_program_is_too_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotm, "run_highs", lambda *_, **__: pytest.fail("the program was solved"))
+    monkeypatch.setattr(autotm, "ENTRIES_AT_MOST", 3)
+    plan = _POLICIES[name](_problem(_TEN_OPS, 330))
+    check(plan, _TEN_OPS, IDEAL_EXECUTOR)
+    assert plan.peak_bytes[DEVICE] <= 330 * MIB
+
+
 def test_autoswap_takes_the_fastest_of_its_mixes() -> None:
     problem = _problem(_TEN_OPS, 330)
     steps = [

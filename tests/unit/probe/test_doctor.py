@@ -94,10 +94,10 @@ def test_doctor_says_that_an_engine_reads_something_else(tmp_path: Path, monkeyp
 
 def test_doctor_names_what_an_absent_engine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available", list)
-    monkeypatch.setattr(kernel, "_setup_errno", lambda: errno.EPERM)
+    monkeypatch.setattr(kernel, "setup_errno", lambda: errno.EPERM)
     assert "EPERM" in doctor.engine_path(tmp_path, "uring").reason
     assert "not built" in doctor.engine_path(tmp_path, "threads").reason
-    monkeypatch.setattr(kernel, "_setup_errno", lambda: 0)
+    monkeypatch.setattr(kernel, "setup_errno", lambda: 0)
     assert "built without" in doctor.engine_path(tmp_path, "uring").reason
 
 
@@ -116,7 +116,7 @@ def test_doctor_names_what_an_absent_engine_lacks(tmp_path: Path, monkeypatch: p
 def test_refusal_of_io_uring_has_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, disabled: str | None, told: str
 ) -> None:
-    monkeypatch.setattr(kernel, "_setup_errno", lambda: number)
+    monkeypatch.setattr(kernel, "setup_errno", lambda: number)
     if disabled is not None:
         (tmp_path / "proc/sys/kernel").mkdir(parents=True)
         (tmp_path / "proc/sys/kernel/io_uring_disabled").write_text(f"{disabled}\n")

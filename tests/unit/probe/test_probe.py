@@ -223,7 +223,7 @@ def test_every_byte_is_written_before_it_is_measured(tmp_path: Path) -> None:
     with open_track([tmp_path], "auto", 32 * MIB) as track:
         filled = track.fill(32 * MIB, 60.0, 0)
         assert filled.done_bytes == track.filled_bytes == 32 * MIB
-        fd = track._files[0].fd
+        fd = track.files[0].fd
         assert os.lseek(fd, 0, os.SEEK_HOLE) == 32 * MIB
         assert os.fstat(fd).st_nlink == 0
 
@@ -257,7 +257,7 @@ def test_counters_are_zero_where_the_system_keeps_none(tmp_path: Path) -> None:
 def test_reads_from_the_page_cache_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of a buffered file that are not dropped: the real counters show where the bytes came from."""
     monkeypatch.setattr(surveys, "available", lambda: ["aiofiles"])
-    monkeypatch.setattr(Track, "_drop_pages", lambda self: None)
+    monkeypatch.setattr(Track, "drop_pages", lambda self: None)
     with pytest.raises(ConfigError, match=r"aiofiles.*lay in the page cache"):
         survey("cpu", [tmp_path], 0.5)
     monkeypatch.undo()

@@ -60,9 +60,9 @@ def test_page_draws_lanes_memory_steps_and_tensors_without_an_error(tmp_path: Pa
     dom = rendered(sample(), tmp_path)
     assert body_of(dom) == {"errors": "0", "drawn": "4"}
     lanes = dom[dom.index('id="figure-lanes"') : dom.index('id="memory"')]
-    for lane in ("compute", "waits", "NVMe write", "NVMe read", "measured", "predicted"):
+    for lane in ("compute", "stalls", "NVMe write", "NVMe read", "measured", "predicted"):
         assert f">{lane}</text>" in lanes
-    assert lanes.count('<g class="point">') == 2 * (4 + 2 + 2)  # spans of compute, waits and transfers, of both steps
+    assert lanes.count('<g class="point">') == 2 * (4 + 2 + 2)  # spans of compute, stalls and transfers, of both steps
     memory = dom[dom.index('id="figure-memory"') : dom.index('id="steps"')]
     assert "device: budget 7.00 MiB (dashed)" in memory
     assert found_rows(dom) == ["a", "b", "w"]

@@ -14,7 +14,7 @@ from tieroff.cli import app
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Timeline
 from tieroff.errors import ConfigError
-from tieroff.report.comparison import Compared, _memory_figure, _step_figure, check_page, write_comparison
+from tieroff.report.comparison import Compared, memory_figure, step_figure, write_comparison
 from tieroff.units import GIB, NS_PER_S
 
 TIMELINE = Timeline(
@@ -28,7 +28,7 @@ COMPARED = (Compared("slow & <safe>", 2.0, 8.0, 3.0), Compared("none", 2.0), Com
 
 
 def test_bars_are_step_over_ideal_with_the_bounds_as_a_line() -> None:
-    bars, line = _step_figure(COMPARED).data
+    bars, line = step_figure(COMPARED).data
     assert (bars.type, line.type) == ("bar", "scatter")
     assert list(bars.x) == list(line.x) == ["slow & <safe>", "none", "best"]
     assert list(bars.y) == [4.0, 0.0, 2.0]
@@ -37,13 +37,13 @@ def test_bars_are_step_over_ideal_with_the_bounds_as_a_line() -> None:
 
 
 def test_faithful_times_are_marks_beside_the_bars_and_only_where_there_are_some() -> None:
-    *_, marks = _step_figure((*COMPARED, Compared("paged", 2.0, 4.0, 3.0, None, 9.0))).data
+    *_, marks = step_figure((*COMPARED, Compared("paged", 2.0, 4.0, 3.0, None, 9.0))).data
     assert (marks.type, marks.mode, list(marks.x), list(marks.y)) == ("scatter", "markers", ["paged"], [4.5])
-    assert len(_step_figure(COMPARED).data) == 2
+    assert len(step_figure(COMPARED).data) == 2
 
 
 def test_memory_is_held_from_op_to_op_beside_the_budget() -> None:
-    figure = _memory_figure(3 * GIB, COMPARED)
+    figure = memory_figure(3 * GIB, COMPARED)
     [memory] = figure.data
     assert memory.name == "best"
     assert list(memory.x) == [0.0, 3.0, 4.0]
@@ -73,7 +73,7 @@ def test_step_without_any_time_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "told"), [("plot.json", "ends with .html"), ("nowhere/plot.html", "nowhere does not exist")])
 def test_path_that_cannot_take_a_page_is_refused(tmp_path: Path, path: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_page(tmp_path / path)
+        write_comparison(tmp_path / path, "steps", GIB, COMPARED)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_perfetto_has_a_process_per_timeline_and_a_thread_per_lane(tmp_path: Pat
     processes = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     assert processes == {1: "measured: sample", 2: "predicted: sample"}
     threads = {e["args"]["name"] for e in found if e["name"] == "thread_name" and e["pid"] == 1}
-    assert threads == {"compute", "waits", "nvme_write", "nvme_read"}
+    assert threads == {"compute", "stalls", "nvme_write", "nvme_read"}
     spans = [e for e in found if e["ph"] == "X" and e["pid"] == 1 and e["cat"] == "nvme_read"]
     [wait] = [e for e in spans if "before" in e["args"]["detail"]]
     assert (wait["ts"], wait["dur"], wait["name"]) == (40_000.0, 5_000.0, "a")

@@ -21,7 +21,7 @@ from tieroff.planner.compare.predict import predict
 from tieroff.report import figures as drawn
 from tieroff.report.lanes import Span, coarsened, packed, spans_of
 from tieroff.report.page import page, write_page
-from tieroff.report.tables import comparison, decisions, longest_waits, ops_that_differ
+from tieroff.report.tables import comparison, decisions, longest_stalls, ops_that_differ
 from tieroff.units import MIB
 
 pytest.importorskip("plotly")
@@ -134,11 +134,11 @@ def test_wear_is_given_per_step_day_and_life() -> None:
 
 def test_lanes_have_waits_by_cause_where_they_were() -> None:
     spans = spans_of(TIMELINE, TRACE)
-    waits = [(span.cause, span.start_ns, span.stop_ns, span.name) for span in spans if span.lane == "waits"]
-    assert waits == [("nvme_write", 22 * MS, 29 * MS, "a"), ("nvme_read", 40 * MS, 45 * MS, "a")]
+    stalls = [(span.cause, span.start_ns, span.stop_ns, span.name) for span in spans if span.lane == "stalls"]
+    assert stalls == [("nvme_write", 22 * MS, 29 * MS, "a"), ("nvme_read", 40 * MS, 45 * MS, "a")]
     assert [span.cause for span in spans if span.lane == "compute"] == ["forward", "forward", "backward", "backward"]
     figure = drawn.lanes_figure(sample(), None)
-    colors = {bar.marker.color for bar in figure.data if bar.y[0] == "waits"}
+    colors = {bar.marker.color for bar in figure.data if bar.y[0] == "stalls"}
     assert colors == {drawn.COLORS["nvme_write"], drawn.COLORS["nvme_read"]}
 
 
@@ -146,10 +146,10 @@ def test_waits_of_one_op_follow_each_other_and_updates_have_a_lane() -> None:
     stalls = (Stall(2, 3 * MS, 0, *_ends()), Stall(2, MS, -1, _ends()[1], _ends()[1], update=3), Stall(4, MS, -1, *_ends()))
     timeline = replace(TIMELINE, stalls=stalls, repeats=(RunSpan(0, 29 * MS, 30 * MS),), host_updates=(RunSpan(3, 0, MS),))
     spans = spans_of(timeline, TRACE)
-    waits = [span for span in spans if span.lane == "waits"]
-    assert [(span.start_ns, span.stop_ns) for span in waits] == [(22 * MS, 25 * MS), (25 * MS, 26 * MS), (56 * MS, 57 * MS)]
-    assert [span.name for span in waits] == ["a", "use a", "a tensor outside the trace"]
-    assert waits[-1].detail.startswith("before the end of the step")
+    drawn = [span for span in spans if span.lane == "stalls"]
+    assert [(span.start_ns, span.stop_ns) for span in drawn] == [(22 * MS, 25 * MS), (25 * MS, 26 * MS), (56 * MS, 57 * MS)]
+    assert [span.name for span in drawn] == ["a", "use a", "a tensor outside the trace"]
+    assert drawn[-1].detail.startswith("before the end of the step")
     assert {span.cause for span in spans} >= {"recompute", "cpu"}
 
 
@@ -202,10 +202,10 @@ def test_decisions_say_where_when_and_what_it_costs() -> None:
     first, second, third = decisions(sample(), predict(sample())[0])
     assert (first.name, first.kind, first.where, first.moved_bytes) == ("a", "activation", "device + nvme", 8 * MIB)
     assert first.moves == "nvme_write at 2 use b; nvme_read at 3 use a"
-    assert (first.predicted_wait_ns, first.measured_wait_ns) == (8 * MS, 12 * MS)
+    assert (first.predicted_stall_ns, first.measured_stall_ns) == (8 * MS, 12 * MS)
     assert (second.name, second.where, second.moves) == ("b", "device", "")
-    assert (third.name, third.predicted_wait_ns) == ("w", 0)
-    assert decisions(idle(), None)[0].measured_wait_ns is None
+    assert (third.name, third.predicted_stall_ns) == ("w", 0)
+    assert decisions(idle(), None)[0].measured_stall_ns is None
 
 
 def test_decisions_name_ops_that_run_otherwise() -> None:
@@ -220,8 +220,8 @@ def test_decisions_name_ops_that_run_otherwise() -> None:
     assert rows[1].moves == "from 3 use a, by the step's end"
 
 
-def test_longest_waits_and_ops_that_differ_are_in_order() -> None:
-    assert longest_waits(TIMELINE, TRACE).rows == (
+def test_longest_stalls_and_ops_that_differ_are_in_order() -> None:
+    assert longest_stalls(TIMELINE, TRACE).rows == (
         ("7.0 ms", "a", "nvme_write", "2 use b"),
         ("5.0 ms", "a", "nvme_read", "3 use a"),
     )

@@ -211,7 +211,7 @@ def test_engine_plans_again_when_the_model_slows_down(tmp_path: Path, caplog: py
     tieroff.unwrap(model)
 
 
-def test_a_plan_that_would_gain_nothing_by_another_one_foretells_what_is_known_by_now(tmp_path: Path) -> None:
+def test_a_plan_that_would_gain_nothing_by_another_one_predicts_what_is_known_by_now(tmp_path: Path) -> None:
     model = Sleepy()
     model.delay_s = 0.02
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

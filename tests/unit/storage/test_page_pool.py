@@ -307,9 +307,9 @@ def test_a_library_that_is_not_there_is_not_served() -> None:
 
 
 def test_another_allocator_of_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_TORCH_ALLOCATES_IN", "no-such-library.so")
-    module._is_in_the_way.cache_clear()
+    monkeypatch.setattr(module, "TORCH_ALLOCATES_IN", "no-such-library.so")
+    module.is_in_the_way.cache_clear()
     with caplog.at_level("INFO", logger="tieroff"):
         assert not module.serve_torch()
-    module._is_in_the_way.cache_clear()
+    module.is_in_the_way.cache_clear()
     assert "allocates by other calls" in caplog.text

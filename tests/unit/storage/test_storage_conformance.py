@@ -172,7 +172,7 @@ def test_engine_verify_gives_the_checksum_of_what_lies_there(engine: Engine, tmp
     block = store.allocate(size)
     write = store.write(block, source.address, source)
     write.wait(30)
-    verify = engine.verify(store._files[0], block.offset, size)
+    verify = engine.verify(store.files[0], block.offset, size)
     assert verify.wait(30)
     assert (verify.errno, verify.done_bytes) == (0, size)
     assert verify.checksum == write.checksum is not None

@@ -47,7 +47,7 @@ def filled(size_bytes: int, seed: int) -> buffers.Buffer:
 
 def on_drive(store: FileStore, area: int, offset: int, size_bytes: int) -> bytes:
     """Reads the file by other means than the engine: buffered, through a descriptor of its own."""
-    fd = os.open(f"/proc/self/fd/{store._files[area].fd}", os.O_RDONLY)
+    fd = os.open(f"/proc/self/fd/{store.files[area].fd}", os.O_RDONLY)
     try:
         return os.pread(fd, size_bytes, offset)
     finally:
@@ -67,7 +67,7 @@ def test_file_holds_the_bytes_and_zeroed_padding(store: FileStore, shift: int) -
 
 
 def test_file_has_no_name_and_mode_0600(store: FileStore, tmp_path: Path) -> None:
-    status = os.fstat(store._files[0].fd)
+    status = os.fstat(store.files[0].fd)
     assert os.listdir(tmp_path) == []
     assert status.st_nlink == 0
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -171,7 +171,7 @@ def test_extents_are_spread_by_write_speed(engine: Any, tmp_path: Path) -> None:
     for block in blocks:
         store.free(block)
     store.reserve(12 * MIB)
-    assert [os.fstat(file.fd).st_size for file in store._files] == [6 * MIB, 2 * MIB, 4 * MIB]
+    assert [os.fstat(file.fd).st_size for file in store.files] == [6 * MIB, 2 * MIB, 4 * MIB]
     store.close()
 
 
@@ -179,7 +179,7 @@ def test_drive_with_too_little_room_takes_less_and_the_others_more(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dirs = folders(tmp_path, 3)
-    monkeypatch.setattr("tieroff.storage.nvme.file_store._rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
+    monkeypatch.setattr("tieroff.storage.nvme.file_store.rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
     store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 1e9], room=Room(grow_bytes=MIB))
     areas = [store.allocate(MIB).area for _ in range(12)]
     assert [areas.count(index) for index in range(3)] == [2, 5, 5]
@@ -215,7 +215,7 @@ def test_speed_that_is_missing_is_refused(engine: Any, tmp_path: Path, speeds: l
 def test_reserve_allocates_on_the_drive(store: FileStore) -> None:
     store.reserve(8 * MIB)
     assert store.reserved_bytes == 8 * MIB
-    assert os.fstat(store._files[0].fd).st_blocks * 512 >= 8 * MIB
+    assert os.fstat(store.files[0].fd).st_blocks * 512 >= 8 * MIB
     with pytest.raises(StateError, match="at most"):
         store.reserve(33 * MIB)
 
@@ -226,7 +226,7 @@ def test_checksum_finds_a_flipped_bit_on_the_drive(store: FileStore) -> None:
     store.write(block, source.address, source).wait(30)
     flipped = bytearray(on_drive(store, 0, block.offset, 2 * MIB))
     flipped[MIB + 3] ^= 4
-    fd = os.open(f"/proc/self/fd/{store._files[0].fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{store.files[0].fd}", os.O_RDWR)
     os.pwrite(fd, flipped, block.offset)
     os.close(fd)
     with pytest.raises(StoreError, match="checksum 0x") as caught:
@@ -329,7 +329,7 @@ def test_page_returner_keeps_homes_from_staying_resident(store: FileStore) -> No
         memoryview(home).cast("B")[:] = bytes([seed]) * (4 * MIB)
     assert process_file_bytes() - before > 12 * MIB
     store.return_pages(0.001)
-    returner: Any = store._page_returner
+    returner: Any = store.page_returner
     assert returner.wait_rounds(returner.round_count + 2, 30)
     assert returner.errno == 0
     assert process_file_bytes() - before < 4 * MIB

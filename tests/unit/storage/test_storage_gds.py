@@ -19,7 +19,7 @@ import pytest
 from tieroff.errors import ConfigError
 from tieroff.storage.engines import choose
 from tieroff.storage.engines.cuda_memory import CudaMemory
-from tieroff.storage.engines.gds import GdsEngine, _errno_in
+from tieroff.storage.engines.gds import GdsEngine, errno_in
 from tieroff.storage.nvme.gds_status import gds_status
 
 HAS_WHEEL = platform.machine() in ("x86_64", "aarch64") and platform.libc_ver()[0] == "glibc"
@@ -94,4 +94,4 @@ def test_status_without_kvikio_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path
     ],
 )
 def test_number_is_found_in_the_words_of_an_error(message: str, number: int) -> None:
-    assert _errno_in(message) == number
+    assert errno_in(message) == number

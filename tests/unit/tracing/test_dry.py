@@ -135,7 +135,7 @@ def ops_in(intervals: tuple[tuple[int, int], ...]) -> set[int]:
 @pytest.fixture
 def _no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels of the CPU take for themselves shows in the process's memory only: no fake tensor knows it."""
-    monkeypatch.setattr(PeakCounter, "_reset", lambda self: False)
+    monkeypatch.setattr(PeakCounter, "reset", lambda self: False)
 
 
 @pytest.mark.usefixtures("_no_scratch")

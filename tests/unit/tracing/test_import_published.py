@@ -106,7 +106,7 @@ def test_every_policy_takes_the_imported_trace(project: Path, imported: Trace) -
 def test_plan_takes_both_files(project: Path, files: tuple[Path, Path]) -> None:
     machine = project / "configs/machines/a100_40gb.toml"
     args = ["plan", "--trace", str(files[0]), "--execution-trace", str(files[1]), "--machine", str(machine)]
-    result = CliRunner().invoke(app, [*args, "--device-budget", "70%", "--json"])
+    result = CliRunner().invoke(app, [*args, "--device-budget", "70%", "--policy", "greedy", "--json"])
     assert result.exit_code == 0, result.stdout
     row = json.loads(result.stdout)
     assert row["status"] == "ok" and row["ideal_s"] == pytest.approx(0.0393, rel=0.01)

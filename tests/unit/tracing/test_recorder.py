@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PeakCounter, "_reset", lambda self: False)
+    monkeypatch.setattr(PeakCounter, "reset", lambda self: False)
 
 
 def mib() -> torch.Tensor:

@@ -15,7 +15,7 @@ from tieroff.units import NS_PER_S, format_bytes, format_seconds
 _BIGGEST = 5
 _TIERS = tuple(Tier)
 _NAMED = 3
-_WAITING = 0.05  # share of a step spent in stalls from which on a hint is given
+STALLED_SHARE = 0.05  # share of a step spent in stalls from which on a hint is given
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
@@ -23,7 +23,7 @@ Away = dict[int, dict[Tier, int]]
 
 
 @dataclass(frozen=True)
-class Told:
+class Explained:
     """A step and its plan, as an explanation needs them.
 
     Attributes:
@@ -44,7 +44,7 @@ class Told:
     may_update_in_backward: bool = False
 
 
-def explain(step: Told, *, detail: bool = False) -> list[str]:
+def explain(step: Explained, *, detail: bool = False) -> list[str]:
     """Returns five lines: what fits, what moved and where, what it costs, exactness, and what did not move.
 
     Args:
@@ -67,7 +67,7 @@ def fit(trace: Trace, plan: Plan) -> str:
     return f"It fits: the device holds at most {peak} of {budget}; with nothing moved it would be {plain}."
 
 
-def exactness(step: Told) -> str:
+def exactness(step: Explained) -> str:
     """Returns the sentence on whether numbers equal those of the plain run."""
     if step.plan.host_updates:
         return "Numbers can differ from the plain run's in rounding: the CPU runs updates of the optimizer."
@@ -116,7 +116,7 @@ def unused(plan: Plan) -> list[str]:
     ]
 
 
-def _cost(step: Told) -> str:
+def _cost(step: Explained) -> str:
     predicted = step.plan.step_ns
     text = f"Predicted step {_time(predicted)}, of which compute {_time(step.trace.ideal_ns)}"
     measured = step.measured
@@ -124,7 +124,7 @@ def _cost(step: Told) -> str:
         return f"{text}; none was measured yet."
     ticks = max(len(step.trace.ops), 1)
     hint = ""
-    if step.may_update_in_backward and measured.stall_ns > _WAITING * measured.step_ns:
+    if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
         hint = (
             " Nothing used gradients between backward and optimizer.step(): [plan] update_in_backward = true would not keep "
             "them and would run updates beside backward; docs/what-works.md lists the loops that may use it."
@@ -136,7 +136,7 @@ def _cost(step: Told) -> str:
     )
 
 
-def _left_alone(step: Told) -> str:
+def _left_alone(step: Explained) -> str:
     reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(step.plan.skipped.items())]
     for reason, names in step.unmoved.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

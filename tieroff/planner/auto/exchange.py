@@ -28,7 +28,7 @@ from tieroff.planner.problem.assemble import build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.simulator import simulate
 
-_WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units visited, over all changes
+WORK = {"fast": 60_000, "high": 3_000_000}  # ops and units visited, over all changes
 _PER_ITEM = {"fast": 1, "high": 20}  # changes for every four ops or units: a small step has few that differ
 _SEARCHED_AT_MOST = {"fast": 6_000, "high": 300_000}  # ops and units: a few changes to a larger step are not worth their time
 _BEGINS = 2  # choices that the search begins with: that of the relaxation, and the best greedy ones
@@ -40,7 +40,7 @@ _SCORES = (Score.TIME, Score.SLACK, Score.RATIO, Score.RELIEF)
 
 @dataclass(frozen=True)
 class _State:
-    """Units that are away by position, each with its tier, the gaps of theirs that stay all the same, and the lead."""
+    """The tier of each unit that is away, by position; their gaps that stay on the device nevertheless; and the lead."""
 
     tier_of: dict[int, Tier]
     kept: frozenset[Slot]
@@ -58,7 +58,7 @@ def exchange_count(problem: Problem) -> int:
     """Returns how many changes are tried: a hundred on a step of a few hundred ops and units, fewer on larger or small ones."""
     size = problem.op_count + len(problem.units) + 1
     effort = problem.effort
-    return min(_WORK[effort] // size, _PER_ITEM[effort] * size // 4)
+    return min(WORK[effort] // size, _PER_ITEM[effort] * size // 4)
 
 
 def plan_exchanged(problem: Problem, policy: str) -> Plan:
@@ -168,7 +168,7 @@ class _Search:
     # Changes.
 
     def _change(self, played: _Played) -> _State | None:
-        """Returns a choice near one that was played, None where a change leads nowhere."""
+        """Returns a neighbour of a simulated choice, None where the change drawn is not possible."""
         state, problem = played.state, self._problem
         position = self._pick_unit(played)
         if position is None:

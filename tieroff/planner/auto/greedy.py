@@ -16,7 +16,7 @@ from tieroff.planner.problem.problem import Problem
 
 # Share of the budget to choose for (the rest is room for windows), score, and reluctance to move what is persistent;
 # the best in experience first.
-_CHOICES = (
+CHOICES = (
     (1.0, Score.TIME, 1.0),
     (1.0, Score.SLACK, 1.0),
     (0.93, Score.TIME, 1.0),
@@ -40,7 +40,7 @@ _LEADS = (0.02, 0.0, 0.1)  # of the step
 TOLERANCE = 0.005
 """Share of a step within which plans are equals: nobody measures durations better than that."""
 
-_WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units visited, over all candidates
+WORK = {"fast": 350_000, "high": 3_500_000}  # ops and units visited, over all candidates
 _LARGE = 4_000  # ops and units, above which a candidate costs more than its share: the work itself shrinks then
 
 
@@ -50,7 +50,7 @@ def candidate_count(problem: Problem) -> int:
     With effort "fast" that is one from about 25,000 tensors on, so that 50,000 are planned in seconds.
     """
     size = problem.op_count + len(problem.units) + 1
-    return max(1, _WORK[problem.effort] * min(size, _LARGE) // size**2)
+    return max(1, WORK[problem.effort] * min(size, _LARGE) // size**2)
 
 
 @policy("greedy")
@@ -99,7 +99,7 @@ def greedy_selections(problem: Problem) -> Iterator[tuple[Selection, float]]:
         return
     selector = Selector(problem)
     seen: set[tuple[object, ...]] = set()
-    for share, score, reluctance in _CHOICES:
+    for share, score, reluctance in CHOICES:
         selection = selector.select(score, int(share * problem.device_bytes), problem.tiers, reluctance)
         if selection is None or selection.slots in seen:
             continue

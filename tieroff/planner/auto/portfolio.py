@@ -55,7 +55,7 @@ class _Ground:
     """A problem, and how its plans become plans of the one that was asked for.
 
     Attributes:
-        repeats: what its plans get besides, where that is all; None where updates on the host change more.
+        repeats: added to its plans, where nothing else changes; None where updates on the host change more.
         choices: those of the greedy portfolio that were made so far; `choice` adds to them.
     """
 

@@ -30,7 +30,6 @@ _SMALL_SHARE = 0.02  # of the bytes x slots: the groups with the least stay out 
 _TOLERANCE = 1e-3
 _SLOTS = {"fast": (30, 24, 20, 16, 12, 8), "high": (120, 96, 80, 60, 48, 36, 30, 24, 20, 16, 12, 8)}
 _COLUMNS_AT_MOST = {"fast": 13_000, "high": 220_000}
-_TIME_LIMIT_S = {"fast": 20.0, "high": 600.0}  # a safety only
 # How windows are repaired and filled, the best in experience first.
 _WAYS = (("furthest_use", "LRlr"), ("deepest", "LRlr"), ("relative_time", "LRlr"), ("furthest_use", "RLrl"))
 
@@ -85,7 +84,7 @@ def relaxed_windows(problem: Problem) -> Iterator[Windows]:
             lower_share=_LOWER_SHARE,
             moves_below=False,
         )
-        if relaxation.solve(_TOLERANCE, _TIME_LIMIT_S[problem.effort]):
+        if relaxation.solve(_TOLERANCE):
             yield round_solution(problem, relaxation)
 
 
@@ -109,7 +108,7 @@ def relaxed_selection(problem: Problem) -> Selection | None:
     relaxation = Relaxation(
         problem, grid.points, grid.groups, device_bytes=device_bytes, lower_share=_LOWER_SHARE, moves_below=False
     )
-    if not relaxation.solve(_TOLERANCE, _TIME_LIMIT_S["fast"]):
+    if not relaxation.solve(_TOLERANCE):
         return None
     windows = round_solution(problem, relaxation)
     away: dict[int, list[Tier]] = {}

@@ -160,7 +160,7 @@ class Selector:
         unit = self._problem.units[position]
         if score in _RANKED:
             is_worth = _native.most_bytes(over, self._problem.idle_spans[position]) > 0
-            return self._rank(score, position) if is_worth else 0.0
+            return self.rank(score, position) if is_worth else 0.0
         relief = _relief(self._problem, unit, over, self._weights)
         if relief <= 0.0:
             return 0.0
@@ -173,7 +173,8 @@ class Selector:
         at_peak = sum(self._problem.size_bytes(s.tensor) for s, (a, b) in pieces if a <= peak < b)
         return at_peak + relief / (1.0 + float(over.max()) * float(self._weights.sum()))
 
-    def _rank(self, score: Score, position: int) -> float:
+    def rank(self, score: Score, position: int) -> float:
+        """Returns the value of a unit by a score that does not depend on what has left already."""
         return self._idle_ns[position] / (self._transfer_ns[position] if score is Score.SLACK else 1)
 
     def choose(
@@ -190,9 +191,9 @@ class Selector:
         persistent tensors: their transfers crowd at the step's ends and in the optimizer, where little hides them.
         The units in `first`, by position, go before all others, each to its tier where that has room.
 
-        Tensors take the first tier of `order` that has room. By some scores a unit that relieves anything is worth the
-        same at all times: those are taken in one pass. The other values only fall as the pressure falls (for BYTES
-        nearly so), so a heap with values of an earlier round gives the best unit after few evaluations.
+        Tensors take the first tier of `order` that has room. By some scores a unit's value does not depend on what
+        has left already: one pass takes them in order. Other values only fall as the pressure falls (for BYTES nearly
+        so), so a heap with values of an earlier round gives the best unit after few evaluations.
         """
         choice = self._choose(score, line_bytes, order, reluctance, first or {})
         if choice is None:
@@ -208,7 +209,7 @@ class Selector:
         weight = [1.0 / reluctance if is_persistent else 1.0 for is_persistent in self._is_persistent]
         waiting = [position for position in range(len(self._problem.units)) if position not in first]
         if score in _RANKED:
-            ranked = sorted((-self._rank(score, p) * weight[p], p) for p in waiting)
+            ranked = sorted((-self.rank(score, p) * weight[p], p) for p in waiting)
             for _, position in ranked:
                 if not choice.is_over():
                     break

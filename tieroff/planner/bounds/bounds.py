@@ -40,7 +40,6 @@ from tieroff.units import NS_PER_S
 _SLOTS = (48, 36, 30, 24, 20, 16, 12, 8, 4, 2, 1)  # more gain nothing on any trace tried
 _COLUMNS_AT_MOST = 40_000
 _TOLERANCE = 1e-4
-_TIME_LIMIT_S = 90.0  # per attempt, a safety only
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def relaxed_bound_ns(
         if not groups:
             break
         relaxation = Relaxation(problem, points, groups, device_bytes=device_bytes)
-        if relaxation.solve(_TOLERANCE, _TIME_LIMIT_S):
+        if relaxation.solve(_TOLERANCE):
             return max(compute_ns, relaxation.bound_ns)
     return compute_ns
 

@@ -229,9 +229,9 @@ class Relaxation:
         self._add_budgets(device_bytes, lower_share)
         self._link_rows = [self._add_links(slot) for slot in range(self._count)]
 
-    def solve(self, tolerance: float = 1e-3, time_limit_s: float = 600.0) -> bool:
-        """Solves the program; False when there is no solution, or none in time."""
-        self.solution = self._program.solve(tolerance, time_limit_s)
+    def solve(self, tolerance: float = 1e-3) -> bool:
+        """Solves the program; False when no solution was found."""
+        self.solution = self._program.solve(tolerance)
         return self.solution is not None
 
     @property

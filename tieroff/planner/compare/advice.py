@@ -1,4 +1,4 @@
-"""What a plan means for whoever buys or rents the machine: whether it fits, how fast it is, drive wear, and what would help."""
+"""What a plan means for the choice of a machine: whether the step fits, how fast it is, drive wear, and what would help."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def reliefs(
 ) -> tuple[list[Relief], list[str]]:
     """Returns what more of each resource would give, best first, and the questions for which there was no time.
 
-    Each is planned anew with the result's policy and effort "fast". Where `effort`, the result's own, was higher, what
-    counts is the share of a fast plan's time. More of a resource never makes the step longer: the plan at hand remains
+    Each question is planned with the result's policy and effort "fast". Where the result's own `effort` was higher, gains are
+    relative to a fast plan of the same budget. More of a resource never makes the step longer: the given plan stays
     possible.
     """
     assert result.plan is not None

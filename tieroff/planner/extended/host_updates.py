@@ -35,7 +35,7 @@ from tieroff.planner.simulate.options import rerank
 from tieroff.planner.simulate.simulator import simulate
 from tieroff.units import NS_PER_S
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of what may be updated on the host, by time, besides the share that balances both sides
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the time that may be updated on the host; the share that balances both sides is tried too
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +352,9 @@ def _last_write(life: Lifetime, op: int) -> int:
 def updated_problems(problem: Problem, count: int) -> Iterator[Updated]:
     """Yields at most `count` problems in which the CPU updates buckets, each with others.
 
-    All that are worth it come first, then those that keep the CPU as long as the links are kept by the state of the rest;
-    those that the step comes to first, since the CPU works on them beside the device. Others are left out where the host
-    has no room.
+    The first has all buckets that gain time; the next keeps the CPU busy for as long as the links carry the state of the
+    others. Within a problem the buckets that the step reaches first go first, since the CPU updates them while the device
+    computes. Buckets for which the host has no room are left out.
     """
     buckets: list[Bucket] = []
     for bucket in find_buckets(problem):

@@ -2,7 +2,7 @@
 
 [Note: remade problems]
 Where a tensor is made again at tick e, what lies before and after it are two tensors that have nothing to do with each
-other, and op e takes the repeated ops' time besides its own, reads what they read and writes what they write. So the
+other, and op e takes the repeated ops' time in addition to its own, reads what they read and writes what they write. So the
 choice of what to make again turns a problem into another one of the same kind, whose plans are those of the first with
 the repeats added: ticks, memory and time are the same. Its tensors that stem from one are put together again in
 `Remade.plan`. The inputs of a repeated op are those of its first run: alive and unchanged, or made again at the same tick.
@@ -182,7 +182,7 @@ def _can_move(tensor: Tensor, min_bytes: int) -> bool:
     return tensor.is_movable and tensor.kind is not TensorClass.INPUT and tensor.size_bytes >= min_bytes
 
 
-class _OpenGaps:
+class OpenGaps:
     """Gaps whose tensors are still to be made, by tensor: no look at one of them takes longer the more there are."""
 
     def __init__(self, gaps: list[Gap]) -> None:
@@ -213,10 +213,10 @@ def remake(problem: Problem, chosen: list[Candidate]) -> Remade:
     chains = _Chains(problem)
     trace = problem.trace
     births: dict[int, set[int]] = defaultdict(set)  # per tensor: ticks at which it is made again
-    needs: dict[int, set[int]] = defaultdict(set)  # per tick: tensors that repeats need besides
+    needs: dict[int, set[int]] = defaultdict(set)  # per tick: further tensors that repeats need
     repeats: set[tuple[int, int]] = set()
     gaps = sorted((c.gap for c in chosen), key=lambda gap: (gap.stop, gap.tensor))
-    open_ = _OpenGaps(gaps)
+    open_ = OpenGaps(gaps)
     for gap in gaps:
         if not open_.has(gap):
             continue  # it was made for another one, before its own use

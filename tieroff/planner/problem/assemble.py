@@ -189,7 +189,7 @@ def assemble(problem: Problem, policy: str, windows: Windows) -> Plan | None:
 def _lower_residencies(problem: Problem, drafted: Draft) -> list[Residency]:
     """Returns the stays of all copies below, as one where two of a piece touch or share the step's last op.
 
-    A copy that is awaited at the very tick at which the one before it ends would else be dropped with that one.
+    Without that, a copy awaited at the tick at which the one before it ends would be dropped together with that one.
     """
     op_count, runs = problem.op_count, drafted.runs
     stays: dict[tuple[int, int], list[tuple[int, int]]] = {}

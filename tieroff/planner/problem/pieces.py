@@ -147,7 +147,7 @@ def fit(problem: Problem, windows: Windows, *, repair: str, passes: str, lead_ns
     )
     if not is_done:
         return None
-    # A gap that was kept has no tier; one that had to give way gets the first there is.
+    # A gap in which the bytes stayed has no tier; if they now leave, they go to the first one.
     tier = np.where((away_start < away_stop) & (windows.tier < 0), LOWER.index(problem.tiers[0]), windows.tier)
     return replace(windows, away_start=away_start, away_stop=away_stop, tier=tier)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from tieroff.storage.completion import Timed
+
 
 class Direction(StrEnum):
     """Whose queue a memory copy waits in: OUT to a lower tier with the writes, IN from it with the reads."""
@@ -33,7 +35,7 @@ class OpenFile:
     memory_alignment: int
 
 
-class Transfer(Protocol):
+class Transfer(Timed, Protocol):
     """One transfer of an engine. It owns neither memory nor file: both must stay until it has ended.
 
     A store makes a `Completion` of it, which knows the place and what was to be found there.
@@ -52,19 +54,8 @@ class Transfer(Protocol):
         """The first error, 0 for none, ECANCELED when it was taken back."""
 
     @property
-    def start_ns(self) -> int:
-        """When its first byte was moved, CLOCK_MONOTONIC; 0 until then."""
-
-    @property
-    def stop_ns(self) -> int:
-        """When it ended; 0 until then."""
-
-    @property
     def checksum(self) -> int | None:
         """Of the tensor's bytes, once it has ended well and if it was asked for; comparable within one engine."""
-
-    def done(self) -> bool:
-        """Returns whether it has ended."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for its end without the interpreter's lock; returns False after the time-out."""

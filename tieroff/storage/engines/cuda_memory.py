@@ -72,7 +72,7 @@ class CudaMemory:
 
     @contextmanager
     def _context(self, ordinal: int) -> Iterator[None]:
-        """Makes the device's primary context, which is the one that torch uses, this thread's for a while."""
+        """Makes the device's primary context, which torch uses too, the current one of this thread within the block."""
         device, context = ctypes.c_int(0), ctypes.c_void_p()
         _check(self._device(ctypes.byref(device), ctypes.c_int(ordinal)), f"device {ordinal}")
         _check(self._retain(ctypes.byref(context), device), f"the context of device {ordinal}")

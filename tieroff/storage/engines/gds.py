@@ -98,7 +98,7 @@ class GdsTransfer:
         except OSError as error:
             self._fail(error, error.errno or errno.EIO)
         except RuntimeError as error:  # what kvikio makes of every error; the number is only in its words
-            self._fail(error, _errno_in(str(error)))
+            self._fail(error, errno_in(str(error)))
         except BaseException:
             self._errno = errno.EIO
             raise
@@ -119,7 +119,7 @@ def _check_process(pid: int) -> None:
         )
 
 
-def _errno_in(message: str) -> int:
+def errno_in(message: str) -> int:
     """Returns the error number whose text ends a message; EIO if there is none."""
     numbers = {os.strerror(number): number for number in errno.errorcode}
     found = [text for text in numbers if message.rstrip(" .\n").endswith(text)]
@@ -129,8 +129,8 @@ def _errno_in(message: str) -> int:
 class GdsEngine:
     """Device memory goes by kvikio; host memory, such as that of homes and slabs, by the `threads` engine.
 
-    Transfers of device memory do not wait for work on any stream: whoever asks for one has waited for what wrote the
-    memory, and uses it only after the end. (kvikio itself waits for the legacy default stream before it starts, and
+    Transfers of device memory do not wait for work on any stream: the caller has waited for what wrote the memory, and
+    uses it only after the end. (kvikio itself waits for the legacy default stream before it starts, and
     where it copies through the host, its copies are ordered with that stream.)
 
     A write's last block that is not whole goes through the page cache and is on the drive when the write ends. Checksums

@@ -23,7 +23,7 @@ log = logging.getLogger("tieroff")
 
 # Address space, which costs nothing, for what is in use and for gaps between it.
 _RESERVED_OF_MEMORY = 4
-_TORCH_ALLOCATES_IN = "libc10.so"
+TORCH_ALLOCATES_IN = "libc10.so"
 # Below it, memory stays in the C library's heap, which wastes less of it than whole pages would.
 _SERVED_FROM_BYTES = 1 << 20
 _NOTHING_BYTES = 2**64 - 1
@@ -52,7 +52,7 @@ def _has_huge_pages() -> bool:
 
 def serve_torch() -> bool:
     """Makes torch take large CPU tensors from the pool from now on; returns False if that is impossible."""
-    if page_pool() is None or not _is_in_the_way():
+    if page_pool() is None or not is_in_the_way():
         return False
     from tieroff.storage.native import _native
 
@@ -72,15 +72,15 @@ def stop_serving() -> None:
 
 
 @functools.cache
-def _is_in_the_way() -> bool:
-    """Puts the pool in the way of torch's allocations; False where it cannot be."""
+def is_in_the_way() -> bool:
+    """Makes torch allocate from the pool; returns False where that is not possible."""
     from tieroff.storage.native import _native
 
     try:
-        is_there = _native.serve_library(_TORCH_ALLOCATES_IN)
+        is_there = _native.serve_library(TORCH_ALLOCATES_IN)
     except OSError as error:
-        log.info("%s cannot be served (%s)", _TORCH_ALLOCATES_IN, error)
+        log.info("%s cannot be served (%s)", TORCH_ALLOCATES_IN, error)
         return False
     if not is_there:
-        log.info("%s allocates by other calls than were expected: freed memory is not kept", _TORCH_ALLOCATES_IN)
+        log.info("%s allocates by other calls than were expected: freed memory is not kept", TORCH_ALLOCATES_IN)
     return is_there

@@ -107,7 +107,7 @@ class HostStore(SpaceStore):
         area = FreeList()
         area.extend(slab.size_bytes)
         self._slabs.append(slab)
-        self._areas.append(area)
+        self.areas.append(area)
 
     def _grow(self, extent_bytes: int) -> str:
         left = align_up(self.capacity_bytes, PAGE_BYTES) - self.reserved_bytes
@@ -129,7 +129,7 @@ class HostStore(SpaceStore):
         for slab in self._slabs:
             self._maker.release(slab)
         self._slabs.clear()  # homes that are still referred to hold their slab
-        self._areas.clear()
+        self.areas.clear()
 
 
 def _no_memory(size_bytes: int, found: str, number: int | None) -> StoreError:

@@ -43,7 +43,7 @@ class HomeStore(Protocol):
         """Starts to write an extent."""
 
     def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
-        """Starts to read an extent that anybody may have written into."""
+        """Starts to read an extent that user code may have written into."""
 
     def verify(self, place: MappedExtents) -> None:
         """While checksums are on, reads the shadow back. Raises StoreError if it differs from what was written."""

@@ -60,7 +60,9 @@ class FileStore(SpaceStore):
 
     Attributes:
         dirs: as given.
+        files: open, one per directory.
         is_direct: whether every file is open with O_DIRECT; if not, bytes also lie in the page cache.
+        page_returner: what `return_pages` started, or None.
     """
 
     tier = Tier.NVME
@@ -99,22 +101,22 @@ class FileStore(SpaceStore):
         if not self.dirs:
             raise ConfigError("[nvme] dirs: expected at least one directory, got none")
         speeds = write_bytes_per_s or [1.0] * len(self.dirs)
-        self._files, shares = _open_files(self.dirs, capacity_bytes, speeds, engine.is_direct, room)
+        self.files, shares = _open_files(self.dirs, capacity_bytes, speeds, engine.is_direct, room)
         try:
-            super().__init__(capacity_bytes, engine, max(file.block_bytes for file in self._files))
+            super().__init__(capacity_bytes, engine, max(file.block_bytes for file in self.files))
         except BaseException:
-            _close_files(self._files)
+            _close_files(self.files)
             raise
-        self.is_direct = all(file.is_direct for file in self._files)
+        self.is_direct = all(file.is_direct for file in self.files)
         self._checksum = checksum
         self._is_checking = checksum != "off"
         self._grow_bytes = align_up(room.grow_bytes, self.alignment_bytes)
         self._shares = [align_up(max(share, 1), self.alignment_bytes) for share in shares]
-        self._areas = [FreeList() for _file in self._files]
+        self.areas = [FreeList() for _file in self.files]
         self._home_types: dict[int, Any] = {}
         self._addresses = FreeList()
         self._range: Mapping | None = None
-        self._page_returner: PageReturner | None = None
+        self.page_returner: PageReturner | None = None
         _open_stores.add(self)
 
     def end_warmup(self) -> None:
@@ -131,7 +133,7 @@ class FileStore(SpaceStore):
         with self._open():
             if size_bytes > align_up(self.capacity_bytes, self.alignment_bytes):
                 raise StateError(f"expected to reserve at most {self.capacity_bytes} bytes, got {size_bytes}")
-            for index, (area, share) in enumerate(zip(self._areas, self._shares, strict=True)):
+            for index, (area, share) in enumerate(zip(self.areas, self._shares, strict=True)):
                 wanted = min(align_up(-(-size_bytes * share // self.capacity_bytes), self.alignment_bytes), share)
                 if wanted > area.length_bytes:
                     self._extend(index, wanted - area.length_bytes)
@@ -143,12 +145,12 @@ class FileStore(SpaceStore):
             interval_s: time between two rounds, such as 0.005; None stops it.
         """
         with self._open():
-            if self._page_returner is not None:
-                self._page_returner.close()
-                self._page_returner = None
+            if self.page_returner is not None:
+                self.page_returner.close()
+                self.page_returner = None
             if interval_s is not None:
                 space = self._address_range()
-                self._page_returner = return_pages(space.address, space.size_bytes, interval_s)
+                self.page_returner = return_pages(space.address, space.size_bytes, interval_s)
 
     def home(self, size_bytes: int) -> FileHome:
         """Returns a new home: a mapped extent."""
@@ -180,7 +182,7 @@ class FileStore(SpaceStore):
             written = shadow.written if shadow is not None else None
             if shadow is None or not isinstance(written, StoreTransfer) or written.checksum is None:
                 return
-            transfer = self.engine.verify(self._files[shadow.area], shadow.offset, shadow.size_bytes)
+            transfer = self.engine.verify(self.files[shadow.area], shadow.offset, shadow.size_bytes)
             check = self._started(shadow, transfer, "read back", place.space, Check(written.checksum))
         check.wait()
 
@@ -190,7 +192,7 @@ class FileStore(SpaceStore):
             shadow = place.shadow
             if shadow is None:
                 raise StateError("expected a written value to publish, got none")
-            file = self._files[shadow.area]
+            file = self.files[shadow.area]
             with self._placed("map", shadow):
                 place.space.map_file(place.position, shadow.extent_bytes, file.fd, shadow.offset)
             old, place.shown, place.shadow = place.shown, shadow, None
@@ -213,7 +215,7 @@ class FileStore(SpaceStore):
         """
         with self._open():
             block = place.shown
-            fd = self._files[block.area].fd
+            fd = self.files[block.area].fd
         with self._placed("write back", block):
             place.space.give_back(place.position, block.extent_bytes)
             write_back(fd, block.offset, block.extent_bytes)
@@ -235,7 +237,7 @@ class FileStore(SpaceStore):
             ) from error
 
     def _forget_pages(self, block: Block) -> None:
-        os.posix_fadvise(self._files[block.area].fd, block.offset, block.extent_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self.files[block.area].fd, block.offset, block.extent_bytes, os.POSIX_FADV_DONTNEED)
 
     def _address_range(self) -> Mapping:
         if self._range is None:
@@ -255,7 +257,7 @@ class FileStore(SpaceStore):
             )
         try:
             with self._placed("map", block):
-                space.map_file(position, block.extent_bytes, self._files[block.area].fd, block.offset)
+                space.map_file(position, block.extent_bytes, self.files[block.area].fd, block.offset)
         except BaseException:
             self._addresses.give(position, block.extent_bytes)
             raise
@@ -272,12 +274,12 @@ class FileStore(SpaceStore):
 
     def _area_order(self) -> list[int]:
         # The one that is emptiest for its share first, growing it if need be: so slow drives get less to do.
-        return sorted(range(len(self._areas)), key=lambda index: self._areas[index].used_bytes / self._shares[index])
+        return sorted(range(len(self.areas)), key=lambda index: self.areas[index].used_bytes / self._shares[index])
 
     def _grow(self, extent_bytes: int) -> str:
         reason = "the free room is in pieces"
         for index in self._area_order():
-            area = self._areas[index]
+            area = self.areas[index]
             needed = extent_bytes - area.tail_bytes
             left = self._shares[index] - area.length_bytes
             if needed > left:
@@ -291,7 +293,7 @@ class FileStore(SpaceStore):
         return reason
 
     def _extend(self, index: int, size_bytes: int) -> None:
-        file, area = self._files[index], self._areas[index]
+        file, area = self.files[index], self.areas[index]
         try:
             files.preallocate(file, area.length_bytes, size_bytes)
         except OSError as error:
@@ -309,12 +311,12 @@ class FileStore(SpaceStore):
 
     def _submit_write(self, block: Block, source_address: int) -> Transfer:
         return self.engine.write(
-            self._files[block.area], block.offset, source_address, block.size_bytes, with_checksum=self._is_checking
+            self.files[block.area], block.offset, source_address, block.size_bytes, with_checksum=self._is_checking
         )
 
     def _submit_read(self, block: Block, target_address: int) -> Transfer:
         return self.engine.read(
-            self._files[block.area],
+            self.files[block.area],
             block.offset,
             target_address,
             block.size_bytes,
@@ -329,18 +331,18 @@ class FileStore(SpaceStore):
         return ", ".join(self.dirs), 0
 
     def _release(self) -> None:
-        if self._page_returner is not None:
-            self._page_returner.close()
-            self._page_returner = None
+        if self.page_returner is not None:
+            self.page_returner.close()
+            self.page_returner = None
         self._range = None  # homes that are still referred to hold it, and their mappings hold the file's bytes
-        _close_files(self._files)
-        self._files = []
-        self._areas = []
+        _close_files(self.files)
+        self.files = []
+        self.areas = []
 
     def _close_in_child(self) -> None:
         """After a fork: the child has nothing but copies of the descriptors."""
-        _close_files(self._files)
-        self._files = []
+        _close_files(self.files)
+        self.files = []
 
 
 def _open_files(
@@ -352,7 +354,7 @@ def _open_files(
     try:
         for path in dirs:
             directory_fds.append(files.open_directory(path))
-        shares = share_out(capacity_bytes, speeds, _rooms(directory_fds, room.min_free_bytes))
+        shares = share_out(capacity_bytes, speeds, rooms(directory_fds, room.min_free_bytes))
         if sum(shares) < capacity_bytes:
             raise ConfigError(
                 f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
@@ -370,7 +372,7 @@ def _open_files(
     return opened, shares
 
 
-def _rooms(directory_fds: Sequence[int], min_free_bytes: int) -> list[int]:
+def rooms(directory_fds: Sequence[int], min_free_bytes: int) -> list[int]:
     """Returns the bytes that each directory may take; directories on one drive share its room alike."""
     drives = [os.fstat(fd).st_dev for fd in directory_fds]
     return [

@@ -23,6 +23,9 @@ class MappedFiles:
     """What of this process's memory was mapped from files at one moment: a checkpoint that was loaded with `mmap=True`.
 
     Its pages stay resident, although they are not needed any more, for as long as any tensor of the checkpoint lives.
+
+    Attributes:
+        ranges: the first address of each mapping and that after it, in order.
     """
 
     def __init__(self) -> None:
@@ -33,19 +36,19 @@ class MappedFiles:
                 ranges = [parts[0].split("-") for parts in split if parts[4] != "0"]  # the file's inode
         except OSError:
             ranges = []
-        self._ranges = sorted((int(start, 16), int(stop, 16)) for start, stop in ranges)
+        self.ranges = sorted((int(start, 16), int(stop, 16)) for start, stop in ranges)
 
     @classmethod
     def none(cls) -> MappedFiles:
-        """Returns one that knows of no file, for memory that is known to come from none."""
+        """Returns one without any mapping, for memory that comes from no file."""
         found = cls.__new__(cls)
-        found._ranges = []
+        found.ranges = []
         return found
 
     def page_out(self, address: int, size_bytes: int) -> None:
         """Gives the pages of a range back to the system if they are a file's. Values stay, those written privately too."""
-        index = bisect.bisect_right(self._ranges, (address, sys.maxsize)) - 1
-        if index >= 0 and address + size_bytes <= self._ranges[index][1]:
+        index = bisect.bisect_right(self.ranges, (address, sys.maxsize)) - 1
+        if index >= 0 and address + size_bytes <= self.ranges[index][1]:
             page_out(address, size_bytes)
 
 

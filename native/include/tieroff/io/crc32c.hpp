@@ -14,8 +14,7 @@ namespace tieroff {
 [[nodiscard]] std::uint32_t crc32c_table(const void* data, std::size_t size_bytes, std::uint32_t crc = 0) noexcept;
 
 // CRC of two adjoining ranges from the CRC of each, so that chunks may be done in any order.
-[[nodiscard]] std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second,
-                                           std::uint64_t second_size_bytes) noexcept;
+[[nodiscard]] std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_size_bytes) noexcept;
 
 // Whether crc32c() uses an instruction of the processor.
 [[nodiscard]] bool crc32c_is_hardware() noexcept;

@@ -20,10 +20,10 @@ struct Fault {
   Kind kind = Kind::kRead;
   std::uint64_t after = 0;
   std::uint64_t count = 1;
-  int error = 0;                          // fails with this errno
+  int error = 0;                                          // fails with this errno
   std::optional<std::size_t> short_bytes = std::nullopt;  // moves and reports no more than this
-  bool is_hang = false;                   // blocks until release(), then goes on
-  bool is_flip = false;                   // a read that flips one bit of what it read
+  bool is_hang = false;                                   // blocks until release(), then goes on
+  bool is_flip = false;                                   // a read that flips one bit of what it read
 };
 
 class FaultTable {

@@ -20,11 +20,11 @@ namespace tieroff {
 struct Request {
   Kind kind = Kind::kCopy;
   int fd = -1;
-  std::uint64_t offset = 0;  // in the file
-  std::byte* memory = nullptr;  // of a read: null reads for the checksum alone
+  std::uint64_t offset = 0;           // in the file
+  std::byte* memory = nullptr;        // of a read: null reads for the checksum alone
   const std::byte* source = nullptr;  // of a memory copy
   std::size_t size_bytes = 0;
-  std::size_t block_bytes = 4096;      // offset and length in the file are multiples of this
+  std::size_t block_bytes = 4096;       // offset and length in the file are multiples of this
   std::size_t memory_alignment = 4096;  // memory that is not aligned to this goes through a bounce buffer
   bool with_crc = false;
   bool is_flushed_first = false;  // a read of a range that is also mapped: write its dirty pages back before

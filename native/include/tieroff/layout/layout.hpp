@@ -23,7 +23,7 @@ struct Problem {
 // Equal options give equal results, unless the time limit strikes. The switches change how long the search takes and,
 // when the budget runs out, how far it gets; what a search without limits can place is the same for all of them.
 struct Options {
-  std::int64_t capacity = -1;           // a footprint that suffices; -1: as small as possible
+  std::int64_t capacity = -1;            // a footprint that suffices; -1: as small as possible
   std::int64_t node_budget = 1'000'000;  // of the exact search
   std::int64_t fit_budget = 20'000'000;  // steps of placing in order; the first orders are always tried
   std::uint64_t seed = 1;

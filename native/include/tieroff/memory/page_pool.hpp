@@ -81,9 +81,9 @@ class PagePool {
   std::size_t limit_bytes_ = 0;
   std::size_t in_use_bytes_ = 0;
   std::size_t kept_bytes_ = 0;
-  Stretches kept_;   // free, and resident for all that is known
-  Stretches clean_;  // free, and not resident
-  std::set<std::size_t> small_;  // offsets of huge pages that are to be of small ones
+  Stretches kept_;                                       // free, and resident for all that is known
+  Stretches clean_;                                      // free, and not resident
+  std::set<std::size_t> small_;                          // offsets of huge pages that are to be of small ones
   std::unordered_map<std::size_t, std::size_t> in_use_;  // offset -> size
 };
 

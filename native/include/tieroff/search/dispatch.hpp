@@ -29,9 +29,9 @@ struct DispatchJobs {
 };
 
 struct Dispatched {
-  double step_ns;                     // of the last step run
-  std::vector<double> waits_ns;       // per op, of the last step
-  std::vector<std::int64_t> served;   // per transfer: its place in the order of service of all links
+  double step_ns;                        // of the last step run
+  std::vector<double> waits_ns;          // per op, of the last step
+  std::vector<std::int64_t> served;      // per transfer: its place in the order of service of all links
   std::vector<std::int64_t> start_tick;  // per transfer: tick of its start, counted as `issue_from` is
 };
 

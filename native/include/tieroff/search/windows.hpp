@@ -23,17 +23,17 @@ struct Gaps {
 
 // Which of the gaps at an op over the budget give way first when windows are repaired.
 enum class Repair {
-  kLeastTime,      // those whose window grows by the least time
-  kDeepest,        // those furthest from both uses, kept ones too
-  kFurthestUse,    // those whose use (the next before a load, the last before a release) is furthest
-  kRelativeTime,   // those whose window grows by the least share of the time to that use
+  kLeastTime,     // those whose window grows by the least time
+  kDeepest,       // those furthest from both uses, kept ones too
+  kFurthestUse,   // those whose use (the next before a load, the last before a release) is furthest
+  kRelativeTime,  // those whose window grows by the least share of the time to that use
 };
 
 // How windows shrink again where the budget leaves room, gap by gap in the orders given.
 struct Filling {
-  std::span<const std::int64_t> load_order;   // gaps, in the order in which loads may be issued earlier
+  std::span<const std::int64_t> load_order;     // gaps, in the order in which loads may be issued earlier
   std::span<const std::int64_t> release_order;  // gaps, in the order in which releases may be later
-  std::span<const std::int64_t> load_from;    // per gap: an earlier load would help nothing
+  std::span<const std::int64_t> load_from;      // per gap: an earlier load would help nothing
   std::span<const std::int64_t> release_until;  // per gap: a later release would help nothing
   // One letter per pass: L loads and R releases within those limits, l and r without.
   std::string_view passes;

@@ -41,7 +41,7 @@ class Dual {
 
   const Reduced& reduced_;
   std::vector<double> price_, priced_cost_, share_;
-  double constant_ = 0;  // of the bound: the price of all room
+  double constant_ = 0;                      // of the bound: the price of all room
   std::vector<double> messages_;             // to a node, by its neighbours in order
   std::vector<std::int64_t> first_message_;  // by place in `neighbours`
   std::vector<std::int64_t> mirror_;         // the same edge's place at its other end

@@ -58,9 +58,9 @@ class Search {
 
   void start_fresh(std::int64_t number);
   void start_from_best();
-  void sweep();                  // chooses anew along trees that cover every free node once on average, by priced costs
-  Found repair(int patience);    // moves prices until memory holds, and further while it gets better
-  void improve(Found& found);    // along trees, within memory
+  void sweep();                // chooses anew along trees that cover every free node once on average, by priced costs
+  Found repair(int patience);  // moves prices until memory holds, and further while it gets better
+  void improve(Found& found);  // along trees, within memory
   bool try_tree(double threshold, double noise, double& cost);
   double uniform() { return static_cast<double>(random_() >> 11) * 0x1p-53; }
 

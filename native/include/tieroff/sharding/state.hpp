@@ -19,8 +19,8 @@ class State {
   // Moves nodes[i] to strategies[i] if memory allows it, which held before; else leaves all as it was.
   bool move_within_room(std::span<const int> nodes, std::span<const int> strategies);
 
-  double cost() const;           // of nodes and edges, without prices
-  double most_over() const;      // bytes beyond the room at the worst time; 0 when everything fits
+  double cost() const;       // of nodes and edges, without prices
+  double most_over() const;  // bytes beyond the room at the worst time; 0 when everything fits
   double over(std::size_t time) const { return held_[time] - reduced_.room[time]; }
   const std::vector<int>& choice() const { return choice_; }
   const Reduced& reduced() const { return reduced_; }

@@ -105,12 +105,12 @@ class SharedLinks {
     std::vector<std::uint32_t> queue;
     std::size_t served = 0;  // how many of the queue have left it
     bool is_busy = false;
-    bool is_moving = false;         // past its latency
-    std::uint32_t slot = 0;         // in service
+    bool is_moving = false;          // past its latency
+    std::uint32_t slot = 0;          // in service
     std::int64_t event_ns = kNever;  // when its latency or the job ends, if no rate changes before
-    std::int64_t since_ns = 0;      // when `work` was left
-    std::int64_t rate = 0;          // 0: not known yet
-    Wide work = 0;                  // bytes times ns per second
+    std::int64_t since_ns = 0;       // when `work` was left
+    std::int64_t rate = 0;           // 0: not known yet
+    Wide work = 0;                   // bytes times ns per second
   };
 
   static Wide moved(const Channel& channel, std::int64_t now_ns) {

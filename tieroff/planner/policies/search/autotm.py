@@ -16,7 +16,8 @@ all ops within 10 of such an op fall by 10 % (both figures verified) and the pro
 lower limits lead to a plan that is over the budget, the first plan is taken. Plans count bytes; the addresses are no
 part of them.
 
-Defaults, not verified: a gap of 2 % ends a solve, and so do 200 nodes with the best so far; a time limit is a safety only.
+Defaults, not verified: a gap of 2 % ends a solve, and so do 200 nodes with the best so far. A program of
+more than 4 million entries is not solved: what its limits ask for is chosen as what is missing is.
 Differences: kernels have one configuration here, all in fast memory, so there are no binaries of kernels and the
 program is one over absences; sizes are not rounded to MB; what the program moves goes to the host, and to the drive
 where that is full; where the executor ties slots together they share one binary.
@@ -30,7 +31,7 @@ apart w can be away between ops 0 and 7 alone, and w and n cost no more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ import numpy.typing as npt
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.select import transfer_ns
-from tieroff.planner.bounds.linear import run_highs
+from tieroff.planner.bounds.linear import SparseRows, make_model, run_highs
 from tieroff.planner.extended.addresses import overshoot_bytes, with_addresses
 from tieroff.planner.policy import policy
 from tieroff.planner.problem.assemble import Move, build_plan
@@ -50,7 +51,7 @@ DEFRAGMENTATION_PERCENT = 10  # verified
 DEFRAGMENTATION_ROUNDS = 2  # default, not verified
 GAP = 0.02  # default, not verified
 NODES = 200  # default, not verified
-_TIME_LIMIT_S = 20.0  # a safety only
+ENTRIES_AT_MOST = 4_000_000  # default, not verified; the steps of large models have about a million
 
 Reals = npt.NDArray[np.float64]
 
@@ -137,22 +138,6 @@ def _plan(problem: Problem, policy: str, columns: list[_Column]) -> Plan:
     return first if overshoot_bytes(plan) else plan
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Rows of a sparse matrix with a lower limit each."""
-
-    starts: list[int] = field(default_factory=lambda: [0])
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-
-    def add(self, columns: npt.NDArray[np.int64], values: Reals, lower: float) -> None:
-        self.columns += columns.tolist()
-        self.values += values.tolist()
-        self.lower.append(lower)
-        self.starts.append(len(self.columns))
-
-
 class _Program:
     """The integer program over the columns: the least time that brings every op under its limit."""
 
@@ -183,54 +168,49 @@ class _Program:
         return build_plan(problem, policy, moves, room.tier_of, copies_early=False)
 
     def _solve(self, over: Bytes) -> npt.NDArray[np.bool_]:
-        """Returns which columns HiGHS chooses, none where it finds no solution in time; `over` is what must leave per op."""
+        """Returns which columns HiGHS chooses, none where it finds no solution; `over` is what must leave per op."""
         import highspy  # here, since only planning for some policies needs it
 
         columns = self._columns
         versions = {v: len(columns) + i for i, v in enumerate(dict.fromkeys(c.version for c in columns if c.write_ns))}
         write_ns = {c.version: c.write_ns for c in columns if c.write_ns}
-        rows = self._rows(over)
+        rows, lower = self._rows(over)
         pairs = [(c.needs, i) for i, c in enumerate(columns) if c.needs >= 0]
         pairs += [(versions[c.version], i) for i, c in enumerate(columns) if c.write_ns]
-        for upper, lower in pairs:
-            rows.add(np.array([upper, lower]), np.array([1.0, -1.0]), 0.0)
+        for needed, needing in pairs:
+            rows.add((needed, needing), (1.0, -1.0))
+        if len(rows.values) > ENTRIES_AT_MOST:
+            return np.zeros(len(columns), bool)
+        row_lower = np.array([*lower, *(0.0 for _ in pairs)])
         cost = np.array([c.read_ns for c in columns] + [write_ns[v] for v in versions], np.float64)
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(cost), len(rows.lower)
-        model.col_cost_ = cost / max(1.0, cost.max())
-        model.col_lower_, model.col_upper_ = np.zeros(len(cost)), np.ones(len(cost))
-        model.row_lower_, model.row_upper_ = np.array(rows.lower), np.full(len(rows.lower), np.inf)
+        upper = np.ones(len(cost))
+        model = make_model(cost / max(1.0, cost.max()), upper, row_lower, np.full(len(row_lower), np.inf), rows)
         model.integrality_ = [highspy.HighsVarType.kInteger] * len(columns) + [highspy.HighsVarType.kContinuous] * len(versions)
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.array(rows.starts, np.int32)
-        model.a_matrix_.index_ = np.array(rows.columns, np.int32)
-        model.a_matrix_.value_ = np.array(rows.values)
         solver = run_highs(
             model,
             threads=1,
             presolve="off",  # slow on these dense rows, and of little use
             mip_rel_gap=GAP,
             mip_max_nodes=NODES,
-            time_limit=_TIME_LIMIT_S,
         )
         values = np.array(solver.getSolution().col_value)
         if len(values) != len(cost) or not np.isfinite(solver.getInfo().objective_function_value):
             return np.zeros(len(columns), bool)
         return values[: len(columns)] > 0.5
 
-    def _rows(self, over: Bytes) -> _Rows:
-        """Returns one row per op that is over, less those that another row implies: same columns, less to leave."""
+    def _rows(self, over: Bytes) -> tuple[SparseRows, list[float]]:
+        """Returns a row with its lower limit per op that is over, less those that another implies: same columns, less to go."""
         largest = float(max(1, self._away.max(initial=1)))
         most: dict[bytes, int] = {}
         for op in np.flatnonzero(over).tolist():
             key = self._away[op].tobytes()
             if key not in most or over[op] > over[most[key]]:
                 most[key] = op
-        rows = _Rows()
+        rows = SparseRows()
         for op in most.values():
             columns = np.flatnonzero(self._away[op])
-            rows.add(columns, self._away[op, columns] / largest, float(over[op]) / largest)
-        return rows
+            rows.add(columns.tolist(), (self._away[op, columns] / largest).tolist())
+        return rows, [float(over[op]) / largest for op in most.values()]
 
     def _mended(self, chosen: npt.NDArray[np.bool_], over: Bytes) -> npt.NDArray[np.bool_]:
         """Returns the choice with what is missing added and what nothing needs taken back, to the byte."""

@@ -27,7 +27,7 @@ from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Bytes, LowerRoom, Problem, Slot
 from tieroff.planner.simulate.options import rerank
 
-_ROUNDS_MAX = 12
+ROUNDS_MAX = 12
 _NEVER = -1
 FROM_IDLE = 2**40
 """Lead of copies out that begin as soon as their tensor is idle."""
@@ -190,7 +190,7 @@ class Paging:
 
     def _walk_ring(self) -> None:
         self._reset_idle()
-        for _ in range(_ROUNDS_MAX):
+        for _ in range(ROUNDS_MAX):
             self._away_at_start = set(self.away)
             self._walk()
             if self.away == self._away_at_start:
@@ -199,7 +199,7 @@ class Paging:
     def _walk_line(self) -> None:
         starts_away: set[int] = set()
         for count in itertools.count():
-            if count == _ROUNDS_MAX:
+            if count == ROUNDS_MAX:
                 # All that have room below: then no kept tensor finds room, and none strays.
                 starts_away.update(record.slot.tensor for record in self._boundary)
             self._reset_idle()
