@@ -47,6 +47,15 @@ def test_product_of_two_byte_types_runs_on_tensor_cores() -> None:
     assert reached == pytest.approx(CONSTANTS.matmul_short, rel=0.02)
 
 
+def test_product_that_is_added_in_place_is_the_same_product() -> None:
+    x, y, total = (torch.zeros(64, 64, device="meta") for _ in range(3))
+    aten = torch.ops.aten
+    works = [work_of(func, (total, x, y), {}, total) for func in (aten.addmm.default, aten.addmm_.default)]
+    assert works[0] == works[1]
+    assert works[0] is not None
+    assert works[0].flops == 2 * 64**3
+
+
 def test_half_a_tile_takes_as_long_as_a_whole_one() -> None:
     clock = Clock.of(CARD)
     assert clock.work_s(product(64, 2048, 64, 2048)) == pytest.approx(clock.work_s(product(64, 2048, 128, 2048)), rel=0.02)
