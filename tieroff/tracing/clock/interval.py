@@ -10,7 +10,7 @@ from tieroff.tracing.clock.model import Constants
 from tieroff.units import NS_PER_S
 
 COVERAGE = 0.9
-_DEVIATIONS = 1.75
+DEVIATIONS = 1.75
 """Of Student's distribution with some 16 degrees of freedom, 90 % on both sides together: as many steps were fitted."""
 _FULL = 0.7
 
@@ -22,7 +22,7 @@ def interval(machine: Machine, constants: Constants) -> tuple[float, float]:
     file then gives `log_error`), else of whole GPUs left out.
     """
     error = machine.clock.get("log_error", constants.log_error_unseen)
-    return math.exp(-_DEVIATIONS * error), math.exp(_DEVIATIONS * error)
+    return math.exp(-DEVIATIONS * error), math.exp(DEVIATIONS * error)
 
 
 def refill_ns(trace: Trace, machine: Machine, constants: Constants) -> int:
