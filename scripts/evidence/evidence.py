@@ -154,6 +154,7 @@ def frontier_section(folder: Path) -> str:
     theirs = {gib: measured_tokens_per_s(folder, SEQUENCE, gib) for gib in KEPT_LAYERS}
     full_speed = STEP_TOKENS / (best[FULL_GIB][1].step_s or math.inf)
     their_speed = sum(theirs[FULL_GIB]) / len(theirs[FULL_GIB])
+    op_count = len(traces[best[FULL_GIB][0]].ops)
     header = (
         *("GPU memory", "layers kept", "predicted tokens/s", "of 67.3 GiB", "no plan above"),
         *("measured tokens/s", "of 67.3 GiB", "moved down, up", "planned in"),
@@ -179,7 +180,7 @@ def frontier_section(folder: Path) -> str:
         )
     return f"""## Llama-3-8B on an H100, by device memory
 
-Sequences of {SEQUENCE}, {STEP_TOKENS:,} tokens a step in rounds of 32,768 ({len(traces[best[FULL_GIB][0]].ops):,} ops), AdamW in bf16
+Sequences of {SEQUENCE}, {STEP_TOKENS:,} tokens a step in rounds of 32,768 ({op_count:,} ops), AdamW in bf16
 with its updates in backward, two tiers. The model (`scripts/evidence/llama_steps.py`) computes its perceptrons in tiles of
 tokens and keeps no outputs of norms or silu; some layers, evenly spread, keep the rest, the others run again in backward, and
 of several numbers of them the fastest is shown. All plans pass the checker for this project's runtime. The other system is

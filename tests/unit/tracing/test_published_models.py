@@ -1,13 +1,18 @@
-"""The models of scripts/evidence: what they compute, whichever way they compute it."""
+"""The models of scripts/evidence: what they compute, whichever way they compute it; and how often intervals held."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import llama_steps
+from fit_machines import coverage
 from llama_steps import Layer, Sizes, turned
+from published_steps import Measured, Step
+from tieroff.core.trace import Op, Trace
 
 SIZES = Sizes(width=32, layers=1, heads=4, shared_heads=2, inner=48)
 ROWS, SEQUENCE = 2, 6
@@ -43,3 +48,11 @@ def test_layer_of_llama_computes_the_same_in_tiles_and_again_in_backward(
         found.append([out.detach(), x.grad, *(param.grad for param in layer.parameters())])
     for own, plain in zip(*found, strict=True):
         torch.testing.assert_close(own, plain)
+
+
+@pytest.mark.parametrize(("error", "inside"), [(0.1, 3), (0.2, 2)])
+def test_interval_of_a_step_comes_from_the_errors_of_other_models(error: float, inside: int) -> None:
+    """An error of its own would widen it: 0.2 is then within 1.75 times the root mean square of all three, 0.141."""
+    errors = {Measured("card", f"{model}-train-512-1", 1.0): value for model, value in (("a", 0.1), ("b", -0.1), ("c", error))}
+    steps = {row.step: Step(row.step, Counter(), Trace((Op("op", 1),), ())) for row in errors}
+    assert coverage(errors, steps, "model") == inside
