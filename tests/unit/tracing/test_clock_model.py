@@ -15,7 +15,7 @@ from tieroff.core.machine import Machine, load_machine, machine_from_mapping, ma
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError
-from tieroff.tracing.clock.interval import interval, refill_ns
+from tieroff.tracing.clock.interval import DEVIATIONS, interval, refill_ns
 from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.clock.work import Work, work_of
 
@@ -125,7 +125,7 @@ def test_causal_attention_counts_half_the_scores() -> None:
 def test_interval_is_wider_for_gpus_that_were_not_fitted() -> None:
     unseen, seen = (interval(machine, CONSTANTS) for machine in (CARD, replace(CARD, clock={"log_error": 0.05})))
     assert unseen[0] < seen[0] < 1 < seen[1] < unseen[1]
-    assert math.log(seen[1]) == pytest.approx(1.75 * 0.05)
+    assert math.log(seen[1]) == pytest.approx(DEVIATIONS * 0.05)
 
 
 def test_allocator_takes_time_only_near_the_cards_end() -> None:
