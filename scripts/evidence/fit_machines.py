@@ -21,6 +21,7 @@ from scipy.optimize import least_squares
 
 from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, predict_s, step_of
 from tieroff.core.machine import Machine, machine_to_toml
+from tieroff.tracing.clock.interval import DEVIATIONS
 from tieroff.tracing.clock.model import Constants
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,7 @@ def left_out(
     measured: Sequence[Measured], steps: dict[str, Step], gpus: dict[str, Machine], group: str
 ) -> dict[Measured, float]:
     """Returns each step's error by a fit that has seen no step of its model, or of its GPU."""
-    keys = {row: row.gpu if group == "gpu" else steps[row.step].model for row in measured}
+    keys = {row: _group_of(row, steps, group) for row in measured}
     errors: dict[Measured, float] = {}
     for key in sorted(set(keys.values())):
         others = [row for row in measured if keys[row] != key]
@@ -98,6 +99,20 @@ def left_out(
             same = [other for other in others if other.gpu == row.gpu]
             errors[row] = log_error(row, steps, gpus, common.of(own(common, same, steps, gpus)))
     return errors
+
+
+def _group_of(row: Measured, steps: dict[str, Step], group: str) -> str:
+    return row.gpu if group == "gpu" else steps[row.step].model
+
+
+def coverage(errors: dict[Measured, float], steps: dict[str, Step], group: str) -> int:
+    """Returns how many steps lie in the interval that the errors of other models, or GPUs, give; errors from `left_out`."""
+    inside = 0
+    for row, error in errors.items():
+        key = _group_of(row, steps, group)
+        others = [other for known, other in errors.items() if _group_of(known, steps, group) != key]
+        inside += math.fabs(error) <= DEVIATIONS * root_mean_square(others)
+    return inside
 
 
 def root_mean_square(values: Collection[float]) -> float:

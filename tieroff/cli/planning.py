@@ -52,7 +52,7 @@ def plan(
     """
     from tieroff.core.io.json_files import save_plan
     from tieroff.core.machine import load_machine
-    from tieroff.planner.compare.advice import advice, explain
+    from tieroff.planner.compare.advice import advice, explain, interval_s
     from tieroff.planner.compare.rows import plan_row
     from tieroff.planner.policies import find_policy
     from tieroff.tracing.files import load_trace
@@ -73,7 +73,8 @@ def plan(
         text = "\n".join([*explain(*problem, found), *advice(*problem, found, effort.value)])
     row = found.row.as_dict()
     if as_json:
-        print_json({**row, "explain": text})
+        step_s = found.row.step_s
+        print_json({**row, "interval_s": interval_s(step, step_s) if step_s is not None else None, "explain": text})
     else:
         print_rows([row])
         print(text)

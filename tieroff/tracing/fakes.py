@@ -81,6 +81,12 @@ class FakeRecorder(StepRecorder):
         super().event(name, phase)
         self.spent_ns.append(0)
 
+    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
+        super().bind(storage, key, is_below, is_new)
+        assert isinstance(storage, torch.UntypedStorage)
+        if isinstance(key, tuple) and key[0] in ("param", "state"):
+            self._mortal.pop(storage._cdata, None)  # outlives the step: to ask at every op whether it died takes minutes
+
     @property
     def op(self) -> int:
         """The op that runs now."""

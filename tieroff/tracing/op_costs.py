@@ -25,7 +25,7 @@ ATTENTION_TWINS = {
 
 def touched_tensors(func: Any, args: Any, kwargs: Any, out: Any) -> list[torch.Tensor] | None:
     """Returns the tensors that an op reads and writes, inputs first; None for an op that does no work on the device."""
-    packet = func._overloadpacket
+    packet = kernel_of(func)
     results = _tensors(out)
     if func.is_view or packet in _FREE or not (results or func._schema.is_mutable):
         return None
@@ -33,6 +33,16 @@ def touched_tensors(func: Any, args: Any, kwargs: Any, out: Any) -> list[torch.T
     if packet in _LOOKUPS:
         inputs = [*inputs[1:], *results]
     return [*inputs, *results]
+
+
+def kernel_of(func: Any) -> Any:
+    """Returns the packet that an op's figures are known by: of one that writes into its first argument, its twin that does not.
+
+    Torch's formulas know `addmm` and not `addmm_`, whose arithmetic is the same.
+    """
+    packet = func._overloadpacket
+    name: str = packet.__name__
+    return getattr(_aten, name[:-1], packet) if name.endswith("_") and not name.endswith("__") else packet
 
 
 def touched_bytes(tensors: Sequence[torch.Tensor]) -> int:

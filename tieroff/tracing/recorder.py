@@ -62,6 +62,7 @@ class StepRecorder(TorchDispatchMode):
         self._device_type = device.type
         self._lives: list[Life] = []
         self._alive: dict[int, Life] = {}
+        self._mortal: dict[int, Life] = {}  # those of `_alive` that may die before the step ends
         self._deaths: dict[Hashable, int] = {}
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
@@ -245,17 +246,18 @@ class StepRecorder(TorchDispatchMode):
         if life is not None:
             self._bury(key, life)
         life = Life(storage, self._now, max(self._op, 0))
-        self._alive[key] = life
+        self._alive[key] = self._mortal[key] = life
         self._lives.append(life)
         return life, True
 
     def _bury(self, key: int, life: Life) -> None:
         life.death, life.death_op = self._now, max(self._op, 0)
         del self._alive[key]
+        self._mortal.pop(key, None)
 
     def _sweep(self) -> None:
         expired = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` asks, by two calls more
-        for key, life in [(k, v) for k, v in self._alive.items() if expired(v.ref.cdata)]:
+        for key, life in [(k, v) for k, v in self._mortal.items() if expired(v.ref.cdata)]:
             self._bury(key, life)
 
     # -- the trace -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from tieroff.core.machine import Machine
 from tieroff.errors import ConfigError
-from tieroff.tracing.op_costs import flop_count, touched_bytes, touched_tensors
+from tieroff.tracing.op_costs import flop_count, kernel_of, touched_bytes, touched_tensors
 from tieroff.units import NS_PER_S
 
 
@@ -54,5 +54,5 @@ class Roofline:
         floats = (tensor for tensor in touched if tensor.dtype.is_floating_point)
         is_short = all(tensor.itemsize <= torch.bfloat16.itemsize for tensor in floats)
         flops_per_s = self.bf16_flops_per_s if is_short else self.fp32_flops_per_s
-        arithmetic_s = flop_count(func._overloadpacket, args, kwargs, out) / flops_per_s
+        arithmetic_s = flop_count(kernel_of(func), args, kwargs, out) / flops_per_s
         return round(max(arithmetic_s, touched_bytes(touched) / self.memory_bytes_per_s) * NS_PER_S)

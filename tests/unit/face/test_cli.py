@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
@@ -244,7 +245,7 @@ def problem(tmp_path: Path) -> list[str | Path]:
 def test_plan_json_is_one_row_with_an_explanation(problem: list[str | Path]) -> None:
     status, row = run_json("plan", *problem, "--device-budget", "4GiB")
     assert status == 0
-    assert list(row) == [*ROW_KEYS, "explain"]
+    assert list(row) == [*ROW_KEYS, "interval_s", "explain"]
     assert row["status"] == "ok"
     assert row["peak_device_bytes"] <= 4 * GIB
     assert row["d2h_bytes"] >= 2 * GIB
@@ -332,13 +333,24 @@ def model(problem: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_plan_takes_a_model_that_never_runs(model: list[str | Path]) -> None:
     status, row = run_json("plan", *model, "--device-budget", "50%")
     assert status == 0
-    assert list(row) == [*ROW_KEYS, "explain"]
+    assert list(row) == [*ROW_KEYS, "interval_s", "explain"]
     parameters = 8 * 4 * (1024 * 1024 + 1024)
     assert 4 * parameters / 2 < row["peak_device_bytes"] < 4 * parameters
     forward_and_backward = 2 * 4096 * 1024 * 1024 * (8 + 8 + 7)  # the first layer's input needs no gradient
     assert row["ideal_s"] == pytest.approx(forward_and_backward / 1e12, rel=0.05)
     assert "Op times are not measured (estimated: roofline of machine test)" in row["explain"]
+    assert row["interval_s"] is None
     assert "tightest resource" in row["explain"]
+
+
+def test_plan_says_between_which_times_a_step_on_an_accelerator_lies(model: list[str | Path], tmp_path: Path) -> None:
+    card = tmp_path / "card.toml"
+    card.write_text(Path(model[3]).read_text() + 'device_type = "cuda"\n\n[clock]\nlog_error = 0.1\n')
+    _, row = run_json("plan", *model[:3], card, "--device-budget", "50%")
+    low, high = row["interval_s"]
+    assert low == pytest.approx(row["step_s"] * math.exp(-0.23), rel=0.01)
+    assert high == pytest.approx(row["step_s"] * math.exp(0.23), rel=0.01)
+    assert "in nine cases of ten" in row["explain"]
 
 
 def test_plan_takes_a_model_with_its_own_optimizer(model: list[str | Path]) -> None:

@@ -9,7 +9,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.auto.select import Selection
+from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.auto.windows import make_moves
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.assemble import Move, build_plan
@@ -70,6 +70,33 @@ def test_weight_that_the_first_op_and_the_last_use_leaves_in_its_longest_gap_as_
     boundary, gradient = Slot(_WEIGHT, 8, 8, is_boundary=True), Slot(_GRADIENT, 3, 7, is_boundary=False)
     moves = _moves(problem, (boundary, gradient))
     assert [move.slot for move in moves[_WEIGHT]] == [Slot(_WEIGHT, 3, 7, is_boundary=False), boundary]
+    assert len(moves[_GRADIENT]) == 1
+
+
+def _rounds(device_bytes: int) -> Problem:
+    """A weight and its gradient over two rounds: the gradient is made, idle for ten ops, added to, idle for one, and used."""
+    used = {0: (_WEIGHT,), 12: (_WEIGHT,), 14: (_WEIGHT, _GRADIENT)}
+    written = {1: (_GRADIENT,), 12: (_GRADIENT,), 14: (_WEIGHT,)}
+    ops = tuple(
+        Op(f"op{i}", 50, used.get(i, ()), written.get(i, ()), transient_bytes=100 if i == 6 else 0) for i in range(_OPS * 2)
+    )
+    trace = Trace(ops, _problem((0,), 0, 1).trace.tensors, origin="step")
+    return make_problem(trace, _MACHINE, {Tier.DEVICE: device_bytes, Tier.HOST: 1000, Tier.NVME: 0}, _EXECUTOR)
+
+
+def test_gradient_of_two_rounds_leaves_in_its_long_gap_alone() -> None:
+    """One that also left between its sum and its update would be copied twice for nothing, and loads queue up behind it."""
+    problem = _rounds(device_bytes=200)
+    selection = Selector(problem).select(Score.TIME, problem.device_bytes, problem.tiers)
+    assert selection is not None
+    assert [(s.start, s.stop) for s in selection.slots if s.tensor == _GRADIENT] == [(2, 12)]
+    plan = make_plan(problem.trace, _MACHINE, problem.budget, capabilities=_EXECUTOR)
+    assert sum(t.tensor == _GRADIENT for t in plan.transfers) == 2  # down once, up once
+
+
+def test_windows_of_a_gradient_keep_one_of_several_that_fit() -> None:
+    problem = _rounds(device_bytes=1000)
+    moves = _moves(problem, problem.units[0].slots)
     assert len(moves[_GRADIENT]) == 1
 
 

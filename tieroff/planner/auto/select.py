@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -259,11 +259,9 @@ class Selector:
             if holds_within(usage, self._problem.idle_spans[position], line_bytes):
                 continue
             unit = self._problem.units[position]
-            crossing = {slot.tensor for slot in unit.slots if slot.is_boundary}
+            leaving = _leaving(unit.slots, self._problem.tied)
             for slot in unit.slots:
-                # What is away as the step ends stays moved with all its inner gaps kept, as what follows it needs.
-                is_free = slot.tensor not in self._problem.tied or slot.tensor in crossing
-                is_optional = unit.is_split and not slot.is_boundary and is_free
+                is_optional = unit.is_split and not slot.is_boundary and slot not in leaving
                 if not (is_optional and self.takes_back((slot,), usage, line_bytes)):
                     kept.append(slot)
         return kept
@@ -273,3 +271,15 @@ class Selector:
         problem = self._problem
         spans: list[Span] = [(*p, problem.size_bytes(s.tensor)) for s in slots for p in s.pieces(problem.op_count)]
         return holds_within(usage, spans, line_bytes)
+
+
+def _leaving(slots: Iterable[Slot], tied: Container[int]) -> set[Slot]:
+    """Returns the slots without which a tied tensor would not leave at all: of each that no boundary has away its longest."""
+    crossing = {slot.tensor for slot in slots if slot.is_boundary}
+    longest: dict[int, Slot] = {}
+    for slot in slots:
+        if slot.tensor in tied and slot.tensor not in crossing:
+            known = longest.setdefault(slot.tensor, slot)
+            if slot.stop - slot.start > known.stop - known.start:
+                longest[slot.tensor] = slot
+    return set(longest.values())

@@ -94,7 +94,8 @@ def _settle(problem: Problem, moves: list[Move], usage: Bytes) -> list[Move]:
     """Drops moves of tensors that turn out to fit while they are away, the largest first, and mends empty ones.
 
     A tensor's boundary move is dropped only with no other move of it left. A tied tensor has to leave: an inner move of
-    it is dropped only where another one has it away or can at the boundary, and one left alone and empty gets an op.
+    it is dropped only where another one has it away or can at the boundary, and one left alone and empty gets an op. Without a
+    boundary, as gradients are, one of several stays.
     """
     by_tensor: dict[int, list[Move]] = {}
     for move in moves:
@@ -108,7 +109,8 @@ def _settle(problem: Problem, moves: list[Move], usage: Bytes) -> list[Move]:
             is_needed = move.slot.is_boundary and not problem.capabilities.wraps and len(left) > 1
             if is_tied:
                 others = [other for other in left if other is not move]
-                is_needed = move.slot.is_boundary or not crosses or not _can_leave(others, problem.op_count)
+                is_last = not _can_leave(others, problem.op_count) and (crosses or _can_leave([move], problem.op_count))
+                is_needed = move.slot.is_boundary or not others or is_last
             if not is_needed and _fits(problem, move, usage):
                 left.remove(move)
         if is_tied and len(left) == 1 and left[0].release_at == left[0].load_at:

@@ -85,13 +85,22 @@ def explain(trace: Trace, machine: Machine, budget: dict[Tier, int], result: Res
     return lines
 
 
-def _certainty(trace: Trace, step_s: float) -> str:
-    """Returns how sure the estimated op times are: between which times nine steps in ten lie, by the errors of the fit."""
-    how = trace.meta.get("durations", "estimated")
+def interval_s(trace: Trace, step_s: float) -> tuple[float, float] | None:
+    """Returns the times between which nine steps in ten lie by the errors of the clock's fit, in seconds.
+
+    None where op times were measured, or estimated by a roofline, whose errors nobody knows.
+    """
     factors = [float(factor) for factor in trace.meta.get("interval", "").split()]
-    if not factors:
+    return (step_s * factors[0], step_s * factors[1]) if factors else None
+
+
+def _certainty(trace: Trace, step_s: float) -> str:
+    """Returns how sure the estimated op times are."""
+    how = trace.meta.get("durations", "estimated")
+    between = interval_s(trace, step_s)
+    if between is None:
         return f"Op times are not measured ({how}): real ones are longer, and waits then shorter beside them."
-    low, high = (format_seconds(step_s * factor) for factor in factors)
+    low, high = (format_seconds(seconds) for seconds in between)
     return (
         f"Op times are not measured ({how}), at the shares of its peaks that measured steps reach: in nine cases of ten the "
         f"step takes {low} to {high}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tieroff.tracing.op_costs import ATTENTION_TWINS, flop_count, touched_bytes, touched_tensors
+from tieroff.tracing.op_costs import ATTENTION_TWINS, flop_count, kernel_of, touched_bytes, touched_tensors
 
 _aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class Work:
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     """Returns the work of one call of an aten op, None for one that does none on the device."""
-    packet = func._overloadpacket
+    packet = kernel_of(func)
     touched = touched_tensors(func, args, kwargs, out)
     if touched is None:
         return None
