@@ -81,7 +81,10 @@ def exactness(step: Explained) -> str:
     kinds = {ring.tensors[index].kind for index in away_bytes(ring, step.plan)}
     if step.is_cpu or TensorClass.GRADIENT not in kinds:
         return text
-    own = "Sums by your own code over gradients on the host can differ in the last bit; tieroff.clip_grad_norm_ does not."
+    own = (
+        "torch's clip_grad_norm_ sums gradients that lie below in another way than a list of them, which can differ in the last "
+        "bit; tieroff.clip_grad_norm_ does not."
+    )
     return f"{text} {own}"
 
 
