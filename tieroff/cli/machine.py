@@ -70,7 +70,8 @@ def _probe_document(found: Survey) -> dict[str, Any]:
 def _device() -> str:
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
 
 
 def doctor(

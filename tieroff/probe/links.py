@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tieroff.storage.buffers import allocate
 
-CUDA_COPY_BYTES = 16 * 2**20
+DEVICE_COPY_BYTES = 16 * 2**20
 MEMORY_COPY_BYTES = 8 * 2**20
 """Small, since a run on the CPU is measured within its own budget; larger than what a core's caches keep."""
 
@@ -43,10 +43,10 @@ def measure_links(device: str, seconds: float) -> LinkRates:
     """Returns the rates of the link between the device and host memory.
 
     Args:
-        device: "cuda" or "cpu"; on the latter both ends are ordinary memory.
+        device: "cpu", where both ends are ordinary memory, or the kind of torch's accelerator, such as "cuda".
         seconds: time to spend, roughly.
     """
-    return _measure_cuda(seconds) if device == "cuda" else _measure_memory(seconds)
+    return _measure_memory(seconds) if device == "cpu" else _measure_accelerator(device, seconds)
 
 
 def measure_memory(seconds: float) -> float:
@@ -90,38 +90,38 @@ def _touched(size_bytes: int) -> npt.NDArray[np.uint8]:
     return array
 
 
-def _measure_cuda(seconds: float) -> LinkRates:
+def _measure_accelerator(device: str, seconds: float) -> LinkRates:
     """Copies between pinned memory and the device on two streams, timed from the host around a synchronisation."""
     import torch
 
-    pinned = [torch.ones(CUDA_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    resident = [torch.ones(CUDA_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()  # the buffers above were filled on the current stream
+    pinned = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    resident = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.Stream(device) for _ in range(2)]
+    torch.accelerator.synchronize()  # the buffers above were filled on the current stream
 
     def issue(direction: int, size_bytes: int) -> None:
-        with torch.cuda.stream(streams[direction]):
+        with streams[direction]:
             source, target = (resident, pinned) if direction == 0 else (pinned, resident)
             target[direction][:size_bytes].copy_(source[direction][:size_bytes], non_blocking=True)
 
-    def alone(direction: int, size_bytes: int = CUDA_COPY_BYTES) -> None:
+    def alone(direction: int, size_bytes: int = DEVICE_COPY_BYTES) -> None:
         issue(direction, size_bytes)
         streams[direction].synchronize()
 
     def both() -> None:
-        issue(0, CUDA_COPY_BYTES)
-        issue(1, CUDA_COPY_BYTES)
+        issue(0, DEVICE_COPY_BYTES)
+        issue(1, DEVICE_COPY_BYTES)
         for stream in streams:
             stream.synchronize()
 
     def rate(direction: int) -> float:
-        return _rate(lambda: alone(direction), CUDA_COPY_BYTES, seconds / 3)
+        return _rate(lambda: alone(direction), DEVICE_COPY_BYTES, seconds / 3)
 
     def latency_s(direction: int) -> float:
         return statistics.median(_seconds(lambda: alone(direction, 1)) for _ in range(LATENCY_COPIES))
 
     d2h, h2d = rate(0), rate(1)
-    together = 2 * _rate(both, CUDA_COPY_BYTES, seconds / 3)
+    together = 2 * _rate(both, DEVICE_COPY_BYTES, seconds / 3)
     return LinkRates(int(d2h), int(h2d), latency_s(0), latency_s(1), _share(together, d2h + h2d))
 
 

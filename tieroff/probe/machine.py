@@ -27,7 +27,7 @@ def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "au
     """Returns the machine as measured now, in short: one engine, one size of transfers.
 
     Args:
-        device: "cuda" or "cpu".
+        device: "cpu", or the kind of torch's accelerator, such as "cuda".
         dirs: folders of the NVMe tier; none leaves that tier out.
         engine: I/O engine to measure them with.
         seconds: time to spend in total, roughly.
@@ -48,7 +48,7 @@ def surveyed_machine(device: str, dirs: Sequence[Path], found: Survey, seconds: 
     A folder's table has the rates of its best engine, and those of each engine under keys that begin with its name.
 
     Args:
-        device: "cuda" or "cpu".
+        device: "cpu", or the kind of torch's accelerator, such as "cuda".
         dirs: the folders of the survey.
         found: what was measured.
         seconds: what it was given.
@@ -94,7 +94,7 @@ def compose_machine(
     """Returns the machine that measurements describe.
 
     Args:
-        device: "cuda" or "cpu".
+        device: "cpu", or the kind of torch's accelerator, such as "cuda".
         links: rates of the host link.
         dirs: folders of the NVMe tier.
         rates: of all folders together, or None without any.
@@ -118,7 +118,7 @@ def compose_machine(
         nvme_read_latency_s=rates.read_latency_s if rates else 0.0,
         duplex_share=links.duplex_share,
         # Without direct storage every byte between a GPU and a drive passes through host memory.
-        nvme_shares_host_link=device == "cuda",
+        nvme_shares_host_link=device != "cpu",
         checksum_bytes_per_s=checksum_bytes_per_s,
         kernel=f"{platform.system()} {platform.release()}",
         dirs=dict(tables or {}),
@@ -126,17 +126,18 @@ def compose_machine(
 
 
 def _device_name(device: str) -> str:
-    if device == "cuda":
-        import torch
+    if device == "cpu":
+        return f"{platform.node()} ({platform.machine()}, cpu)"
+    import torch
 
-        return torch.cuda.get_device_name()
-    return f"{platform.node()} ({platform.machine()}, cpu)"
+    named = getattr(getattr(torch, device, None), "get_device_name", None)  # torch.accelerator has no call for it
+    return str(named()) if named is not None else f"{platform.node()} ({platform.machine()}, {device})"
 
 
 def _device_bytes(device: str) -> int:
     """Returns the device's free memory; on the CPU the memory that this process may still use."""
-    if device == "cuda":
-        import torch
+    if device == "cpu":
+        return host_limit_bytes()
+    import torch
 
-        return int(torch.cuda.mem_get_info()[0])
-    return host_limit_bytes()
+    return int(torch.accelerator.get_memory_info()[0])

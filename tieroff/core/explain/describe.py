@@ -82,8 +82,8 @@ def exactness(step: Explained) -> str:
     if step.is_cpu or TensorClass.GRADIENT not in kinds:
         return text
     own = (
-        "torch's clip_grad_norm_ sums gradients that lie below in another way than a list of them, which can differ in the last "
-        "bit; tieroff.clip_grad_norm_ does not."
+        "torch's clip_grad_norm_ sums gradients that lie below in another way than a list of them, which can differ in the "
+        "last bit; tieroff.clip_grad_norm_ does not."
     )
     return f"{text} {own}"
 
