@@ -18,7 +18,7 @@ from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.session.build import build
-from tieroff.session.ranks import on_wrap
+from tieroff.session.ranks import Ranks, on_wrap
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -33,6 +33,9 @@ def wrap(
 ) -> torch.nn.Module:
     """Makes a model train within a memory budget, with an unchanged training loop.
 
+    With `[parallel] plan` in the config, the ranks of this run hold the model together: it is split over them first (see
+    `tieroff.parallelize`), and parameters are DTensors from then on, also after `unwrap`.
+
     Args:
         model: the root module whose forward begins a step.
         optimizer: whose `step` ends it; may be attached later with `engine(model).attach`.
@@ -45,7 +48,7 @@ def wrap(
         The same module.
 
     Raises:
-        ConfigError: the config cannot be used on this machine.
+        ConfigError: the config cannot be used on this machine, or its partition not on this model and these ranks.
         StateError: this is no module, it is wrapped already, or it or the optimizer cannot be wrapped.
         StoreError: a folder is missing, read-only or too small.
     """
@@ -58,6 +61,10 @@ def wrap(
     loaded = Config.load(config)
     find_policy(loaded.plan.policy)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    if loaded.parallel.plan is not None:
+        from tieroff.partition.ranks import split_over_ranks  # DTensor takes long to import
+
+        split_over_ranks(model, optimizer, loaded.parallel.plan, Ranks.here().world)
     engine = build(model, loaded, backend, given)
     if optimizer is not None:
         try:

@@ -220,6 +220,17 @@ class Planning(_Table):
     )
 
 
+class Parallel(_Table):
+    """Several ranks that hold one model together. Without `plan` each rank holds what its script gives it."""
+
+    plan: FilePath | None = _key(
+        None,
+        "the path of a file written by `tieroff partition --out`",
+        "`wrap` splits the model over the ranks as this file says, as `tieroff.parallelize` does, and moves what is left of it "
+        "off each device. `tieroff launch` starts as many ranks as the file has devices.",
+    )
+
+
 class Config(_Table):
     """All settings of a run. Immutable; `model_copy(update=...)` returns a changed copy."""
 
@@ -238,6 +249,7 @@ class Config(_Table):
     budget: Budget = _key(Budget(), "a table", Budget.__doc__ or "")
     nvme: Nvme = _key(Nvme(), "a table", Nvme.__doc__ or "")
     plan: Planning = _key(Planning(), "a table", Planning.__doc__ or "")
+    parallel: Parallel = _key(Parallel(), "a table", Parallel.__doc__ or "")
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None) -> Config:

@@ -93,3 +93,57 @@ def plain_gpt() -> tuple[nn.Module, tuple[Any, ...]]:
 def small_mlp() -> tuple[nn.Module, tuple[Any, ...]]:
     """Width 32, batch 16."""
     return Mlp(), (torch.randn(16, 32),)
+
+
+class Residual(nn.Module):
+    """Two convolutions round which the input is added."""
+
+    def __init__(self, channels: int, made: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, made, 3, stride, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(made), nn.BatchNorm2d(made)
+        self.second = nn.Conv2d(made, made, 3, 1, 1, bias=False)
+        self.shortcut = nn.Conv2d(channels, made, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(self.second(torch.relu(self.norm1(self.first(x)))))
+        result: torch.Tensor = torch.relu(y + self.shortcut(x))
+        return result
+
+
+class ResNet(nn.Module):
+    """A stem, two blocks and a head."""
+
+    def __init__(self, channels: int = 8, classes: int = 16) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(4, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+        self.blocks = nn.Sequential(Residual(channels, channels, 1), Residual(channels, 2 * channels, 2))
+        self.head = nn.Linear(2 * channels, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(torch.relu(self.norm(self.stem(x))))
+        found: torch.Tensor = self.head(y.mean((2, 3)))
+        return found
+
+
+def small_resnet() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Batch 8, 4 channels of 8 times 8."""
+    return ResNet(), (torch.randn(8, 4, 8, 8),)
+
+
+def wide_mlp() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Three layers with weights of 1 MiB each, beside which the activations of a batch of 32 are small."""
+    layers = [nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 1024)]
+    return nn.Sequential(*layers), (torch.randn(32, 256),)
+
+
+def train(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Takes some steps of an ordinary loop; returns the losses."""
+    losses = []
+    for _ in range(steps):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -22,12 +22,12 @@ BELOW = {
     "runtime": {"core", "storage", *EDGES},
     "session": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", *EDGES},
 }
-BELOW["api"] = {"session", *BELOW["session"]}
-BELOW["checkpoint"] = {"api", *BELOW["api"]}
 BELOW["partition"] = BELOW["session"]
-BELOW["__init__"] = {"api", "checkpoint", "integrations", "partition", *BELOW["api"]}  # what it loads when it is named
+BELOW["api"] = {"session", "partition", *BELOW["session"]}
+BELOW["checkpoint"] = {"api", *BELOW["api"]}
+BELOW["__init__"] = {"api", "checkpoint", "integrations", *BELOW["api"]}  # what it loads when it is named
 BELOW["launch"] = {"api", *BELOW["api"]}
-BELOW["cli"] = {"__init__", "api", "launch", "partition", *BELOW["api"]}
+BELOW["cli"] = {"__init__", "api", "launch", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}
 BELOW["integrations"] = {"api", *BELOW["api"]}
 

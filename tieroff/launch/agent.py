@@ -99,7 +99,7 @@ def launch(request: Request) -> Outcome:
     """Runs a script in several ranks and returns when all have ended.
 
     Raises:
-        ConfigError: the config cannot be used, or there are fewer GPUs than ranks.
+        ConfigError: the config or its partition cannot be used, or there are fewer GPUs than ranks.
         OSError: a folder is missing or cannot be written.
         StoreError: a folder of the NVMe tier could not be measured.
     """
@@ -107,6 +107,10 @@ def launch(request: Request) -> Outcome:
     device = _device(config)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     nproc = request.nproc or max(gpus, 1)
+    if config.parallel.plan is not None:
+        from tieroff.partition.ranks import load_for_ranks  # DTensor takes long to import
+
+        _, nproc = load_for_ranks(config.parallel.plan, request.nproc)
     if device == "cuda" and nproc > gpus:
         raise ConfigError(
             f'--nproc-per-node {nproc}: torch sees {gpus} GPUs, and each rank needs one; ask for fewer, or set device = "cpu"'

@@ -16,26 +16,36 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._pytree import tree_map_only
 
 from tieroff.core.sharding.placements import PlacementPlan, Placements
-from tieroff.errors import ConfigError
+from tieroff.errors import ConfigError, StateError
 
 
-def parallelize(model: torch.nn.Module, mesh: DeviceMesh, plan: PlacementPlan) -> torch.nn.Module:
+def parallelize(
+    model: torch.nn.Module, mesh: DeviceMesh, plan: PlacementPlan, optimizer: torch.optim.Optimizer | None = None
+) -> torch.nn.Module:
     """Places a module on a mesh; the training loop stays as it is, with the same batch in every rank.
 
-    Every rank calls it with the same values. Parameters become DTensors, so an optimizer is made afterwards. The model takes
-    plain tensors and returns plain ones, whole in every rank.
+    Every rank calls it with the same values. Parameters become DTensors: an optimizer is made afterwards, or given here. The
+    model takes plain tensors and returns plain ones, whole in every rank.
 
     Args:
         model: the module, with values; it is changed in place.
         mesh: a mesh of the plan's shape.
         plan: where everything lies; `load_placements` reads one that `tieroff partition --out` wrote.
+        optimizer: one that was made before, and has not stepped: it gets the placed parameters.
 
     Returns:
         The same module.
 
     Raises:
-        ConfigError: a mesh of another shape, a parameter that the plan does not name, or one that cannot be split so.
+        ConfigError: a mesh of another shape, a parameter that the plan does not name, that cannot be split so, or that is
+            split already.
+        StateError: the optimizer has stepped already.
     """
+    if optimizer is not None and optimizer.state:
+        raise StateError(
+            f"expected {type(optimizer).__name__} before its first step, for its state is that of whole parameters: split the "
+            "model first, then load a checkpoint into the optimizer"
+        )
     if tuple(mesh.shape) != plan.mesh_shape:
         raise ConfigError(f"expected a mesh of shape {plan.mesh_shape}, as the plan of {plan.model}, got {tuple(mesh.shape)}")
     _check_parameters(model, plan)
@@ -49,6 +59,9 @@ def parallelize(model: torch.nn.Module, mesh: DeviceMesh, plan: PlacementPlan) -
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["params"] = [placed.get(parameter, parameter) for parameter in group["params"]]
     for prefix, module in model.named_modules():
         if prefix and prefix in plan.modules:
             module.register_forward_hook(functools.partial(_bring, mesh, plan.modules[prefix]))
@@ -58,6 +71,9 @@ def parallelize(model: torch.nn.Module, mesh: DeviceMesh, plan: PlacementPlan) -
 
 
 def _check_parameters(model: torch.nn.Module, plan: PlacementPlan) -> None:
+    split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if split:
+        raise ConfigError(f"expected whole parameters to split, but {split[0]!r} is a DTensor already: split the model once")
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     missing = [name for name in found if name not in plan.parameters]
     if missing:

@@ -57,6 +57,8 @@ def test_config_reads_every_key(tmp_path: Path) -> None:
             exact = false
             min_bytes = 0
             machine = "machine.toml"
+            [parallel]
+            plan = "partition.json"
             """,
         )
     )
@@ -67,7 +69,7 @@ def test_config_reads_every_key(tmp_path: Path) -> None:
     assert (config.nvme.engine, config.nvme.staging, config.nvme.checksum) == ("threads", 8 * MIB, "always")
     assert (config.plan.policy, config.plan.effort, config.plan.cover) == ("floor", "high", ("activations",))
     assert (config.plan.recompute, config.plan.exact, config.plan.min_bytes) == (False, False, 0)
-    assert config.plan.machine == Path("machine.toml")
+    assert (config.plan.machine, config.parallel.plan) == (Path("machine.toml"), Path("partition.json"))
 
 
 def test_config_source_order_is_argument_variable_file_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

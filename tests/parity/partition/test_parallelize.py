@@ -28,19 +28,6 @@ FACTORIES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]] = {
 }
 
 
-def train(model: torch.nn.Module, batch: torch.Tensor) -> list[float]:
-    """Takes some steps of AdamW; returns the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    losses = []
-    for _ in range(STEPS):
-        loss = model(batch).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def made(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(1)
     model, (batch,) = FACTORIES[name]()
@@ -56,7 +43,7 @@ def run_rank(rank: int, ranks: int, name: str, folder: str) -> None:
         model, batch = made(name)
         count = sum(parameter.numel() for parameter in model.parameters())
         tieroff.parallelize(model, mesh, plan)
-        losses = train(model, batch)
+        losses = sharded.train(model, batch, torch.optim.AdamW(model.parameters(), 1e-3), STEPS)
         held = sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
         values = {key: value.full_tensor().detach() for key, value in model.named_parameters()}  # type: ignore[attr-defined]
         torch.save({"losses": losses, "held": held / count, "values": values}, f"{folder}/rank{rank}.pt")
@@ -67,7 +54,7 @@ def run_rank(rank: int, ranks: int, name: str, folder: str) -> None:
 @functools.cache
 def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, batch = made(name)
-    losses = train(model, batch)
+    losses = sharded.train(model, batch, torch.optim.AdamW(model.parameters(), 1e-3), STEPS)
     return losses, {key: value.detach() for key, value in model.named_parameters()}
 
 
