@@ -137,6 +137,38 @@ def wide_mlp() -> tuple[nn.Module, tuple[Any, ...]]:
     return nn.Sequential(*layers), (torch.randn(32, 256),)
 
 
+@torch.library.custom_op("tieroff_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An operator that nobody gives ways to split."""
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda context, gradient: gradient * 2)
+
+
+class Unusual(nn.Module):
+    """A layer, an operator that nobody knows, and a shared weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.again = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.again.weight = self.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.again(doubled(self.linear(x)))
+        return result
+
+
+def unusual() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Batch 4."""
+    return Unusual(), (torch.randn(4, 8),)
+
+
 def train(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
     """Takes some steps of an ordinary loop; returns the losses."""
     losses = []

@@ -20,7 +20,9 @@ def launch(
     script: Annotated[Path, typer.Argument(help="What every rank runs.", exists=True, dir_okay=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own, as they are.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="What `tieroff.wrap` takes in every rank.")] = None,
-    nproc: Annotated[int | None, typer.Option("--nproc-per-node", min=1, help="Ranks. Left out: one per GPU, or per device of [parallel] plan.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, help="Ranks. Left out: one per GPU, or as [parallel] plan has it.")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option("--log-dir", help="Where to make the folder of logs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document; rank 0's output goes to its log.")] = False,
 ) -> None:

@@ -1,22 +1,28 @@
 """`tieroff.parallelize`: a module's parameters, inputs and results placed on a mesh as a partition says.
 
 Placing parameters alone does not enforce a partition: DTensor picks each operator's split for itself, the cheapest by its
-operands as they lie. So what a module returns is brought where the partition has it, and the next one begins from there.
+operands as they lie. `tieroff.partition.enforce` brings operands and results of each op where the partition has them.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from tieroff.core.sharding.graph import REPLICATED
 from tieroff.core.sharding.placements import PlacementPlan, Placements
 from tieroff.errors import ConfigError, StateError
+from tieroff.partition.enforce import Follower
+from tieroff.partition.exchange import bring, dtensor_placements, whole_of
+
+log = logging.getLogger("tieroff")
 
 
 def parallelize(
@@ -58,15 +64,15 @@ def parallelize(
                 module._parameters[name] = placed[parameter]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+                module._buffers[name] = distribute_tensor(buffer, mesh, dtensor_placements(_wanted(plan, prefix, name)))
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["params"] = [placed.get(parameter, parameter) for parameter in group["params"]]
-    for prefix, module in model.named_modules():
-        if prefix and prefix in plan.modules:
-            module.register_forward_hook(functools.partial(_bring, mesh, plan.modules[prefix]))
-    model.register_forward_pre_hook(functools.partial(_take_inputs, mesh, plan), with_kwargs=True)
-    model.register_forward_hook(_give_whole)
+    if plan.unknown_ops:
+        log.warning("every rank runs these whole, for nobody says how to split them: %s", ", ".join(plan.unknown_ops))
+    follower = Follower(mesh, plan)
+    model.register_forward_pre_hook(functools.partial(_take_inputs, mesh, plan, follower), with_kwargs=True)
+    model.register_forward_hook(functools.partial(_give_whole, follower))
     return model
 
 
@@ -101,23 +107,19 @@ def _wanted(plan: PlacementPlan, prefix: str, name: str) -> Placements:
 
 
 def _placed(parameter: torch.nn.Parameter, mesh: DeviceMesh, placements: Placements) -> torch.nn.Parameter:
-    split = distribute_tensor(parameter.detach(), mesh, _dtensor_placements(placements))
-    return torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
+    split = distribute_tensor(parameter.detach(), mesh, dtensor_placements(placements))
+    placed = torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
+    if placed.requires_grad:
+        # The update wants the gradient where the parameter is; its operators would each fetch it for themselves.
+        placed.register_hook(lambda gradient: bring(gradient, placements))
+    return placed
 
 
-def _dtensor_placements(placements: Placements) -> list[Any]:
-    return [Shard(placement) if placement >= 0 else Replicate() for placement in placements]
-
-
-def _bring(mesh: DeviceMesh, placements: Placements, module: torch.nn.Module, args: Any, out: Any) -> Any:
-    """Brings a module's result where the plan has it."""
-    if not isinstance(out, DTensor):
-        return out
-    return out.redistribute(mesh, _dtensor_placements(placements))
-
-
-def _take_inputs(mesh: DeviceMesh, plan: PlacementPlan, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _take_inputs(
+    mesh: DeviceMesh, plan: PlacementPlan, follower: Follower, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Splits the model's inputs, tensor by tensor in order."""
+    follower.begin_forward()
     wanted = iter(plan.inputs)
 
     def split(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,11 +128,25 @@ def _take_inputs(mesh: DeviceMesh, plan: PlacementPlan, module: torch.nn.Module,
         placements = next(wanted, (-1,) * mesh.ndim)
         # Each rank has the whole batch and keeps its part: nothing is sent.
         whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return whole.redistribute(mesh, _dtensor_placements(placements))
+        return whole.redistribute(mesh, dtensor_placements(placements))
 
     return tree_map_only(torch.Tensor, split, (args, dict(kwargs)))
 
 
-def _give_whole(module: torch.nn.Module, args: Any, out: Any) -> Any:
+def _give_whole(follower: Follower, module: torch.nn.Module, args: Any, out: Any) -> Any:
     """Gives back whole tensors, so that a loss is the same plain number in every rank."""
-    return tree_map_only(DTensor, DTensor.full_tensor, out)
+    follower.end_forward()
+    return tree_map_only(DTensor, _Whole.apply, out)
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor made whole in every rank. Its gradient stays whole: DTensor's own would be cut, and fetched again by each op."""
+
+    @staticmethod
+    def forward(context: Any, tensor: DTensor) -> torch.Tensor:
+        context.mesh = tensor.device_mesh
+        return bring(tensor, (REPLICATED,) * tensor.device_mesh.ndim).to_local()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return whole_of(gradient, context.mesh, (REPLICATED,) * context.mesh.ndim)

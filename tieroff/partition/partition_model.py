@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tieroff.core.machine import Machine
-from tieroff.core.sharding.graph import PARTIAL, REPLICATED, StepGraph
-from tieroff.core.sharding.placements import PlacementPlan
+from tieroff.core.sharding.graph import PARTIAL, REPLICATED, ShardedTensor, StepGraph
+from tieroff.core.sharding.placements import OpPlacement, PlacementPlan
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.planner.compare.rows import Row, plan_row
@@ -82,9 +82,8 @@ def partition_model(
     schemes = []
     for scheme in SCHEMES:
         found = partition_step(graph, device_count, scheme)
-        levels = tuple(level.exchanged_bytes for level in found.levels)
         peak = local_trace(found, machine, MIN_BYTES).peak_bytes
-        schemes.append(SchemeRow(scheme.name, levels, found.held_share(), peak))
+        schemes.append(SchemeRow(scheme.name, found.level_bytes, found.held_share(), peak))
     budget = budget_of(local_trace(partition_step(graph, 1), machine, MIN_BYTES))
     rows = []
     for count in (1 << level for level in range(device_count.bit_length())):
@@ -99,7 +98,7 @@ def partition_model(
 
 def placements_of(partition: Partition) -> PlacementPlan:
     """Returns a partition's placements by name. Where a module's result is a sum to be, it is whole."""
-    tensors = partition.graph.tensors
+    graph, tensors = partition.graph, partition.graph.tensors
 
     def whole(index: int) -> tuple[int, ...]:
         return tuple(REPLICATED if p == PARTIAL else p for p in partition.placements(index))
@@ -107,10 +106,29 @@ def placements_of(partition: Partition) -> PlacementPlan:
     return PlacementPlan(
         model=partition.graph.name,
         mesh_shape=(2,) * len(partition.levels),
-        parameters={t.name: whole(i) for i, t in enumerate(tensors) if t.kind == "parameter"},
-        inputs=tuple(whole(i) for i, t in enumerate(tensors) if t.name.startswith("input.")),
-        modules={name: whole(index) for name, index in partition.graph.outputs_of},
-        exchanged_bytes=tuple(level.exchanged_bytes for level in partition.levels),
+        parameters={t.name: whole(i) for i, t in enumerate(tensors) if _is_held(t)},
+        inputs=tuple(whole(i) for i, t in enumerate(tensors) if t.kind == "input" and not _is_held(t)),
+        modules={name: whole(index) for name, index in graph.outputs_of},
+        exchanged_bytes=partition.level_bytes,
+        ops=tuple(_op(partition, position) for position, op in enumerate(graph.ops) if op.is_run),
+        first_backward=sum(op.is_run for op in graph.ops[: graph.first_backward]),
+        unknown_ops=graph.unknown_ops,
+    )
+
+
+def _is_held(tensor: ShardedTensor) -> bool:
+    return tensor.kind == "parameter" or (tensor.kind == "input" and not tensor.name.startswith("input."))
+
+
+def _op(partition: Partition, position: int) -> OpPlacement:
+    op, tensors = partition.graph.ops[position], partition.graph.tensors
+    return OpPlacement(
+        name=op.name,
+        shapes=tuple(tensors[t].shape for t in op.inputs),
+        reads=partition.reads(position),
+        makes=partition.makes(position),
+        places=tuple(partition.placements(t) for t in op.outputs),
+        is_direct=op.is_direct,
     )
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter
 
 from tests.support import sharded
 from tieroff.core.sharding.graph import PARTIAL, REPLICATED, OpSplit, StepGraph
 from tieroff.errors import CaptureError
 from tieroff.tracing.sharded.capture import capture_step
-from tieroff.tracing.sharded.dtensor_strategies import DTensorSplits
+from tieroff.tracing.sharded.dtensor_strategies import DTensorSplits, runs_on_parts
 
 aten = torch.ops.aten
 
@@ -45,7 +46,54 @@ def test_attention_on_the_cpu_is_split_by_batch_and_heads() -> None:
     assert set(found) == {OpSplit((0, 0, 0), (0, 0)), OpSplit((1, 1, 1), (1, 1))}
 
 
-@pytest.mark.parametrize("factory", [sharded.small_gpt, sharded.small_mlp])
+def cut(value: torch.Tensor, placement: int) -> list[torch.Tensor]:
+    """Returns what each of two groups has of a tensor."""
+    if placement == PARTIAL:
+        first = torch.rand_like(value)
+        return [first, value - first]
+    return [value, value] if placement == REPLICATED else list(value.chunk(2, placement))
+
+
+def joined(parts: list[torch.Tensor], placement: int) -> torch.Tensor:
+    if placement == REPLICATED:
+        assert torch.allclose(parts[0], parts[1])
+        return parts[0]
+    return parts[0] + parts[1] if placement == PARTIAL else torch.cat(parts, placement)
+
+
+def check_on_parts(func: Any, args: tuple[Any, ...], bias_sizes: int | None = None) -> int:
+    """Runs an operator on the parts of every split that it has, and compares with the whole; returns how many there are."""
+    flat = [value for value in args if isinstance(value, torch.Tensor)]
+    results = [value for value in tree_iter(func(*args)) if isinstance(value, torch.Tensor)]
+    splits = DTensorSplits().of(func, args, {}, func(*args)) or ()
+    for split in splits:
+        assert runs_on_parts(func)
+        parts = list(zip(*map(cut, flat, split.inputs[: len(flat)]), strict=True))
+        made = []
+        for own in parts:
+            rest = iter(own)
+            local = [next(rest) if isinstance(value, torch.Tensor) else value for value in args]
+            if bias_sizes is not None:
+                local[bias_sizes] = [local[0].shape[1]]
+            made.append([value for value in tree_iter(func(*local)) if isinstance(value, torch.Tensor)])
+        for place, result in enumerate(results):
+            assert torch.allclose(joined([own[place] for own in made], split.outputs[place]), result, atol=1e-9), split
+    return len(splits)
+
+
+def test_convolutions_and_attention_on_parts_make_the_whole() -> None:
+    torch.manual_seed(1)
+    x, w, b = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 6, 5, 5), (8, 6, 3, 3), (8,)))
+    rest: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert check_on_parts(aten.convolution.default, (x, w, b, *rest)) == 3
+    gradient = torch.randn(4, 8, 5, 5, dtype=torch.float64)
+    backward = aten.convolution_backward.default
+    assert check_on_parts(backward, (gradient, x, w, [8], *rest, [True, True, True]), bias_sizes=3) == 3
+    heads = [torch.randn(2, 4, 8, 16, dtype=torch.float64) for _ in range(3)]
+    assert check_on_parts(aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(heads)) == 2
+
+
+@pytest.mark.parametrize("factory", [sharded.small_gpt, sharded.small_mlp, sharded.small_resnet])
 def test_every_op_of_a_model_is_known_and_its_splits_fit(factory: Any) -> None:
     graph = capture_step(factory, sharded.MACHINE)
     assert graph.unknown_ops == ()
@@ -63,31 +111,8 @@ def test_results_of_modules_are_named() -> None:
     assert shapes == {"up": (16, 64), "down": (16, 32), "": (16, 32)}
 
 
-@torch.library.custom_op("tieroff_tests::doubled", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@doubled.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-doubled.register_autograd(lambda ctx, grad: grad * 2)
-
-
-class Unusual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = doubled(self.linear(x))
-        return result
-
-
 def test_an_op_that_nobody_knows_runs_whole_and_is_named() -> None:
-    graph: StepGraph = capture_step(lambda: (Unusual(), (torch.randn(4, 8),)), sharded.MACHINE)
+    graph: StepGraph = capture_step(sharded.unusual, sharded.MACHINE)
     assert graph.unknown_ops == ("tieroff_tests.doubled.default",)
     op = next(op for op in graph.ops if not op.is_known)
     assert op.splits == (OpSplit((REPLICATED,), (REPLICATED,)),)

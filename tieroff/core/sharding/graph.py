@@ -58,6 +58,9 @@ class ShardedOp:
     Attributes:
         duration_ns: on one device, whole.
         is_known: False where nobody gives ways to split it: its only split is replicated.
+        written: places of the inputs that it writes: they are read where they lie, for a copy would take the write.
+        is_direct: each device runs it on its parts as they are, without DTensor's rules.
+        is_run: False for what runs on whole tensors on every device, outside the model, and is here for its price.
     """
 
     name: str
@@ -66,6 +69,9 @@ class ShardedOp:
     splits: tuple[OpSplit, ...]
     duration_ns: int = 0
     is_known: bool = True
+    written: tuple[int, ...] = ()
+    is_direct: bool = False
+    is_run: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +80,7 @@ class StepGraph:
 
     Attributes:
         state_share: bytes of the optimizer's state per byte of a parameter: 2 for AdamW.
+        first_backward: index of the first op of the model's backward.
         outputs_of: per module (dotted path) the tensor that its last call returned, where it returned one.
     """
 
@@ -82,6 +89,7 @@ class StepGraph:
     tensors: tuple[ShardedTensor, ...]
     state_share: int = 2
     outputs_of: tuple[tuple[str, int], ...] = ()
+    first_backward: int = 0
 
     @property
     def unknown_ops(self) -> tuple[str, ...]:

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tieroff.errors import ConfigError
 
-FORMAT = "tieroff-partition-1"
+FORMAT = "tieroff-partition-2"
 
 Placements = tuple[int, ...]
 """A placement per mesh dimension, outermost first: a tensor's dimension, or REPLICATED."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlacement:
+    """How one op of the step runs.
+
+    Attributes:
+        name: of the operator, with its overload.
+        shapes: of the whole tensors that it reads; what a run does is told by name and shapes.
+        reads: where they are brought for it.
+        makes: where its results come to lie.
+        places: where its results are brought.
+        is_direct: each device runs it on its parts as they are, without DTensor's rules.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    reads: tuple[Placements, ...]
+    makes: tuple[Placements, ...]
+    places: tuple[Placements, ...]
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +44,13 @@ class PlacementPlan:
     Attributes:
         model: what was partitioned.
         mesh_shape: devices per mesh dimension; their product is the number of devices.
-        parameters: of each parameter.
+        parameters: of each parameter and buffer.
         inputs: of each tensor among the model's inputs, in order.
         modules: of what each module returns (dotted path; "" is the model).
         exchanged_bytes: what all devices exchange in a step, by mesh dimension, as planned.
+        ops: of the model's forward and backward, in order.
+        first_backward: index of the first of its backward.
+        unknown_ops: names of those that every device runs whole, because nobody says how they can be split.
     """
 
     model: str
@@ -35,11 +59,14 @@ class PlacementPlan:
     inputs: tuple[Placements, ...]
     modules: Mapping[str, Placements]
     exchanged_bytes: tuple[int, ...] = ()
+    ops: tuple[OpPlacement, ...] = ()
+    first_backward: int = 0
+    unknown_ops: tuple[str, ...] = ()
 
 
 def save_placements(plan: PlacementPlan, path: str | Path) -> None:
     """Writes a plan that `load_placements` reads back as an equal one."""
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "model": plan.model,
         "mesh_shape": plan.mesh_shape,
@@ -47,8 +74,15 @@ def save_placements(plan: PlacementPlan, path: str | Path) -> None:
         "parameters": dict(plan.parameters),
         "inputs": plan.inputs,
         "modules": dict(plan.modules),
+        "first_backward": plan.first_backward,
+        "unknown_ops": plan.unknown_ops,
+        "ops": [asdict(op) for op in plan.ops],
     }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    # A line per key, and one per op: thousands of ops would else take a hundred lines each.
+    rows = {key: json.dumps(value) for key, value in document.items() if key != "ops"}
+    lines = [f" {json.dumps(key)}: {text}," for key, text in rows.items()]
+    ops = ",\n".join(f"  {json.dumps(op)}" for op in document["ops"])
+    Path(path).write_text("\n".join(["{", *lines, ' "ops": [', ops, " ]", "}", ""]), encoding="utf-8")
 
 
 def load_placements(path: str | Path) -> PlacementPlan:
@@ -70,6 +104,9 @@ def load_placements(path: str | Path) -> PlacementPlan:
             inputs=tuple(_placements(found, levels) for found in document["inputs"]),
             modules={str(name): _placements(found, levels) for name, found in document["modules"].items()},
             exchanged_bytes=tuple(int(size) for size in document["exchanged_bytes"]),
+            ops=tuple(_op(found, levels) for found in document["ops"]),
+            first_backward=int(document["first_backward"]),
+            unknown_ops=tuple(map(str, document["unknown_ops"])),
         )
     except KeyError as error:
         raise ConfigError(f"{path}: expected a partition, but the key {error} is missing") from error
@@ -77,8 +114,19 @@ def load_placements(path: str | Path) -> PlacementPlan:
         raise ConfigError(f"{path}: expected a partition, but {error}") from error
 
 
-def _placements(found: Any, levels: int) -> Placements:
+def _op(found: Any, levels: int) -> OpPlacement:
+    return OpPlacement(
+        name=str(found["name"]),
+        shapes=tuple(tuple(map(int, shape)) for shape in found["shapes"]),
+        reads=tuple(_placements(placements, levels, -2) for placements in found["reads"]),
+        makes=tuple(_placements(placements, levels, -2) for placements in found["makes"]),
+        places=tuple(_placements(placements, levels) for placements in found["places"]),
+        is_direct=bool(found["is_direct"]),
+    )
+
+
+def _placements(found: Any, levels: int, least: int = -1) -> Placements:
     placements = tuple(int(placement) for placement in found)
-    if len(placements) != levels or min(placements, default=0) < -1:
+    if len(placements) != levels or min(placements, default=0) < least:
         raise ValueError(f"{found!r} is no placement for each of {levels} mesh dimensions")
     return placements

@@ -83,7 +83,7 @@ class _LocalStep:
 
     def _exchange_ns(self, position: int) -> int:
         """Returns the time of what one device exchanges around an op; -1 for the update."""
-        size = sum(level.op_bytes[position] for level in self._partition.levels)
+        size = sum(self._partition.op_bytes[position])
         if not size:
             return 0
         return round(size / self._partition.device_count / self._machine.peer_bytes_per_s * NS_PER_S)

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tieroff.core.sharding.graph import REPLICATED, OpSplit, ShardedOp, StepGraph, moved_bytes
+from tieroff.core.sharding.exchange import exchanged_shares
+from tieroff.core.sharding.graph import REPLICATED, OpSplit, ShardedOp, StepGraph
+from tieroff.core.sharding.placements import Placements
 from tieroff.errors import ConfigError
 from tieroff.planner.sharding.elimination import Factor, eliminate
 
@@ -49,20 +51,10 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One halving of the devices.
+    """One halving of the devices: a placement per tensor, and a split per op."""
 
-    Attributes:
-        op_bytes: what all devices exchange for it around each op of the step, and at last for the update.
-        placements: of each tensor.
-    """
-
-    op_bytes: tuple[int, ...]
     placements: tuple[int, ...]
-
-    @property
-    def exchanged_bytes(self) -> int:
-        """Bytes that all devices exchange for it in a step."""
-        return sum(self.op_bytes)
+    splits: tuple[OpSplit, ...]
 
 
 @dataclass(frozen=True)
@@ -77,12 +69,48 @@ class Partition:
         """How many devices there are."""
         return 1 << len(self.levels)
 
+    @functools.cached_property
+    def op_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes that all devices exchange around each op of the step, and at last for the update; each by level."""
+        rows = []
+        for position, op in enumerate(self.graph.ops):
+            pairs = [(t, self.placements(t), want) for t, want in zip(op.inputs, self.reads(position), strict=True)]
+            made = zip(op.outputs, self.makes(position), strict=True)
+            rows.append(self._sum([*pairs, *((t, make, self.placements(t)) for t, make in made)]))
+        owned = [(i, self.placements(i), self.placements(t.owner)) for i, t in enumerate(self.graph.tensors) if t.owner >= 0]
+        return (*rows, self._sum(owned))
+
+    def _sum(self, moves: Sequence[tuple[int, Placements, Placements]]) -> tuple[int, ...]:
+        shares = [exchanged_shares(source, target) for _, source, target in moves]
+        sizes = [self.graph.tensors[tensor].size_bytes for tensor, _, _ in moves]
+        return tuple(
+            round(sum(share[level] * size for share, size in zip(shares, sizes, strict=True)))
+            for level in range(len(self.levels))
+        )
+
+    @property
+    def level_bytes(self) -> tuple[int, ...]:
+        """Bytes that all devices exchange in a step, by level."""
+        return tuple(sum(row[level] for row in self.op_bytes) for level in range(len(self.levels)))
+
     @property
     def exchanged_bytes(self) -> int:
         """Bytes that all devices exchange in a step."""
-        return sum(level.exchanged_bytes for level in self.levels)
+        return sum(self.level_bytes)
 
-    def placements(self, tensor: int) -> tuple[int, ...]:
+    def reads(self, op: int) -> tuple[Placements, ...]:
+        """Returns where each input of an op is brought for it."""
+        return tuple(zip(*(level.splits[op].inputs for level in self.levels), strict=True)) or ((),) * len(
+            self.graph.ops[op].inputs
+        )
+
+    def makes(self, op: int) -> tuple[Placements, ...]:
+        """Returns where each output of an op comes to lie."""
+        return tuple(zip(*(level.splits[op].outputs for level in self.levels), strict=True)) or ((),) * len(
+            self.graph.ops[op].outputs
+        )
+
+    def placements(self, tensor: int) -> Placements:
         """Returns a tensor's placement on each level."""
         return tuple(level.placements[tensor] for level in self.levels)
 
@@ -116,47 +144,46 @@ def partition_step(graph: StepGraph, device_count: int, scheme: Scheme | None = 
 
 
 def _recurse(graph: StepGraph, device_count: int, scheme: Scheme) -> Partition:
-    cuts = [[0] * len(tensor.shape) for tensor in graph.tensors]
-    levels: list[Level] = []
-    while 2 ** len(levels) < device_count:
-        level = _Halving(graph, cuts, scheme, 1 << len(levels)).solve()
-        levels.append(level)
-        for tensor, placement in enumerate(level.placements):
-            if placement >= 0:
-                cuts[tensor][placement] += 1
-    return Partition(graph, tuple(levels))
+    partition = Partition(graph, ())
+    while partition.device_count < device_count:
+        partition = Partition(graph, (*partition.levels, _Halving(partition, scheme).solve()))
+    return partition
 
 
 class _Halving:
-    """One level: a variable per tensor (its placement) and per op (its split), and a table per op and operand."""
+    """One more level: a variable per tensor (its placement) and per op (its split), and a table per op and operand.
 
-    def __init__(self, graph: StepGraph, cuts: list[list[int]], scheme: Scheme, groups: int) -> None:
-        self._graph, self._cuts, self._groups, self._scheme = graph, cuts, groups, scheme
+    A table holds what is exchanged on all levels together, for what a level moves depends on how the others lie.
+    """
+
+    def __init__(self, above: Partition, scheme: Scheme) -> None:
+        self._above, self._graph, self._scheme = above, above.graph, scheme
+        self._placed = [above.placements(tensor) for tensor in range(len(self._graph.tensors))]
+        whole = {tensor for op in self._graph.ops if not op.is_run for tensor in op.outputs}
+        written = {op.inputs[place] for op in self._graph.ops for place in op.written}
         self._domains: list[list[int]] = []
-        for index, tensor in enumerate(graph.tensors):
-            dims = [dim for dim in range(len(tensor.shape)) if self._is_even(index, dim)]
-            self._domains.append(scheme.rule(graph, index, dims))
-        self._sizes = [t.size_bytes / 2 ** sum(cuts[i]) for i, t in enumerate(graph.tensors)]
+        for index, (tensor, placed) in enumerate(zip(self._graph.tensors, self._placed, strict=True)):
+            dims = [dim for dim in range(len(tensor.shape)) if self._is_even(index, placed, dim)]
+            allowed = [REPLICATED] if index in whole else scheme.rule(self._graph, index, dims)
+            if index in written and REPLICATED not in allowed:  # ops that write it may have to have it whole
+                allowed = [*allowed, REPLICATED]
+            self._domains.append(allowed)
 
-    def _is_even(self, tensor: int, placement: int) -> bool:
+    def _is_even(self, tensor: int, above: Placements, placement: int) -> bool:
         if placement < 0:
             return True
-        return self._graph.tensors[tensor].shape[placement] % (2 << self._cuts[tensor][placement]) == 0
+        return self._graph.tensors[tensor].shape[placement] % (2 << above.count(placement)) == 0
 
     def solve(self) -> Level:
         tensors = len(self._domains)
         sizes = [len(domain) for domain in self._domains]
+        splits_of = [self._splits(position, op) for position, op in enumerate(self._graph.ops)]
         factors: list[Factor] = []
-        for op in self._graph.ops:
+        for position, (op, splits) in enumerate(zip(self._graph.ops, splits_of, strict=True)):
             variable = len(sizes)
-            splits = self._splits(op)
             sizes.append(len(splits))
-            twice = [
-                TWICE_SHARE * sum(self._sizes[t] for t, p in zip(op.outputs, split.outputs, strict=True) if p == REPLICATED)
-                for split in splits
-            ]
-            factors.append(Factor((variable,), np.array(twice)))
-            factors += [Factor((variable, t), table) for t, table in self._tables(op, splits)]
+            factors.append(Factor((variable,), np.array([self._twice(op, split) for split in splits])))
+            factors += [Factor((variable, t), table) for t, table in self._tables(position, op, splits)]
         for index, tensor in enumerate(self._graph.tensors):
             if tensor.owner >= 0:  # the update wants the gradient where the parameter is
                 factors.append(Factor((index, tensor.owner), self._moves(index, tensor.owner)))
@@ -164,38 +191,47 @@ class _Halving:
         if not math.isfinite(found.cost):
             raise ConfigError("expected a way to split every operator, but some rule leaves none")
         placements = tuple(domain[v] for domain, v in zip(self._domains, found.values[:tensors], strict=True))
-        exchanged = [0.0] * (len(self._graph.ops) + 1)
-        for factor in (f for f in factors if len(f.variables) == 2):
-            first, second = factor.variables
-            place = first - tensors if first >= tensors else -1
-            exchanged[place] += float(factor.table[found.values[first], found.values[second]])
-        return Level(tuple(round(size) * self._groups for size in exchanged), placements)
+        return Level(placements, tuple(splits[v] for splits, v in zip(splits_of, found.values[tensors:], strict=True)))
 
-    def _splits(self, op: ShardedOp) -> list[OpSplit]:
+    def _splits(self, position: int, op: ShardedOp) -> list[OpSplit]:
         """Returns the splits whose operands can be cut so; under some schemes no product is computed twice."""
         operands = (*op.inputs, *op.outputs)
-        even = [s for s in op.splits if all(map(self._is_even, operands, (*s.inputs, *s.outputs)))]
+        above = (*self._above.reads(position), *self._above.makes(position))
+        even = [s for s in op.splits if all(map(self._is_even, operands, above, (*s.inputs, *s.outputs)))]
         if self._scheme.computes_twice or not any(part in op.name for part in _PRODUCTS):
             return even
         once = [s for s in even if set(s.outputs) != {REPLICATED}]
         return once or even
 
-    def _tables(self, op: ShardedOp, splits: Sequence[OpSplit]) -> list[tuple[int, NDArray[np.float64]]]:
+    def _twice(self, op: ShardedOp, split: OpSplit) -> float:
+        whole = [t for t, placement in zip(op.outputs, split.outputs, strict=True) if placement == REPLICATED]
+        return TWICE_SHARE * sum(self._graph.tensors[t].size_bytes for t in whole)
+
+    def _tables(self, position: int, op: ShardedOp, splits: Sequence[OpSplit]) -> list[tuple[int, NDArray[np.float64]]]:
         """Returns per operand the bytes by split and placement; an operand that is read twice is fetched for each."""
         tables: list[tuple[int, NDArray[np.float64]]] = []
-        for place, tensor in enumerate(op.inputs):
-            wanted = [split.inputs[place] for split in splits]
-            rows = [[moved_bytes(self._sizes[tensor], p, w) for p in self._domains[tensor]] for w in wanted]
-            tables.append((tensor, np.array(rows)))
-        for place, tensor in enumerate(op.outputs):
-            made = [split.outputs[place] for split in splits]
-            rows = [[moved_bytes(self._sizes[tensor], m, p) for p in self._domains[tensor]] for m in made]
+        for place, (tensor, above) in enumerate(zip(op.inputs, self._above.reads(position), strict=True)):
+            wanted = [(*above, split.inputs[place]) for split in splits]
+            rows = [[self._bytes(tensor, (*self._placed[tensor], p), w) for p in self._domains[tensor]] for w in wanted]
+            table = np.array(rows)
+            if place in op.written:
+                stays = [[(*self._placed[tensor], p) == w for p in self._domains[tensor]] for w in wanted]
+                table[~np.array(stays)] = np.inf
+            tables.append((tensor, table))
+        for place, (tensor, above) in enumerate(zip(op.outputs, self._above.makes(position), strict=True)):
+            made = [(*above, split.outputs[place]) for split in splits]
+            rows = [[self._bytes(tensor, m, (*self._placed[tensor], p)) for p in self._domains[tensor]] for m in made]
             tables.append((tensor, np.array(rows)))
         return tables
 
+    def _bytes(self, tensor: int, source: Placements, target: Placements) -> float:
+        return self._graph.tensors[tensor].size_bytes * sum(exchanged_shares(source, target))
+
     def _moves(self, source: int, target: int) -> NDArray[np.float64]:
-        pairs = [[moved_bytes(self._sizes[source], p, q) for q in self._domains[target]] for p in self._domains[source]]
-        return np.array(pairs)
+        placed, wanted = self._placed[source], self._placed[target]
+        return np.array(
+            [[self._bytes(source, (*placed, p), (*wanted, q)) for q in self._domains[target]] for p in self._domains[source]]
+        )
 
 
 @functools.lru_cache(maxsize=4)

@@ -29,6 +29,35 @@ _CPU_ATTENTION = {
 """Operands and results of attention on the CPU, all of which begin with the dimensions of batch and heads."""
 
 
+_WHOLE, _PART = REPLICATED, PARTIAL
+_CONVOLUTION = (((0, _WHOLE, _WHOLE), (0,)), ((_WHOLE, 0, 0), (1,)), ((1, 1, _PART), (_PART,)))
+"""By batch, by the channels that it makes, by those that it reads: input, weight and bias; and its result."""
+_CONVOLUTION_BACKWARD = (((0, 0, _WHOLE), (0, _PART, _PART)), ((1, _WHOLE, 0), (_PART, 0, 0)), ((_WHOLE, 1, 1), (1, 1, _WHOLE)))
+"""The same, of the gradient, input and weight, and the gradients of input, weight and bias."""
+_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+"""Arguments that an operator writes although its schema does not say so: the running mean and variance."""
+
+
+def runs_on_parts(func: Any) -> bool:
+    """True for an operator that does on parts what it does on the whole, so that DTensor's rules are not needed to run it."""
+    return func in _CPU_ATTENTION or func in (_aten.convolution.default, _aten.convolution_backward.default)
+
+
+def written_arguments(func: Any) -> frozenset[int]:
+    """Returns the positions of the arguments that an operator writes."""
+    name = func.__name__.split(".")[0] if hasattr(func, "_schema") else ""
+    if name in _WRITES:
+        return frozenset(_WRITES[name])
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    return frozenset(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def custom_handlers() -> dict[Any, Any] | None:
+    """Returns DTensor's functions that stand in front of operators, by operator; None where there are none."""
+    found = getattr(DTensor._op_dispatcher, "_custom_op_handlers", None)
+    return found if isinstance(found, dict) else None
+
+
 class DTensorSplits:
     """Asks DTensor for the splits of operators on two groups; answers are kept."""
 
@@ -50,6 +79,11 @@ class DTensorSplits:
             rank = args[0].dim()
             swapped = [OpSplit((d,), (rank - 1 - d,)) for d in range(rank)]
             return (OpSplit((REPLICATED,), (REPLICATED,)), OpSplit((PARTIAL,), (PARTIAL,)), *swapped)
+        if func is _aten.convolution.default and not args[6] and args[8] == 1:  # not transposed, one group
+            operands = 2 if args[2] is None else 3
+            return tuple(OpSplit(read[:operands], made) for read, made in _CONVOLUTION)
+        if func is _aten.convolution_backward.default and not args[7] and args[9] == 1:
+            return tuple(OpSplit(read, made) for read, made in _CONVOLUTION_BACKWARD)
         if func in _CPU_ATTENTION:  # DTensor has rules for the attention of GPUs only; batch and heads are independent
             operands, results = _CPU_ATTENTION[func]
             return tuple(OpSplit((p,) * operands, (p,) * results) for p in (0, 1))
