@@ -72,7 +72,8 @@ class Machine:
         has_fp32_matrix_cores: its fp32 peak is that of matrix cores.
         device_power_w: what the board may draw, 0 if unknown.
         process_nm: of the chip, 0 if unknown.
-        peer_bytes_per_s: what each device sends to others of its machine per second, 0 if unknown.
+        peer_bytes_per_s: what each device sends to others per second, 0 if unknown: one figure, or one per mesh dimension,
+            outermost first. See `peer_rates`.
         nvme_endurance_bytes: bytes that may be written to all drives together over their life, 0 if unknown.
         kernel: the system that it was measured under.
         dirs: tables per directory, by absolute path. `engine` is the fastest there; see `FOLDER_TEXTS` for what else is
@@ -106,7 +107,7 @@ class Machine:
     has_fp32_matrix_cores: bool = False
     device_power_w: float = 0.0
     process_nm: float = 0.0
-    peer_bytes_per_s: int = 0
+    peer_bytes_per_s: int | tuple[int, ...] = 0
     nvme_endurance_bytes: int = 0
     kernel: str = ""
     dirs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -120,6 +121,22 @@ class Machine:
     def capacity_bytes(self, tier: Tier) -> int:
         """Returns the bytes of a tier."""
         return int(getattr(self, f"{tier.value}_bytes"))
+
+    def peer_rates(self, dimensions: int) -> tuple[int, ...]:
+        """Returns what each device sends per second along each of so many mesh dimensions, outermost first.
+
+        The last figure is of the devices that are nearest to each other: fewer dimensions take the last figures, more repeat
+        the last.
+
+        Raises:
+            ConfigError: the machine gives no bandwidth between devices.
+        """
+        found = self.peer_bytes_per_s if isinstance(self.peer_bytes_per_s, tuple) else (self.peer_bytes_per_s,)
+        if not found or not all(found):
+            raise ConfigError(
+                f"expected peer_bytes_per_s in machine {self.name!r}, the bandwidth between devices, but it is missing: add it"
+            )
+        return (*found, *found[-1:] * (dimensions - len(found)))[-dimensions:] if dimensions else ()
 
     def link(self, source: Tier, target: Tier) -> Link:
         """Returns the link from one tier to another.
@@ -181,6 +198,11 @@ def _size(key: str, value: object, where: str) -> int:
 
 
 def _convert(key: str, value: object, where: str) -> object:
+    if key == "peer_bytes_per_s" and isinstance(value, list):
+        rates = tuple(_size(key, rate, where) for rate in value)
+        if not rates or not all(rates):
+            raise ConfigError(f"{where}: expected {key} as a number, or a list of numbers above 0, got {value!r}")
+        return rates
     if key.endswith(("_bytes", "_bytes_per_s")):
         return _size(key, value, where)
     if key.endswith("_s"):
@@ -258,7 +280,8 @@ def validate(machine: Machine, where: str = "machine") -> None:
             link, and no bandwidth on one of its links.
     """
     for name, value in ((f.name, getattr(machine, f.name)) for f in fields(machine)):
-        if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
+        figures = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(figure, (int, float)) and not 0 <= figure < float("inf") for figure in figures):
             raise ConfigError(f"{where}: expected {name} as a number >= 0, got {value!r}")
     if not 0 < machine.duplex_share <= 1:
         raise ConfigError(f"{where}: expected duplex_share above 0 and at most 1, got {machine.duplex_share!r}")

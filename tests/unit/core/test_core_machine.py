@@ -142,3 +142,30 @@ def test_machine_without_a_link_or_with_a_wrong_value_is_refused(machine: Machin
 
 def test_machine_without_lower_tiers_is_sound() -> None:
     validate(Machine(device_bytes=1))
+
+
+def test_bandwidth_between_devices_may_be_given_by_mesh_dimension(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text('peer_bytes_per_s = ["1GiB", 25000000000]\n')
+    found = load_machine(path)
+    assert found.peer_bytes_per_s == (2**30, 25 * 10**9)
+    assert found.peer_rates(0) == ()
+    assert found.peer_rates(1) == (25 * 10**9,)
+    assert found.peer_rates(3) == (2**30, 25 * 10**9, 25 * 10**9)
+    assert Machine(peer_bytes_per_s=7).peer_rates(2) == (7, 7)
+    save_machine(found, path)
+    assert load_machine(path) == found
+    with pytest.raises(ConfigError, match="the bandwidth between devices, but it is missing"):
+        Machine(name="x").peer_rates(1)
+
+
+@pytest.mark.parametrize("value", ["[]", "[0, 1]", '["fast"]', "[[1]]", "-1"])
+def test_bandwidth_between_devices_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "machine.toml").write_text(f"peer_bytes_per_s = {value}\n")
+    with pytest.raises(ConfigError, match="peer_bytes_per_s"):
+        load_machine(tmp_path / "machine.toml")
+
+
+def test_a_bandwidth_below_zero_in_a_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match="peer_bytes_per_s"):
+        validate(Machine(peer_bytes_per_s=(1, -1)))

@@ -126,6 +126,20 @@ def test_time_of_exchange_is_that_of_the_links() -> None:
         local_trace(found, replace(sharded.MACHINE, peer_bytes_per_s=0), 0)
 
 
+def test_each_mesh_dimension_has_the_time_of_its_link() -> None:
+    found = partition_step(gpt(), 4)
+    outer, inner = found.level_bytes
+    assert outer and inner
+
+    def ideal_ns(*rates: int) -> int:
+        return local_trace(found, replace(sharded.MACHINE, peer_bytes_per_s=rates), 0).ideal_ns
+
+    base = ideal_ns(10**9, 10**9)
+    assert base == local_trace(found, replace(sharded.MACHINE, peer_bytes_per_s=10**9), 0).ideal_ns == ideal_ns(10**9)
+    assert ideal_ns(5 * 10**8, 10**9) - base == pytest.approx(outer / 4, abs=len(gpt().ops))
+    assert ideal_ns(10**9, 5 * 10**8) - base == pytest.approx(inner / 4, abs=len(gpt().ops))
+
+
 def test_a_step_refused_on_one_device_is_planned_on_two() -> None:
     found = partition_model(layer(), sharded.MACHINE, 2, lambda step: {Tier.DEVICE: step.peak_bytes * 22 // 100}, "greedy")
     one, two = found.devices

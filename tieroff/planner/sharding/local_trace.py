@@ -9,7 +9,6 @@ from __future__ import annotations
 from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace
-from tieroff.errors import ConfigError
 from tieroff.planner.sharding.tofu import Partition
 from tieroff.units import NS_PER_S
 
@@ -29,16 +28,14 @@ def local_trace(partition: Partition, machine: Machine, min_bytes: int) -> Trace
     Raises:
         ConfigError: bytes are exchanged, but the machine gives no bandwidth between devices.
     """
-    if partition.exchanged_bytes and not machine.peer_bytes_per_s:
-        raise ConfigError(
-            f"expected peer_bytes_per_s in machine {machine.name!r}, the bandwidth between devices, but it is missing: add it"
-        )
     return _LocalStep(partition, machine, min_bytes).trace()
 
 
 class _LocalStep:
     def __init__(self, partition: Partition, machine: Machine, min_bytes: int) -> None:
         self._partition, self._machine = partition, machine
+        levels = len(partition.levels)
+        self._rates = machine.peer_rates(levels) if partition.exchanged_bytes else (1,) * levels
         self._graph = partition.graph
         self._tensors: list[Tensor] = []
         self._place: dict[int, int] = {}
@@ -83,10 +80,8 @@ class _LocalStep:
 
     def _exchange_ns(self, position: int) -> int:
         """Returns the time of what one device exchanges around an op; -1 for the update."""
-        size = sum(self._partition.op_bytes[position])
-        if not size:
-            return 0
-        return round(size / self._partition.device_count / self._machine.peer_bytes_per_s * NS_PER_S)
+        pairs = zip(self._partition.op_bytes[position], self._rates, strict=True)
+        return round(sum(size / self._partition.device_count / rate for size, rate in pairs) * NS_PER_S)
 
     def _updates(self) -> list[Op]:
         ops = []
