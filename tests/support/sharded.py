@@ -41,7 +41,7 @@ class Block(nn.Module):
         q, k, v = (f(y).view(b, t, self.heads, d // self.heads).transpose(1, 2) for f in (self.query, self.key, self.value))
         if self.is_fused:
             a = F.scaled_dot_product_attention(q, k, v)
-        else:  # DTensor runs no fused attention on the CPU
+        else:
             a = torch.softmax(q @ k.transpose(-1, -2) * (d // self.heads) ** -0.5, -1) @ v
         x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
         result: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -83,6 +83,11 @@ def layer_of_width_1024() -> tuple[nn.Module, tuple[Any, ...]]:
 def small_gpt() -> tuple[nn.Module, tuple[Any, ...]]:
     """Two layers of width 64, batch 8, 16 words."""
     return Gpt(), (torch.randn(8, 16, 64),)
+
+
+def fused_gpt() -> tuple[nn.Module, tuple[Any, ...]]:
+    """One layer of width 32, batch 8, 8 words."""
+    return Gpt(32, 4, 1, 64), (torch.randn(8, 8, 32),)
 
 
 def plain_gpt() -> tuple[nn.Module, tuple[Any, ...]]:

@@ -25,7 +25,8 @@ from tieroff.tracing.sharded.capture import capture_step
 
 STEPS = 5
 FACTORIES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]] = {
-    "gpt": sharded.plain_gpt,
+    "gpt": sharded.fused_gpt,
+    "plain gpt": sharded.plain_gpt,
     "mlp": sharded.small_mlp,
     "resnet": sharded.small_resnet,
     "unusual": sharded.unusual,
