@@ -226,8 +226,8 @@ class Parallel(_Table):
     plan: FilePath | None = _key(
         None,
         "the path of a file written by `tieroff partition --out`",
-        "`wrap` splits the model over the ranks as this file says, as `tieroff.parallelize` does, and moves what is left of it "
-        "off each device. `tieroff launch` starts as many ranks as the file has devices.",
+        "`wrap` splits the model over the ranks as this file says, as `tieroff.parallelize` does, and moves the optimizer's "
+        "state of each part. `tieroff launch` starts as many ranks as the file has devices.",
     )
 
 
