@@ -8,9 +8,10 @@ kept. Ops are found by name and shapes, in order; one that is not found runs as 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tieroff.core.sharding.placements import OpPlacement, PlacementPlan
+from tieroff.core.sharding.graph import REPLICATED
+from tieroff.core.sharding.placements import OpPlacement, PlacementPlan, Placements
 from tieroff.partition.exchange import bring, whole_of
 from tieroff.tracing.sharded.dtensor_strategies import custom_handlers
 
@@ -40,6 +42,7 @@ class Follower:
     def __init__(self, mesh: DeviceMesh, plan: PlacementPlan) -> None:
         self._mesh, self._ops, self._first_backward = mesh, plan.ops, plan.first_backward
         self._next = len(plan.ops)
+        self._direct = frozenset(op.name for op in plan.ops if op.is_direct)
         self._found = 0
         self._is_told = False
         _install({op.name for op in plan.ops})
@@ -66,12 +69,16 @@ class Follower:
         flat, layout = tree_flatten((args, kwargs))
         tensors = [value for value in flat if isinstance(value, DTensor)]
         op = self._find(str(func), tuple(tuple(tensor.shape) for tensor in tensors))
+        if op is None and str(func) in self._direct:  # DTensor may have no rule for it, or one that fails
+            whole = (REPLICATED,) * self._mesh.ndim
+            args, kwargs = tree_map_only(DTensor, lambda tensor: bring(tensor, whole), (args, kwargs))
+            return self._run_on_parts(func, itertools.repeat(whole), args, kwargs)
         if op is None:
             return default(func, args, kwargs)
         reads = iter(op.reads)
         flat = [bring(value, next(reads)) if isinstance(value, DTensor) else value for value in flat]
         args, kwargs = tree_unflatten(flat, layout)
-        out = self._run_on_parts(func, op, args, kwargs) if op.is_direct else default(func, args, kwargs)
+        out = self._run_on_parts(func, iter(op.makes), args, kwargs) if op.is_direct else default(func, args, kwargs)
         if func._schema.is_mutable:  # the result is an operand, which stays where it is
             return out
         places = iter(op.places)
@@ -86,12 +93,11 @@ class Follower:
                 return op
         return None
 
-    def _run_on_parts(self, func: Any, op: OpPlacement, args: Any, kwargs: Any) -> Any:
+    def _run_on_parts(self, func: Any, makes: Iterator[Placements], args: Any, kwargs: Any) -> Any:
         parts = list(tree_map_only(DTensor, DTensor.to_local, args))
         if func is torch.ops.aten.convolution_backward.default and parts[3] is not None:
             parts[3] = [parts[0].shape[1]]  # the bias has an element per channel of the gradient's part
         out = func(*parts, **tree_map_only(DTensor, DTensor.to_local, kwargs))
-        makes = iter(op.makes)
         return tree_map_only(torch.Tensor, lambda part: whole_of(part, self._mesh, next(makes)), out)
 
 
