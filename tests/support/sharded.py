@@ -184,3 +184,19 @@ def train(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimize
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def train_otherwise(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Takes steps that no plan is made for: rounds of gradients, other batches, clipping, evaluation. Returns sums."""
+    sums = []
+    for _ in range(2):
+        for part in (batch, batch * 0.5, batch[: len(batch) // 2]):
+            model(part).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.eval()
+        with torch.no_grad():
+            sums.append(model(batch).sum().item())
+        model.train()
+    return sums

@@ -46,7 +46,8 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module
 
 def whole(model: torch.nn.Module) -> Values:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {key: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for key, value in named.items()}
+    plain = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in named.items()}
+    return {key: value.detach().clone() for key, value in plain.items()}
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
@@ -72,8 +73,10 @@ def run_model(name: str, plan: PlacementPlan) -> dict[str, Any]:
     double, batch = made(name, torch.float64)
     tieroff.parallelize(double, mesh, plan)
     sharded.train(double, batch, torch.optim.AdamW(double.parameters(), 1e-3), STEPS)
-    found = {"losses": losses, "held": held / count, "sent": wire.sent_bytes, "unknown": wire.unknown}
-    return {**found, "values": whole(model), "doubles": whole(double)}
+    doubles = whole(double)
+    sums = sharded.train_otherwise(double, batch, torch.optim.AdamW(double.parameters(), 1e-3))
+    found = {"sums": sums, "losses": losses, "held": held / count, "sent": wire.sent_bytes, "unknown": wire.unknown}
+    return {**found, "values": whole(model), "doubles": doubles}
 
 
 @functools.cache
@@ -81,6 +84,13 @@ def alone(name: str, dtype: torch.dtype) -> tuple[list[float], Values]:
     model, batch = made(name, dtype)
     losses = sharded.train(model, batch, torch.optim.AdamW(model.parameters(), 1e-3), STEPS)
     return losses, whole(model)
+
+
+@functools.cache
+def alone_otherwise(name: str) -> list[float]:
+    model, batch = made(name, torch.float64)
+    sharded.train(model, batch, torch.optim.AdamW(model.parameters(), 1e-3), STEPS)
+    return sharded.train_otherwise(model, batch, torch.optim.AdamW(model.parameters(), 1e-3))
 
 
 def distance(ours: Values, theirs: Values) -> float:
@@ -103,6 +113,7 @@ def test_training_on_several_ranks_is_that_on_one(ranks: int, tmp_path: Path) ->
         assert losses[-1] < losses[0]
         for found in told:
             assert found["losses"] == pytest.approx(losses, rel=1e-6), name
+            assert found["sums"] == pytest.approx(alone_otherwise(name), rel=1e-9), name
             assert found["held"] <= 1 / ranks * 1.02, name
             assert distance(found["values"], values) <= 1e-5, name
             assert distance(found["doubles"], alone(name, torch.float64)[1]) <= 1e-10, name
