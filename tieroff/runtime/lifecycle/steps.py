@@ -168,6 +168,17 @@ class Steps:
             self._custody.backend.keep_freed(0)
             self._custody.executor.state.mode = Mode.IDLE
 
+    def before_closure(self) -> None:
+        """The optimizer runs its closure by itself: a step that was updated in part has no plan."""
+        kind = self._kind
+        if kind is None or self._is_updated or isinstance(kind.stage, Unplanned):
+            return
+        log.info("the optimizer runs forwards in the middle of its update: these steps run with transfers on demand")
+        if self._custody.executor.state.mode is Mode.PLANNED:
+            self._custody.executor.clock.diverge(lambda: "another forward in the update")
+        kind.advance(Unplanned())
+        kind.retraces = max(kind.retraces, 1)  # such a kind is not tried again when it comes back
+
     def after_update(self) -> None:
         """`optimizer.step` is about to return."""
         if self._kind is not None and not self._is_updated:
