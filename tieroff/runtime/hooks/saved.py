@@ -128,6 +128,12 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: does not modify its input."""
+        self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
+        packed = self._pack(tensor)
+        self._context.state.inside -= 1
+        return packed
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         if not _is_plain(tensor):
             return Kept(tensor)
         storage = tensor.untyped_storage()
@@ -167,8 +173,10 @@ class SavedTensors:
         if isinstance(packed, Kept):
             return packed.get()
         packed.check()
+        self._context.state.inside += 1
         is_parameter = isinstance(packed, PackedParameter)
         device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
+        self._context.state.inside -= 1
         return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
 
     @contextlib.contextmanager

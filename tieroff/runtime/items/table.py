@@ -41,10 +41,3 @@ class HomeTable:
         """Returns the item of a parameter, or None; ids alone are reused."""
         item = self.parameters.get(id(tensor))
         return item if item is not None and item.tensor is tensor else None
-
-    def forget(self, item: HomeItem) -> None:
-        """Ends the care for an item, which lives on by itself."""
-        tables: tuple[dict[Any, Any], ...] = (self.parameters, self.gradients, self.states)
-        for table in tables:
-            for key in [key for key, known in table.items() if known is item]:
-                del table[key]

@@ -19,6 +19,7 @@ from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.lifecycle.figures import stats_of
 from tieroff.runtime.lifecycle.measured import measured_timeline
 from tieroff.runtime.lifecycle.planning import StepPlanning
+from tieroff.runtime.lifecycle.repair import is_torn, repair
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Ran, Recording, StepKind, Unplanned
@@ -91,6 +92,7 @@ class Steps:
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins: of a new step, or one more of the step that runs."""
         custody, executor = self._custody, self._custody.executor
+        self._mend()
         signature = signature_of(custody.model, args, kwargs)
         executor.gradients.sweep()
         if self._kind is not None and not self._is_updated and self._was_skipped():
@@ -162,6 +164,7 @@ class Steps:
             StateError: in a forked child, or after the engine was closed.
         """
         self._custody.check_alive()
+        self._mend()
         if self._kind is None or self._is_updated:
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
             self._end_last_op()
@@ -186,12 +189,18 @@ class Steps:
         else:
             self._custody.executor.context.lower_all()
 
+    def _mend(self) -> None:
+        """Repairs what an exception left since the engine last ran, as one in backward does."""
+        if is_torn(self._custody):
+            self.broke()
+
     def broke(self) -> None:
-        """An exception left the forward: what the step had begun is cleared; the next forward begins a new one."""
+        """An exception left a forward, a backward or an update: what the step had begun is cleared; the next begins anew."""
+        self._is_updated, self._kind = True, None
+        repair(self._custody)
         self._custody.executor.abandon()
+        self._custody.executor.context.lower_all()  # user code runs next
         self.close()
-        self._kind = None
-        self._is_updated = True
 
     def close(self) -> None:
         """Takes the hooks off layers of a step that was traced."""

@@ -38,6 +38,9 @@ class UpdateFollower(Protocol):
     def after_update(self) -> None:
         """`optimizer.step` is about to return."""
 
+    def broke(self) -> None:
+        """An exception left `optimizer.step`."""
+
 
 class BucketedStep:
     """Replaces `optimizer.step` by one that updates bucket after bucket.
@@ -116,14 +119,20 @@ class BucketedStep:
         """One optimization step. Returns what the optimizer's own step, or its closure, returned."""
         optimizer: Any = self.optimizer
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
-        self._follower.before_update()
-        if self._moves_nothing() and not self._in_backward:
-            out = self.own(*args, **kwargs)
-        elif self._is_replaced:
-            out = self._step_whole(self.own, args, kwargs)  # hooks fire inside of it
-        else:
-            out = self._step_with_hooks(optimizer, args, kwargs)
-        self._follower.after_update()
+        had_grad = torch.is_grad_enabled()
+        try:
+            self._follower.before_update()
+            if self._moves_nothing() and not self._in_backward:
+                out = self.own(*args, **kwargs)
+            elif self._is_replaced:
+                out = self._step_whole(self.own, args, kwargs)  # hooks fire inside of it
+            else:
+                out = self._step_with_hooks(optimizer, args, kwargs)
+            self._follower.after_update()
+        except BaseException:
+            torch.set_grad_enabled(had_grad)  # an exception may come between the guard's entry and its exit
+            self._follower.broke()
+            raise
         return out
 
     def _step_with_hooks(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -162,6 +171,10 @@ class BucketedStep:
         self.early.end()
         return loss
 
+    def restore(self) -> None:
+        """After an exception: the groups are whole again, and what belongs to an update in parts is over."""
+        self._update_one.restore()
+
     def _moves_nothing(self) -> bool:
         return self._context.state.mode is Mode.PASS
 
@@ -182,11 +195,7 @@ class BucketedStep:
         context.on_demand.release_reachable()
         self._gradients.sweep()
         self.state.forget_strangers()
-        try:
-            yield
-        except BaseException:
-            context.lower_all()  # user code runs next
-            raise
+        yield  # after an exception the follower repairs
         context.clock.tick(("end",), lambda: "end", "")
         # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
         context.lower_all()

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from tieroff.errors import StateError
+from tieroff.runtime.items.hollow import own_class
 from tieroff.runtime.optimizer.coupling import Watch, WatchReads
 from tieroff.runtime.optimizer.shared import SharedValues, is_plain
 
@@ -117,7 +118,7 @@ class Trial:
             memo[key] = made
             state = optimizer.state.get(param)
             for value in state.values() if isinstance(state, dict) else ():
-                if type(value) is torch.Tensor:
+                if own_class(value) is torch.Tensor:
                     memo[id(value)] = self.value_of(value).detach().clone()
         grads = {key: self.value_of(param.grad).detach().clone() for key, param in taken.items() if param.grad is not None}
         clone = object.__new__(type(optimizer))

@@ -103,7 +103,7 @@ class BucketUpdate:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
                 item.detach(context.traffic)
-                context.homes.forget(item)
+                context.homes.drop(item)
         return moved
 
     def step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -116,6 +116,12 @@ class BucketUpdate:
         if self.shared is not None:
             self.shared.take_back()
         return out
+
+    def restore(self) -> None:
+        """After an exception: what was lifted stays for whoever repairs, and the optimizer has its groups and values."""
+        self.narrowed.restore()
+        self.end_parts()
+        self._lifted.clear()
 
     def begin_parts(self) -> None:
         """An update in parts begins: each finds the plain values that parameters share as they are now."""
@@ -170,4 +176,6 @@ class BucketUpdate:
         for known in needed:
             lifted.append(known)
             known.lift(context.traffic)
+            if known.kind is not TensorClass.GRADIENT or self.may_write_gradients:
+                known.touch(context.traffic)  # from here on the device copy counts, wherever an exception may come
             context.state.record.bind(known)
