@@ -109,6 +109,7 @@ class Engine:
         root = ForwardSlot(self.model, self._forward)  # begin_in has others, whose inputs are no inputs of the forward
         root.engine = self
         self._slots.append(root)
+        self._slots.append(state_dicts.refuse_in_child(self.model, self._custody.can_read))
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install(self.model))
             self._slots.append(ForwardSlot(self.model, self._state_dict, "state_dict"))
@@ -131,6 +132,7 @@ class Engine:
             raise StateError("an optimizer is attached already; a wrapped model has one")
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
+        self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install_on_optimizer(optimizer))
         self._custody.attach(stepper)
