@@ -45,8 +45,8 @@ def refuse_in_child(owner: Any, is_readable: Callable[[], bool]) -> Handle:
     def check(*_arguments: Any) -> None:
         if not is_readable():
             raise StateError(
-                "expected state_dict() in the process that wrapped the model, got it in a forked child, which has nothing of what "
-                "lies on NVMe or in pinned memory; call state_dict() before the fork and clone what it returns"
+                "expected state_dict() in the process that wrapped the model, got it in a forked child, which has nothing of "
+                "what lies on NVMe or in pinned memory; call state_dict() before the fork and clone what it returns"
             )
 
     register: Callable[[Any], Handle] = owner.register_state_dict_pre_hook
