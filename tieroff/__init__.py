@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tieroff.config import Config
     from tieroff.partition.parallelize import parallelize
     from tieroff.runtime.optimizer.clipping import clip_grad_norm_
+    from tieroff.runtime.optimizer.known import per_parameter
     from tieroff.tracing.dry import DryModel
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "integrations",
     "load_weights",
     "parallelize",
+    "per_parameter",
     "save_weights",
     "scope",
     "unwrap",
@@ -73,6 +75,7 @@ _LAZY = {
     "Config": "config",
     "DryModel": "tracing.dry",
     "parallelize": "partition.parallelize",
+    "per_parameter": "runtime.optimizer.known",
 }
 
 

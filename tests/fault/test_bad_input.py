@@ -188,15 +188,6 @@ def test_a_drive_that_fills_up_is_known_before_training(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lbfgs_is_refused(each_setting: Setting) -> None:
-    model = Mlp()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    before = look(model, None)
-    with pytest.raises(StateError, match=r"got LBFGS.*use another optimizer"):
-        each_setting.wrap(model, optimizer)
-    assert_untouched(model, before)
-
-
 @pytest.mark.parametrize("thing", [nn.Linear, 3, None, "model", torch.ones(3)], ids=str)
 def test_wrap_of_no_module(setting: Setting, thing: Any) -> None:
     with pytest.raises(StateError, match=r"expected a torch.nn.Module to wrap, got (type|int|NoneType|str|Tensor)"):

@@ -42,6 +42,7 @@ class Setting:
     delayed: bool = False
     nvme: bool = False
     policy: str = "floor"
+    device: str = "1GiB"
 
     def backend(self) -> Backend:
         return DelayedBackend(seed=3) if self.delayed else CpuBackend()
@@ -56,10 +57,10 @@ class Setting:
     def config(self, **planning: Any) -> dict[str, Any]:
         machine = self.folder / "machine.toml"
         machine.write_text(MACHINE)
-        tiers: dict[str, Any] = {"budget": {"device": "1GiB", "host": "16MiB"}}
+        tiers: dict[str, Any] = {"budget": {"device": self.device, "host": "16MiB"}}
         if self.nvme:
             tiers = {
-                "budget": {"device": "1GiB", "host": 0, "nvme": "32MiB"},
+                "budget": {"device": self.device, "host": 0, "nvme": "32MiB"},
                 "nvme": {"dirs": [str(self.dir)], "staging": "1MiB", "checksum": "always"},
             }
         return {**tiers, "plan": {"policy": self.policy, "min_bytes": 0, "machine": str(machine), **planning}}

@@ -58,6 +58,14 @@ class Custody:
         """False in a forked child: nothing here is its own."""
         return os.getpid() == self._pid
 
+    def can_read(self) -> bool:
+        """True where this process has everything that lies below: not in a child, but for ordinary memory of the host."""
+        if self.is_own_process or self.is_closed:
+            return True
+        if self.backend.device.type != "cpu":
+            return False
+        return all(item.is_lifted or item.place is None or item.place.tier is Tier.HOST for item in self.executor.homes)
+
     def check_alive(self) -> None:
         """Returns when steps may run.
 

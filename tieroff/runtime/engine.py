@@ -25,6 +25,7 @@ from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.recompute.layers import layers_of
 from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.lifecycle.repair import repair
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -109,6 +110,7 @@ class Engine:
         root = ForwardSlot(self.model, self._forward)  # begin_in has others, whose inputs are no inputs of the forward
         root.engine = self
         self._slots.append(root)
+        self._slots.append(state_dicts.refuse_in_child(self.model, self._custody.can_read))
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install(self.model))
             self._slots.append(ForwardSlot(self.model, self._state_dict, "state_dict"))
@@ -131,6 +133,7 @@ class Engine:
             raise StateError("an optimizer is attached already; a wrapped model has one")
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
+        self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install_on_optimizer(optimizer))
         self._custody.attach(stepper)
@@ -181,6 +184,7 @@ class Engine:
         self._custody.is_closed = True
         if not self._custody.is_own_process:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
+        repair(self._custody)  # an exception may have left anything
         self.executor.abandon()
         self._steps.close()
         for slot in (*self._slots, *self._compiled.values(), *self._steps.recomputation.slots.values()):
@@ -217,9 +221,9 @@ class Engine:
         if not torch.is_grad_enabled() or self._custody.has_substitutes():
             return self._infer(inner, args, kwargs)
         self._take_compiled()
-        self._steps.begin_forward(args, kwargs)
-        executor.gate.depth += 1
         try:
+            self._steps.begin_forward(args, kwargs)
+            executor.gate.depth += 1
             with contextlib.ExitStack() as hooks:
                 if executor.state.mode is not Mode.PASS or self.settings.compute_dtype is not None:
                     hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks()))
@@ -227,6 +231,7 @@ class Engine:
             executor.gate.check_casts()
             return out
         except BaseException as error:
+            torch.set_grad_enabled(True)  # as it was: an exception may come between a guard's entry and its exit
             self._steps.broke()
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise StateError(
@@ -235,7 +240,7 @@ class Engine:
                 ) from error
             raise
         finally:
-            executor.gate.depth -= 1
+            executor.gate.depth = 0
             executor.gate.forget_casts()
             executor.on_demand.release_reachable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 from tieroff.errors import StateError
 
@@ -80,6 +81,15 @@ class FreeList:
                 "or outside it; a block was freed twice, or by another store"
             )
         self._insert(offset, size_bytes)
+
+    def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Makes these ranges, as (offset, bytes), the used ones, whatever a broken-off call left."""
+        self._offsets, self._sizes, self._turns, self.free_bytes = [], [], [], 0
+        position = 0
+        for offset, size_bytes in (*sorted(taken), (self.length_bytes, 0)):
+            if offset > position:
+                self._insert(position, offset - position)
+            position = offset + size_bytes
 
     def _insert(self, offset: int, size_bytes: int) -> None:
         index = bisect_left(self._offsets, offset)

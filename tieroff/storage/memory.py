@@ -1,8 +1,11 @@
 """Address space by system call: mappings, and advice about them.
 
-[Note: memory a child does not have] Slabs and homes are advised MADV_DONTFORK, so a forked child has nothing at their
-addresses and may have mapped something else there. They are therefore never unmapped in another process than the one that
-mapped them. `mmap.mmap` cannot promise that, hence the calls by ctypes.
+[Note: memory a child does not have] Memory that a driver pinned is advised MADV_DONTFORK: a fork would have the parent's next
+write go to a copy of the page, while the device goes on with the old one. So are files that are mapped: their pages are shared,
+so a child would see what its parent trains on, and could write it. A child has nothing at these addresses and may have
+mapped something else there. Ordinary memory of the host tier is inherited, copy-on-write: a child finds the values of the fork,
+and its own writes are its own. No mapping is ever unmapped in another process than the one that made it. `mmap.mmap` cannot
+promise that, hence the calls by ctypes.
 """
 
 from __future__ import annotations
@@ -86,15 +89,20 @@ def is_in_memory(fd: int) -> bool:
 
 
 class Mapping:
-    """An own stretch of address space that no forked child inherits; unmapped when its last reference dies.
+    """An own stretch of address space; unmapped when its last reference dies.
 
     Attributes:
         address: its first byte, page-aligned.
         size_bytes: whole pages.
     """
 
-    def __init__(self, size_bytes: int, *, is_reserved: bool) -> None:
+    def __init__(self, size_bytes: int, *, is_reserved: bool, is_inherited: bool = False) -> None:
         """Maps private memory or, with `is_reserved`, address space alone that cannot be touched.
+
+        Args:
+            size_bytes: rounded up to whole pages.
+            is_reserved: see above.
+            is_inherited: a forked child has a copy; see [Note: memory a child does not have].
 
         Raises:
             OSError: the system has none left.
@@ -104,7 +112,8 @@ class Mapping:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_reserved else 0)
         self.address = _mmap(None, self.size_bytes, protection, flags, -1, 0)
         weakref.finalize(self, _unmap, self.address, self.size_bytes, os.getpid()).atexit = False
-        advise(self.address, self.size_bytes, mmap.MADV_DONTFORK)
+        if not is_inherited:
+            advise(self.address, self.size_bytes, mmap.MADV_DONTFORK)
 
     def map_file(self, position: int, size_bytes: int, fd: int, offset: int) -> None:
         """Replaces the mapping at `position` by a range of a file, shared and writable. Atomic."""

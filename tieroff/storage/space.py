@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -23,6 +24,9 @@ from tieroff.units import format_bytes
 
 CLOSE_TIMEOUT_S = 60.0
 """How long close() and a full allocate() wait for transfers that have started."""
+
+# Of a block: those of the set, of the list of all, of the loop, and of the question itself.
+_REFERENCES_OF_NOBODY = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -49,13 +53,14 @@ class SpaceStore(ABC):
         self.alignment_bytes = alignment_bytes
         self.in_flight = InFlight()
         self.areas: list[FreeList] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # not for calls inside of calls, but to know whose it is: see `repair`
         self._pid = os.getpid()
         self._used_bytes = 0
         self._peak_bytes = 0
         self._is_closed = False
         self._live: set[Block] = set()
         self._freed: deque[Any] = deque()  # blocks, and what the subclass queues for its homes
+        self._dissolving: Any = None  # what is on the way from there to there
         self._ending: list[Block] = []  # freed, with transfers that have not ended
 
     @property
@@ -187,26 +192,58 @@ class SpaceStore(ABC):
         return "", 0
 
     def _try_drain(self) -> None:
-        # Never waits: this thread may hold the lock already, further up its stack. [Note: finalizers]
-        if self._lock.acquire(blocking=False):
+        # Never waits, and does nothing where this thread holds the lock already, further up its stack. [Note: finalizers]
+        if not self._lock._is_owned() and self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
                 if not self._is_closed and os.getpid() == self._pid:
                     self._drain()
             finally:
                 self._lock.release()
 
+    def repair(self) -> None:
+        """After an exception that may have come between any two instructions of this thread: frees the lock, ends transfers.
+
+        Call it where no call of this store is under way in this thread.
+        """
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
+        for transfer in self.in_flight.all():
+            transfer.repair()
+            transfer.wait_ended(CLOSE_TIMEOUT_S)
+        with self._lock:
+            if not self._is_closed:
+                self._recount()
+
+    def _recount(self) -> None:
+        """Derives what is taken from the blocks that live."""
+        lost = self._blocks_in(self._dissolving) if self._dissolving is not None else []
+        self._dissolving = None
+        self._ending = [block for block in {id(b): b for b in (*self._ending, *lost)}.values() if block in self._live]
+        for block in list(self._live):
+            if sys.getrefcount(block) <= _REFERENCES_OF_NOBODY:  # the call that took it never returned
+                self._live.discard(block)
+        for index, area in enumerate(self.areas):
+            area.rebuild((block.offset, block.extent_bytes) for block in self._live if block.area == index)
+        self._used_bytes = sum(block.extent_bytes for block in self._live)
+
+    def _blocks_in(self, item: Any) -> list[Block]:
+        """Returns the blocks of something that was queued as freed, without another effect."""
+        return [item]
+
     def _drain(self) -> None:
         while self._freed:
-            self._ending.extend(self._dissolve(self._freed.popleft()))
+            self._dissolving = self._freed.popleft()
+            self._ending.extend(self._dissolve(self._dissolving))
+            self._dissolving = None
         still_ending = []
         for block in self._ending:
             block.transfers = [transfer for transfer in block.transfers if not transfer.done()]
             if block.transfers:
                 still_ending.append(block)
             else:
+                self._live.discard(block)  # first: what lives is taken, see `repair`
                 self.areas[block.area].give(block.offset, block.extent_bytes)
                 self._used_bytes -= block.extent_bytes
-                self._live.discard(block)
         self._ending = still_ending
 
     # Transfers.

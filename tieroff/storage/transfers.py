@@ -65,7 +65,7 @@ class StoreTransfer:
         self._read_again = check.read_again
         self._checksums: list[int | None] = []  # of earlier reads, under [Note: values that user code may change]
         self._believed: tuple[int | None, ...] = ()  # those of them that the last one may equal
-        self._lock = threading.Lock()  # one thread at a time decides on another read
+        self._lock = threading.RLock()  # one thread at a time decides on another read
         in_flight.add(self)
 
     @property
@@ -121,11 +121,16 @@ class StoreTransfer:
         if self._read_again is None:
             return True
         # Never waits: a finalizer may ask in the middle of this very method, further up the same thread's stack.
-        if not self._lock.acquire(blocking=False):
+        if self._lock._is_owned() or not self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
             return False
         try:
             return self._decide()
         finally:
+            self._lock.release()
+
+    def repair(self) -> None:
+        """Frees the lock that a frame of this thread still holds which an exception interrupted."""
+        while self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
 
     def _decide(self) -> bool:
@@ -211,6 +216,10 @@ class InFlight:
     def discard(self, transfer: StoreTransfer) -> None:
         """Releases a transfer."""
         self._transfers.discard(transfer)
+
+    def all(self) -> list[StoreTransfer]:
+        """Returns the transfers that have not ended, or whose end nobody has seen."""
+        return list(self._transfers)
 
     def reap(self) -> None:
         """Releases every transfer that has ended."""

@@ -97,23 +97,25 @@ print("status", os.waitpid(child, 0)[1])
 ELSEWHERE = """
 import ctypes, gc, mmap
 from tieroff.storage import memory
-host.reserve(2**20)
-homes = [nvme.home(2**20), host.home(2**20)]
+from tieroff.storage.host.slabs import RegisteredSlabs
+pinned = HostStore(2**26, engine, RegisteredSlabs(lambda address, size: None, lambda address: None))
+pinned.reserve(2**20)
+homes = [nvme.home(2**20), pinned.home(2**20)]
 addresses = [home.address for home in homes]
 child = os.fork()
 if child == 0:
-    # Where the parent has slabs and homes the child has nothing: it puts its own memory there, and keeps it.
+    # Where the parent has pinned slabs and mapped files the child has nothing: it puts its own memory there, and keeps it.
     for address in addresses:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
         assert memory._mmap(address, 2**20, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
         ctypes.memset(address, 7, 2**20)
     homes.clear()
-    del nvme, host
+    del nvme, host, pinned
     gc.collect()
     sys.exit(int([ctypes.string_at(address, 1) for address in addresses] != [bytes([7])] * 2))
 status = os.waitpid(child, 0)[1]
 homes.clear()
-nvme.close(); host.close(); engine.close()
+nvme.close(); host.close(); pinned.close(); engine.close()
 print("status", status)
 """
 

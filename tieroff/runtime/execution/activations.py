@@ -47,6 +47,13 @@ class LiveActivations:
         self._runner.unassign(item)
         self._traffic.end(item)
 
+    def end_unused(self) -> None:
+        """Ends items that no graph got, since an exception came first."""
+        self.drain()
+        for item in self:
+            if item.packs <= 0:
+                self._end(item)
+
     def bring_home(self) -> None:
         """Puts what living graphs saved back on the device, for good."""
         self.drain()

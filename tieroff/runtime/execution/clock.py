@@ -86,6 +86,7 @@ class Clock:
     Attributes:
         times: of the running step's ops.
         at_backward_end: called in this order when a backward ends.
+        is_backward_open: one that was watched has not come to its end.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Clock:
         self.times = StepTimes(None)
         self.at_backward_end: list[AtBackwardEnd] = []
         self._watched_task = -1
+        self.is_backward_open = False
 
     def begin(self) -> None:
         """A step begins."""
@@ -160,10 +162,11 @@ class Clock:
         """Calls `at_backward_end` when the running backward ends; one that runs inside it ends first, which does no harm."""
         task = current_graph_task()
         if task != -1 and task != self._watched_task:
-            self._watched_task = task
+            self._watched_task, self.is_backward_open = task, True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         with self._state.lock:
             for follower in self.at_backward_end:
                 follower.backward_ended()
+            self.is_backward_open = False

@@ -76,12 +76,14 @@ class StepState:
         saw_backward: a backward has begun in it.
         updated: ids of parameters that were updated in the backward that runs.
         lock: held while items move.
+        inside: hooks of the engine that run; one that an exception left still counts, see `lifecycle/repair.py`.
     """
 
-    __slots__ = ("kind", "lock", "mode", "record", "saw_backward", "updated")
+    __slots__ = ("inside", "kind", "lock", "mode", "record", "saw_backward", "updated")
 
     def __init__(self) -> None:
         self.mode = Mode.IDLE
+        self.inside = 0
         self.kind: StepKind | None = None
         self.record = StepRecord()
         self.saw_backward = False

@@ -58,7 +58,9 @@ class GradientHooks:
         def about_to_accumulate(grads: Any) -> None:
             item = self._context.homes.parameter(parameter)
             if item is not None and self._is_open:
+                self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
                 self._gradients.about_to_accumulate(item)
+                self._context.state.inside -= 1
 
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -67,6 +69,7 @@ class GradientHooks:
     def _arrived(self, home: torch.Tensor) -> None:
         if not self._is_open:
             return
+        self._context.state.inside += 1
         lock, follower = self._context.state.lock, self.follower
         if follower is not None:
             with lock:
@@ -77,6 +80,7 @@ class GradientHooks:
         if follower is not None and self._context.state.mode is not Mode.IDLE:
             with lock:
                 follower.gradient_arrived(home)
+        self._context.state.inside -= 1
 
     def remove(self, ids: Collection[int]) -> None:
         """Takes the hooks off parameters that have some."""

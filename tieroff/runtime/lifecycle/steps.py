@@ -15,6 +15,7 @@ from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.lifecycle.planning import StepPlanning
 from tieroff.runtime.lifecycle.readings import Readings
+from tieroff.runtime.lifecycle.repair import is_torn, repair
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
@@ -80,6 +81,7 @@ class Steps:
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins: of a new step, or one more of the step that runs."""
         custody, executor = self._custody, self._custody.executor
+        self._mend()
         signature = signature_of(custody.model, args, kwargs)
         executor.gradients.sweep()
         if self._kind is not None and not self._is_updated and self._was_skipped():
@@ -151,11 +153,23 @@ class Steps:
             StateError: in a forked child, or after the engine was closed.
         """
         self._custody.check_alive()
+        self._mend()
         if self._kind is None or self._is_updated:
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
             self._end_last_op()
             self._custody.backend.keep_freed(0)
             self._custody.executor.state.mode = Mode.IDLE
+
+    def before_closure(self) -> None:
+        """The optimizer runs its closure by itself: a step that was updated in part has no plan."""
+        kind = self._kind
+        if kind is None or self._is_updated or isinstance(kind.stage, Unplanned):
+            return
+        log.info("the optimizer runs forwards in the middle of its update: these steps run with transfers on demand")
+        if self._custody.executor.state.mode is Mode.PLANNED:
+            self._custody.executor.clock.diverge(lambda: "another forward in the update")
+        kind.advance(Unplanned())
+        kind.retraces = max(kind.retraces, 1)  # such a kind is not tried again when it comes back
 
     def after_update(self) -> None:
         """`optimizer.step` is about to return."""
@@ -164,12 +178,18 @@ class Steps:
         else:
             self._custody.executor.context.lower_all()
 
+    def _mend(self) -> None:
+        """Repairs what an exception left since the engine last ran, as one in backward does."""
+        if is_torn(self._custody):
+            self.broke()
+
     def broke(self) -> None:
-        """An exception left the forward: what the step had begun is cleared; the next forward begins a new one."""
+        """An exception left a forward, a backward or an update: what the step had begun is cleared; the next begins anew."""
+        self._is_updated, self._kind = True, None
+        repair(self._custody)
         self._custody.executor.abandon()
+        self._custody.executor.context.lower_all()  # user code runs next
         self.close()
-        self._kind = None
-        self._is_updated = True
 
     def close(self) -> None:
         """Takes the hooks off layers of a step that was traced."""
@@ -222,6 +242,8 @@ class Steps:
         if traced.has_compiled:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
+        if self._custody.executor.saved_tensors.has_found:
+            return  # what stays on the device from now on has moved in this step
         kind.feedback = Feedback(kind.feedback.rates)
         kind.advance(Measuring(traced.finish()))
 

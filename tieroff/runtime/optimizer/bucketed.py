@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Any, Protocol
 
@@ -13,9 +16,8 @@ from torch.optim import optimizer as torch_optimizer
 from tieroff.errors import StateError
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
-from tieroff.runtime.optimizer.buckets import Buckets
+from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.in_backward import AppliedGradient, EarlyUpdates
-from tieroff.runtime.optimizer.splitting import raw_step
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.optimizer.update import BucketUpdate
 from tieroff.runtime.settings import Settings
@@ -30,8 +32,14 @@ class UpdateFollower(Protocol):
     def before_update(self) -> None:
         """`optimizer.step` was called."""
 
+    def before_closure(self) -> None:
+        """The optimizer's own step runs its closure: forward and backward follow, perhaps in the middle of the update."""
+
     def after_update(self) -> None:
         """`optimizer.step` is about to return."""
+
+    def broke(self) -> None:
+        """An exception left `optimizer.step`."""
 
 
 class BucketedStep:
@@ -58,9 +66,11 @@ class BucketedStep:
         _check(optimizer)
         self.optimizer = optimizer
         self._context, self._gradients, self._follower = context, gradients, follower
-        self.buckets = Buckets(optimizer)
+        self._previous = optimizer.__dict__.get("step")
+        self._is_replaced = _is_replaced(optimizer)
+        self.buckets = Buckets(optimizer, self._is_replaced)
         self.state = OptimizerState(optimizer, self.buckets, context, settings)
-        self._update_one = BucketUpdate(optimizer, context, self.state)
+        self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state)
         self.is_removed = False
         self._in_backward = settings.update_in_backward and self._may_update_in_backward()
         self.early = EarlyUpdates(self, context.state.updated)
@@ -71,12 +81,11 @@ class BucketedStep:
 
     def _install(self) -> None:
         optimizer, this = self.optimizer, self
-        self._previous = optimizer.__dict__.get("step")
 
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             """Performs one optimization step, bucket by bucket (tieroff)."""
             if this.is_removed:  # somebody kept this method, as trainers with a loss scale do
-                return type(self).step(self, *args, **kwargs)
+                return this.own(*args, **kwargs)
             return this.step(*args, **kwargs)
 
         step._bucketed_by = this  # type: ignore[attr-defined]
@@ -100,70 +109,141 @@ class BucketedStep:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own `step`: that of its class, or the one that this instance had before."""
+        if self._previous is not None:
+            return self._previous(*args, **kwargs)
+        return type(self.optimizer).step(self.optimizer, *args, **kwargs)
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One optimization step. Returns what the closure returned, or None."""
+        """One optimization step. Returns what the optimizer's own step, or its closure, returned."""
         optimizer: Any = self.optimizer
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
-        self._follower.before_update()
-        if self._moves_nothing() and not self._in_backward:
-            out = type(optimizer).step(optimizer, *args, **kwargs)
+        had_grad = torch.is_grad_enabled()
+        try:
+            self._follower.before_update()
+            if self._moves_nothing() and not self._in_backward:
+                out = self.own(*args, **kwargs)
+            elif self._is_replaced:
+                out = self._step_whole(self.own, args, kwargs)  # hooks fire inside of it
+            else:
+                out = self._step_with_hooks(optimizer, args, kwargs)
             self._follower.after_update()
-            return out
+        except BaseException:
+            torch.set_grad_enabled(had_grad)  # an exception may come between the guard's entry and its exit
+            self._follower.broke()
+            raise
+        return out
+
+    def _step_with_hooks(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Does what torch does around each optimizer's step."""
         pre = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
         for hook in list(pre):
             changed = hook(optimizer, (optimizer, *args), kwargs)
             if changed is not None:
                 (_, *args), kwargs = changed
-        loss, args, kwargs = self._run_closure(args, kwargs)
-        self.early.check(optimizer.param_groups, self._context.traffic.backend.device.type)
-        if self._moves_nothing():  # perhaps since a closure ran the step's forward, which needs nothing moved
-            with self.early.hidden():
-                raw_step(optimizer)(optimizer, *args, **kwargs)
-        else:
-            self._update(args, kwargs)
-        self.early.end()
+        out = self._step_inside(tuple(args), kwargs)
         optimizer._optimizer_step_code()
         post = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
         for hook in list(post):
             hook(optimizer, (optimizer, *args), kwargs)
-        self._follower.after_update()
+        return out
+
+    def _step_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self.early.check(self.optimizer.param_groups, self._context.traffic.backend.device.type)
+            self.buckets.settle(self._update_one.value_of, args, kwargs)
+            out = self._update(args, kwargs)
+            self.early.end()
+            return out
+        if not self.buckets.is_trusted:  # it may use the loss, or want another one
+            return self._step_whole(functools.partial(raw_step(self.optimizer), self.optimizer), args, kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        return self._step_after(loss, args, kwargs)
+
+    def _step_after(self, loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Updates with the gradients of a closure that was run."""
+        args, kwargs = with_closure(lambda: loss, args, kwargs)
+        self.early.check(self.optimizer.param_groups, self._context.traffic.backend.device.type)
+        self._update(args, kwargs)
+        self.early.end()
         return loss
+
+    def restore(self) -> None:
+        """After an exception: the groups are whole again, and what belongs to an update in parts is over."""
+        self._update_one.restore()
 
     def _moves_nothing(self) -> bool:
         return self._context.state.mode is Mode.PASS
 
-    def _run_closure(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        kwargs = dict(kwargs)
-        closure = args[0] if args else kwargs.pop("closure", None)
-        if closure is None:
-            return None, args[1:], kwargs
-        with torch.enable_grad():
-            return closure(), args[1:], kwargs
+    def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = functools.partial(raw_step(self.optimizer), self.optimizer)
+        if self._moves_nothing():  # perhaps since a closure ran the step's forward, which needs nothing moved
+            with self.early.hidden():
+                return step(*args, **kwargs)
+        if not self.buckets.is_split:
+            return self._step_whole(step, args, kwargs)
+        with self._in_update():
+            return self._update_buckets(self.buckets.all(), args, kwargs)
 
-    def _update(self, args: Any, kwargs: dict[str, Any]) -> None:
+    @contextmanager
+    def _in_update(self) -> Iterator[None]:
+        """What holds around the buckets of an update."""
         context = self._context
         context.on_demand.release_reachable()
         self._gradients.sweep()
-        buckets = self.buckets.all()
         self.state.forget_strangers()
-        try:
-            self._update_buckets(buckets, args, kwargs)
-        except BaseException:
-            context.lower_all()  # user code runs next
-            raise
+        yield  # after an exception the follower repairs
         context.clock.tick(("end",), lambda: "end", "")
         # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
         context.lower_all()
 
-    def _update_buckets(self, buckets: list[list[torch.Tensor]], args: Any, kwargs: dict[str, Any]) -> None:
+    def _update_buckets(self, buckets: list[list[torch.Tensor]], args: Any, kwargs: dict[str, Any]) -> Any:
         left = [number for number in range(len(buckets)) if number not in self.early.done]
-        for number, following in zip_longest(left, left[1:]):
-            self._context.clock.tick(("bucket", number), lambda number=number: f"bucket:{number}", "optimizer")  # type: ignore[misc]
-            self._update_one.run(
-                buckets[number],
-                lambda bucket: self._update_one.step_on(bucket, args, kwargs),
-                buckets[following] if following is not None else [],
-            )
+        out = None
+        self._update_one.begin_parts()
+        try:
+            for number, following in zip_longest(left, left[1:]):
+                self._tick(number)
+                out = self._update_one.run(
+                    buckets[number],
+                    lambda bucket: self._update_one.step_on(bucket, args, kwargs),
+                    buckets[following] if following is not None else [],
+                )
+        finally:
+            self._update_one.end_parts()
+        return out
+
+    def _tick(self, number: int) -> None:
+        self._context.clock.tick(("bucket", number), lambda: f"bucket:{number}", "optimizer")
+
+    def _step_whole(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Steps all parameters together, as the optimizer itself does; its closure runs when it calls it."""
+        bucket = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self.buckets.all()  # positions, for the state that it makes
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            args, kwargs = with_closure(lambda *a, **k: self._evaluate(bucket, closure, a, k), args, kwargs)
+        with self._in_update():
+            self._tick(0)
+            return self._update_one.run(bucket, lambda _: step(*args, **kwargs), [])
+
+    def _evaluate(self, bucket: list[torch.Tensor], closure: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a closure in the middle of an update: forward and backward find parameters where they expect them."""
+        context = self._context
+        self._update_one.close()
+        context.lower_all()
+        self._follower.before_closure()
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            context.on_demand.release_reachable()
+            self._gradients.sweep()
+            self._tick(0)
+            self._update_one.open(bucket)
+            context.clock.resume()
 
     # -- in backward -----------------------------------------------------------------------------------------------
 
@@ -221,8 +301,11 @@ class BucketedStep:
         return not why
 
     def _why_not_in_backward(self) -> str:
-        if not self.buckets.is_split:
-            return "this optimizer is stepped whole"
+        known = self.buckets.known
+        if known is None:
+            return "this optimizer is stepped whole, or nobody knows it"
+        if not known.may_run_early:
+            return "the parts of this optimizer cannot be stepped in any order"
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         return "" if is_alone else "gradients are summed over ranks after backward"
 
@@ -233,17 +316,34 @@ class BucketedStep:
         return is_free and not self._in_backward and not self._why_not_in_backward()
 
 
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns the closure among the arguments of `step`, or None."""
+    closure = args[0] if args else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def with_closure(
+    closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of `step` with another closure in the place of theirs."""
+    return ((closure, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure})
+
+
+def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """True when this instance has a `step` of its own, and not the one of its class, as schedulers wrap it."""
+    own = optimizer.__dict__.get("step")
+    while own is not None and getattr(own, "_wrapped_by_lr_sched", False):
+        own = getattr(own, "__wrapped__", None)
+    kind_step = type(optimizer).step
+    return own is not None and own is not kind_step and getattr(own, "__func__", None) is not kind_step
+
+
 def _check(optimizer: object) -> None:
     """Returns if this can be stepped in parts, or as a whole.
 
     Raises:
         StateError: it cannot, or belongs to another wrapped model.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise StateError(
-            "expected an optimizer that updates parameters one by one, got LBFGS, whose step evaluates the model "
-            "again and keeps one flat vector of all parameters; use another optimizer or do not wrap this model"
-        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):

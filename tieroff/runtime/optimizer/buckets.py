@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tieroff.core.buckets import buckets_of
 from tieroff.runtime.items.homes import local_of
-from tieroff.runtime.optimizer.splitting import split_differs
+from tieroff.runtime.optimizer.known import TRIED, Known, known_of
+from tieroff.runtime.optimizer.trial import Trial
 
 log = logging.getLogger("tieroff")
 
-# Optimizers of torch whose update of one parameter does not depend on the others: splitting them was tried, bit for bit.
-PER_PARAMETER = frozenset(
-    {
-        "SGD",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "ASGD",
-        "Adagrad",
-        "Adadelta",
-        "Adafactor",
-        "SparseAdam",
-    }
-)
+_TRIAL_BYTES = 1 << 20  # of parameters that a trial may copy beyond the largest bucket
 
 
 class Buckets:
-    """The parameters of an optimizer in update order, in lists of bounded size; one list when it cannot be split.
+    """The parameters of an optimizer in update order, in lists of bounded size; one list while it is not known to be right.
 
     Attributes:
-        is_split: the optimizer may be stepped in parts.
+        known: why the optimizer may be stepped in parts; None: it is stepped whole.
         current: what `all` returned last.
         position: id of a parameter -> its place in the optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, is_replaced: bool) -> None:
+        """Decides by what the optimizer is; where that does not say it, `settle` decides at the first update.
+
+        Args:
+            optimizer: the user's.
+            is_replaced: this instance has a `step` of its own.
+        """
         self._optimizer = optimizer
-        self._ids: tuple[int, ...] = ()
+        self._ids: tuple[int, ...] | None = None
         self.current: list[list[torch.Tensor]] = []
-        self.is_split = _can_be_split(optimizer)
         self.position: dict[int, int] = {}
+        self.known: Known | None = None if is_replaced else known_of(optimizer)
+        self._is_settled = self.known is not None
+        if is_replaced:
+            self._is_whole("its step was replaced on the instance")
+        elif self.known is None and _builds_on_another(type(optimizer)):
+            self._is_whole("it builds on the step of another optimizer")
+
+    @property
+    def is_split(self) -> bool:
+        """True when the optimizer may be stepped in parts."""
+        return self.known is not None
+
+    @property
+    def is_trusted(self) -> bool:
+        """True when that is known of its class, and was not only tried."""
+        return self.known is not None and self.known is not TRIED
 
     def all(self) -> list[list[torch.Tensor]]:
         """Returns the buckets of the parameters that the optimizer has now."""
@@ -58,6 +65,40 @@ class Buckets:
             self.position = {key: position for position, key in enumerate(ids)}
         return self.current
 
+    def settle(self, value_of: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tries an optimizer that nobody knows, once it is about to make its first update.
+
+        Args:
+            value_of: returns where a tensor of it has its value now.
+            args: of its `step`.
+            kwargs: of its `step`.
+        """
+        if self._is_settled or not any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+            return
+        sizes = [local_bytes(p) for group in self._optimizer.param_groups for p in group["params"]]
+        largest_bytes = max(sum(sizes[part.start : part.stop]) for part in buckets_of(sizes))
+        trial = Trial(self._optimizer, raw_step(self._optimizer), value_of, largest_bytes + _TRIAL_BYTES)
+        reason = trial.why_not(args, kwargs)
+        if reason:
+            self._is_whole(reason)
+            return
+        self.known, self._is_settled, self._ids = TRIED, True, None
+
+    def _is_whole(self, reason: str) -> None:
+        self._is_settled = True
+        log.warning(
+            "%s is stepped whole (%s), so all its parameters, their gradients and their state have to fit the device at once; "
+            "where it updates each parameter by itself, say so with tieroff.per_parameter",
+            type(self._optimizer).__name__,
+            reason,
+        )
+
+
+def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Returns the optimizer class's `step` without the wrapper that fires the hooks."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
 
 def local_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes that a tensor has on this rank."""
@@ -65,19 +106,5 @@ def local_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _can_be_split(optimizer: torch.optim.Optimizer) -> bool:
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in PER_PARAMETER:
-        return True
-    if sum("step" in base.__dict__ for base in kind.__mro__[:-1]) > 2:  # its own, torch's abstract one, and another
-        log.warning("%s builds on the step of another optimizer: it is stepped whole", kind.__name__)
-        return False
-    reason = split_differs(optimizer)
-    if reason:
-        log.warning(
-            "%s couples its parameters (%s): it is stepped whole, so all of them, their gradients and their state "
-            "have to fit the device at once",
-            kind.__name__,
-            reason,
-        )
-    return not reason
+def _builds_on_another(kind: type) -> bool:
+    return sum("step" in base.__dict__ for base in kind.__mro__[:-1]) > 2  # its own, torch's abstract one, and another

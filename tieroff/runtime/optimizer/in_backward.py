@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.optimizer.splitting import is_same
+from tieroff.runtime.optimizer.trial import is_same
 
 _RULES = (
     "with [plan] update_in_backward = true parameters are updated in backward, and some have been by now: go on from a "

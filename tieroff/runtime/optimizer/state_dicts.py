@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tieroff.errors import StateError
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.items.hollow import guarded
 
@@ -31,6 +32,25 @@ def install(model: torch.nn.Module) -> Handle:
 def install_on_optimizer(optimizer: torch.optim.Optimizer) -> Handle:
     """Has `optimizer.state_dict()` give CPU tensors."""
     return optimizer.register_state_dict_post_hook(optimizer_state_to_cpu)
+
+
+def refuse_in_child(owner: Any, is_readable: Callable[[], bool]) -> Handle:
+    """Has `state_dict()` of a model or optimizer raise where this process cannot read what lies below: in a forked child.
+
+    Args:
+        owner: has `register_state_dict_pre_hook`.
+        is_readable: whether this process can.
+    """
+
+    def check(*_arguments: Any) -> None:
+        if not is_readable():
+            raise StateError(
+                "expected state_dict() in the process that wrapped the model, got it in a forked child, which has nothing of "
+                "what lies on NVMe or in pinned memory; call state_dict() before the fork and clone what it returns"
+            )
+
+    register: Callable[[Any], Handle] = owner.register_state_dict_pre_hook
+    return register(check)
 
 
 def model_state_to_cpu(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:

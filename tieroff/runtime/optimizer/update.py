@@ -10,71 +10,145 @@ import torch
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.residency import Event, State
-from tieroff.runtime.optimizer.buckets import PER_PARAMETER
-from tieroff.runtime.optimizer.splitting import raw_step
+from tieroff.runtime.items.residency import ON_DEVICE, Event, State
+from tieroff.runtime.optimizer.buckets import Buckets, raw_step
+from tieroff.runtime.optimizer.shared import SharedValues
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.step.mode import Mode
 
 
+class Narrowed:
+    """The groups of an optimizer while `step` runs on a part of its parameters: the same objects, with shorter lists."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._whole: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+
+    def narrow(self, bucket: list[torch.Tensor]) -> None:
+        """Leaves the parameters of a bucket in the groups."""
+        wanted = {id(param) for param in bucket}
+        self._whole = [(group, group["params"]) for group in self._optimizer.param_groups]  # first: see `restore`
+        for group, params in self._whole:
+            group["params"] = [param for param in params if id(param) in wanted]
+
+    def restore(self) -> None:
+        """Gives the groups all their parameters back; does no harm when they have them."""
+        for group, params in self._whole:
+            group["params"] = params
+        self._whole = []
+
+
 class BucketUpdate:
-    """Updates buckets of one optimizer, one at a time."""
+    """Updates buckets of one optimizer, one at a time.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, context: StepContext, state: OptimizerState) -> None:
-        self._optimizer, self._context, self._state = optimizer, context, state
+    Attributes:
+        narrowed: its groups.
+        shared: plain values that its parameters share, while an update in parts runs.
+    """
 
-    def run(
-        self, bucket: list[torch.Tensor], step: Callable[[list[torch.Tensor]], None], following: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets, context: StepContext, state: OptimizerState) -> None:
+        self._optimizer, self._buckets, self._context, self._state = optimizer, buckets, context, state
+        self.narrowed = Narrowed(optimizer)
+        self.shared: SharedValues | None = None
+        self._lifted: list[tuple[list[torch.Tensor], list[HomeItem]]] = []
+
+    def run(self, bucket: list[torch.Tensor], step: Callable[[list[torch.Tensor]], Any], following: list[torch.Tensor]) -> Any:
         """Updates a bucket, whose tick began.
 
         Args:
             bucket: its parameters.
             step: updates them where they lie on the device.
             following: the parameters of the next bucket.
-        """
-        context = self._context
-        moved = self._lift(bucket)
-        context.on_demand.fetch(self._items_of(following))
-        context.clock.resume()
-        try:
-            step(bucket)
-        finally:
-            context.clock.pause()
-            moved += self._state.adopt(bucket)
-            moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
-            for item in moved:
-                # Fused kernels write without a trace in any version; only gradients are usually left alone.
-                if item.kind is not TensorClass.GRADIENT or self.may_write_gradients:
-                    item.touch(context.traffic)
-                else:
-                    item.refresh(context.traffic)
-            if context.state.mode is not Mode.PLANNED:
-                context.on_demand.release(*moved)
-                for item in moved:
-                    context.state.record.bind(item)
 
-    def step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
-        """Runs the optimizer's own step on a subset of its parameters; groups without any are left out meanwhile."""
-        optimizer = self._optimizer
-        wanted = {id(p) for p in bucket}
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
+        Returns:
+            What `step` returned.
+        """
+        self.open(bucket)
+        self._context.on_demand.fetch(self._items_of(following))
+        self._context.clock.resume()
         try:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = [p for p in params if id(p) in wanted]
-            optimizer.param_groups = [group for group in groups if group["params"]]
-            raw_step(optimizer)(optimizer, *args, **kwargs)
+            return step(bucket)
         finally:
-            optimizer.param_groups = groups
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
+            self.close()
+
+    def open(self, bucket: list[torch.Tensor]) -> None:
+        """Brings everything to the device that the update of a bucket needs."""
+        self._lifted.append((bucket, []))
+        self._lift(bucket, self._lifted[-1][1])
+
+    def close(self) -> None:
+        """What was brought for an update counts as written, and may leave; takes new state over."""
+        context = self._context
+        context.clock.pause()
+        bucket, moved = self._lifted[-1]
+        moved = self._let_go_replaced(moved) + self._state.adopt(bucket)
+        moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
+        for item in moved:
+            # Fused kernels write without a trace in any version; only gradients are usually left alone.
+            if item.kind is not TensorClass.GRADIENT or self.may_write_gradients:
+                item.touch(context.traffic)
+            else:
+                item.refresh(context.traffic)
+        self._lifted.pop()
+        if context.state.mode is not Mode.PLANNED:
+            context.on_demand.release(*moved)
+            for item in moved:
+                context.state.record.bind(item)
+
+    def _let_go_replaced(self, moved: list[HomeItem]) -> list[HomeItem]:
+        """Returns the items that still are where they were brought to; of others (`p.data = x` in `step`) x is the value."""
+        context = self._context
+        for item in moved:
+            if item.is_lifted and item.tensor is not None and not item.is_current():
+                context.runner.unassign(item)
+                context.on_demand.forget(item)
+                item.detach(context.traffic)
+                context.homes.drop(item)
+        return moved
+
+    def step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the optimizer's own step on a subset of its parameters; the groups are the same objects meanwhile."""
+        try:
+            self.narrowed.narrow(bucket)
+            out = raw_step(self._optimizer)(self._optimizer, *args, **kwargs)
+        finally:
+            self.narrowed.restore()
+        if self.shared is not None:
+            self.shared.take_back()
+        return out
+
+    def restore(self) -> None:
+        """After an exception: what was lifted stays for whoever repairs, and the optimizer has its groups and values."""
+        self.narrowed.restore()
+        self.end_parts()
+        self._lifted.clear()
+
+    def begin_parts(self) -> None:
+        """An update in parts begins: each finds the plain values that parameters share as they are now."""
+        known = self._buckets.known
+        self.shared = SharedValues(self._optimizer) if known is not None and known.counts_calls else None
+
+    def end_parts(self) -> None:
+        """All parts are done, or one failed: what they made of those values counts."""
+        if self.shared is not None:
+            self.shared.finish()
+            self.shared = None
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the value of a parameter, gradient or state tensor on the device, wherever it lies now."""
+        context, backend = self._context, self._context.traffic.backend
+        for item in context.homes:
+            if item.tensor is tensor:
+                item.refresh(context.traffic)
+                source = item.value if item.state in ON_DEVICE else item.lower
+                return tensor.detach() if source is None else source.detach().to(backend.device)
+        return tensor.detach()
 
     @property
     def may_write_gradients(self) -> bool:
         """True when the optimizer's step may write gradients."""
-        optimizer = self._optimizer
-        return getattr(optimizer, "grad_scale", None) is not None or type(optimizer).__name__ not in PER_PARAMETER
+        known = self._buckets.known
+        return getattr(self._optimizer, "grad_scale", None) is not None or known is None or known.writes_gradients
 
     def _items_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Returns the items that the update of a bucket needs."""
@@ -82,14 +156,14 @@ class BucketUpdate:
         needed: list[HomeItem] = []
         for param in bucket:
             item = homes.parameter(param)
-            # Without a gradient the update leaves the parameter alone.
-            if item is None or (param.grad is None and not self._optimizer.state.get(param)):
+            # Without a gradient the update leaves the parameter alone, unless nobody knows what the update does.
+            if item is None or (self._buckets.is_trusted and param.grad is None and not self._optimizer.state.get(param)):
                 continue
             gradient = homes.gradients.get(item.position)
             needed += [item] if gradient is None else [item, gradient]
         return needed + self._state.items_of(bucket)
 
-    def _lift(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+    def _lift(self, bucket: list[torch.Tensor], lifted: list[HomeItem]) -> None:
         context = self._context
         needed = self._items_of(bucket)
         context.on_demand.claim(*needed)
@@ -100,6 +174,8 @@ class BucketUpdate:
                 context.traffic.counts.faults += 1
                 context.traffic.send(known, Event.FETCH)
         for known in needed:
+            lifted.append(known)
             known.lift(context.traffic)
+            if known.kind is not TensorClass.GRADIENT or self.may_write_gradients:
+                known.touch(context.traffic)  # from here on the device copy counts, wherever an exception may come
             context.state.record.bind(known)
-        return needed

@@ -3,8 +3,10 @@
 | stage     | what its next step is for                        | next stages                                           |
 |-----------|--------------------------------------------------|-------------------------------------------------------|
 | Recording | every event and tensor is traced                 | Recording, Measuring, Unplanned (never repeats)       |
-| Measuring | the same events again give durations             | Planned; Recording (it differed, or layers now rerun) |
-| Planned   | it runs as planned                               | Planned (a new plan); Recording (it kept leaving it)  |
+| Measuring | the same events again give durations             | Planned; Recording (it differed, or layers now rerun);|
+|           |                                                  | Unplanned (as below)                                  |
+| Planned   | it runs as planned                               | Planned (a new plan); Recording (it kept leaving it); |
+|           |                                                  | Unplanned (its optimizer runs forwards in an update)  |
 | Unplanned | it runs on demand: no plan, and none is made     | Recording (the kind came back)                        |
 """
 
@@ -64,8 +66,8 @@ Stage = Recording | Measuring | Planned | Unplanned
 
 _NEXT: dict[type[Stage], tuple[type[Stage], ...]] = {
     Recording: (Recording, Measuring, Unplanned),
-    Measuring: (Planned, Recording),
-    Planned: (Planned, Recording),
+    Measuring: (Planned, Recording, Unplanned),
+    Planned: (Planned, Recording, Unplanned),
     Unplanned: (Recording,),
 }
 

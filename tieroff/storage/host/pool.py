@@ -116,6 +116,10 @@ class HostStore(SpaceStore):
         self._make_slab(min(max(extent_bytes, self._slab_bytes), left))
         return ""
 
+    def _recount(self) -> None:
+        del self._slabs[len(self.areas) :]  # one that has no area yet is nobody's
+        super()._recount()
+
     def _submit_write(self, block: Block, source_address: int) -> Transfer:
         return self.engine.copy(self.address(block), source_address, block.size_bytes, Direction.OUT)
 

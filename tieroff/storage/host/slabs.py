@@ -38,10 +38,12 @@ class Slabs(Protocol):
 
 
 class PopulatedSlabs:
-    """Ordinary memory."""
+    """Ordinary memory, of which a forked child has a copy."""
+
+    _is_inherited = True
 
     def make(self, size_bytes: int) -> Mapping:
-        slab = Mapping(size_bytes, is_reserved=False)
+        slab = Mapping(size_bytes, is_reserved=False, is_inherited=self._is_inherited)
         slab.populate()
         return slab
 
@@ -50,12 +52,14 @@ class PopulatedSlabs:
 
 
 class RegisteredSlabs(PopulatedSlabs):
-    """Ordinary memory that the driver pins.
+    """Ordinary memory that the driver pins, and no child inherits.
 
     Args:
         register: called with (address, size in bytes); raises StoreError where it is refused.
         unregister: called with the address.
     """
+
+    _is_inherited = False
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister

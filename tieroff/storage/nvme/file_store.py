@@ -268,6 +268,11 @@ class FileStore(SpaceStore):
             return [item]
         item.space.unmap_file(item.position, item.shown.extent_bytes)
         self._addresses.give(item.position, item.shown.extent_bytes)
+        return self._blocks_in(item)
+
+    def _blocks_in(self, item: Any) -> list[Block]:
+        if not isinstance(item, MappedExtents):
+            return [item]
         return [item.shown] if item.shadow is None else [item.shown, item.shadow]
 
     # Room.

@@ -1,0 +1,511 @@
+"""Optimizers that people wrote: what may be stepped in buckets, and that everything else is stepped as it is."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tests.support.twins import Mlp, Setting, assert_same, equal, follow, look
+from tieroff.runtime.optimizer.buckets import Buckets
+from tieroff.runtime.optimizer.known import known_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Deep(nn.Module):
+    """Layers whose activations take most of the memory, so that half of it is enough for any op and any update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+def step_of(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+    """An ordinary step; the gradients stay, to be looked at."""
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(torch.randn(256, 8)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def with_closure(model: Any, optimizer: Any, index: int) -> Any:
+    x = torch.randn(256, 8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def check(make: Any, step: Any, setting: Setting, steps: int = 5) -> None:
+    """Asserts that a loop does the same wrapped as plain, whatever moved."""
+    plain, wrapped = follow(make, step, steps), follow(make, step, steps, setting)
+    assert_same(plain.seen, wrapped.seen)
+
+
+class Own(torch.optim.Optimizer):
+    """The frame of an optimizer: options, and `update` for a list of parameters with gradients."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **options: Any) -> None:
+        super().__init__(params, {"lr": lr})
+        self.__dict__.update(options)
+
+    def __getattr__(self, name: str) -> Any:
+        """Says to the type checker that there are more attributes."""
+        raise AttributeError(name)
+
+    def active(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+class ClippedByAttribute(Own):
+    """Clips by the norm of all gradients when an attribute of the instance says so."""
+
+    clip = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        factor = 1.0
+        if self.clip:
+            factor = min(1.0, self.clip / float(torch.stack([p.grad.norm() for p in self.active()]).norm()))
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 * factor)
+
+
+class ClippedAbove(Own):
+    """Clips where the norm of all gradients is above a threshold, without a look from Python."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        norms = torch._foreach_norm([p.grad for p in self.active()])
+        factor = (self.threshold / torch.stack(norms).norm()).clamp(max=1.0)
+        for p in self.active():
+            p.sub_(p.grad * factor, alpha=1e-2)
+
+
+class ReadsInPython(Own):
+    """Passes a value from parameter to parameter in Python, and does so only where a gradient is large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        largest = max(sum(map(abs, p.grad.flatten().tolist())) for p in self.active())
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 if largest < 1e30 else 0.0)
+
+
+class ReadsByNumpy(Own):
+    """As above, by NumPy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        largest = max(numpy.abs(p.grad.numpy()).max() for p in self.active())
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 if largest < 1e30 else 0.0)
+
+
+class Flattened(Own):
+    """Updates one flat copy of everything, as fused optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        active = self.active()
+        flat = torch.cat([p.grad.flatten() for p in active]) * 1e-2
+        for p, part in zip(active, flat.split([p.numel() for p in active]), strict=True):
+            p.sub_(part.view_as(p))
+
+
+class Chained(Own):
+    """Each parameter's step uses a buffer that the one before left."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            self.buffer = getattr(self, "buffer", torch.zeros(())) * 0.5 + p.grad.mean()
+            p.sub_(p.grad + self.buffer * 0, alpha=1e-2)
+
+
+class CountsInClass(Own):
+    """Counts its calls in the class."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        type(self).calls += 1
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 / (1 + type(self).calls // 1000))
+
+
+_calls = [0]
+
+
+class CountsInModule(Own):
+    """Counts its calls in a global list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        _calls[0] += 1
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 / (1 + _calls[0] // 1000))
+
+
+class KnowsTheModel(Own):
+    """Holds the model, and so parameters that its groups do not show."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2)
+        if self.model.first.bias.abs().max() > 1e30:
+            self.model.second[0].bias.zero_()
+
+
+class CountsItsParameters(Own):
+    """Divides by the number of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 / len(self.active()))
+
+
+class LastByPlace(Own):
+    """Treats the last parameter of all in another way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        active = self.active()
+        for p in active:
+            p.add_(p.grad, alpha=-1e-2 if p is active[-1] else -1e-3)
+
+
+COUPLED = [
+    (ClippedByAttribute, {"clip": 0.1}),
+    (ClippedAbove, {"threshold": 1e30}),
+    (ClippedAbove, {"threshold": 1.0}),
+    (ReadsInPython, {}),
+    (ReadsByNumpy, {}),
+    (Flattened, {}),
+    (Chained, {}),
+    (CountsInClass, {}),
+    (CountsInModule, {}),
+    (CountsItsParameters, {}),
+    (LastByPlace, {}),
+]
+
+
+@pytest.mark.parametrize(("build", "options"), COUPLED, ids=[f"{build.__name__}-{options}" for build, options in COUPLED])
+def test_an_optimizer_whose_parameters_reach_each_other_is_stepped_whole_even_where_nothing_shows_yet(
+    build: Any, options: Any, each_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Any:
+        CountsInClass.calls = _calls[0] = 0
+        model = Deep()
+        return model, build(model.parameters(), **options)
+
+    with caplog.at_level(logging.WARNING, "tieroff"):
+        check(make, step_of, each_setting)
+    told = [record.getMessage() for record in caplog.records if "is stepped whole" in record.getMessage()]
+    assert len(told) == 1, told
+
+
+def test_an_optimizer_that_holds_the_model_is_stepped_whole(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Any:
+        model = Deep()
+        return model, KnowsTheModel(model.parameters(), model=model)
+
+    check(make, step_of, each_setting)
+    assert "its attribute model holds a Deep" in caplog.text
+
+
+def clipping(clip: Any) -> Any:
+    def make() -> Any:
+        model = Deep()
+        return model, ClippedByAttribute(model.parameters(), clip=clip)
+
+    return make
+
+
+def test_a_setting_on_the_instance_counts_under_every_plan(planned_setting: Setting) -> None:
+    check(clipping(0.1), step_of, planned_setting)
+
+
+class FirstGroup(Own):
+    """Reads the options of the first group for all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
+def test_options_of_the_first_group_read_for_all(planned_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Any:
+        model = Deep()
+        rates = ((model.second, 1e-1), (model.first, 1e-3))
+        return model, FirstGroup([{"params": list(part.parameters()), "lr": lr} for part, lr in rates])
+
+    check(make, step_of, planned_setting)
+    assert "stepped whole" not in caplog.text
+
+
+class Polyak(Own):
+    """Its step size is the loss that its closure returns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 * float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_the_loss_of_the_closure_reaches_the_update(is_declared: bool, planned_setting: Setting) -> None:
+    kind = tieroff.per_parameter(type("Declared", (Polyak,), {"step": Polyak.step})) if is_declared else Polyak
+
+    def make() -> Any:
+        model = Deep()
+        return model, kind(model.parameters())
+
+    check(make, with_closure, planned_setting)
+
+
+class Sam(Own):
+    """Climbs, evaluates its closure again there, comes back by putting the old values in place, and descends."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        norm = torch.stack([p.grad.norm() for p in self.active()]).norm()
+        for p in self.active():
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad / norm, alpha=0.05)
+        evaluate()
+        for p in self.active():
+            if self.rebinds:
+                p.data = self.state[p]["old"]
+            else:
+                p.copy_(self.state[p]["old"])
+            p.sub_(p.grad, alpha=0.1)
+        return loss
+
+
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_an_optimizer_that_evaluates_the_model_twice(rebinds: bool, planned_setting: Setting) -> None:
+    def make() -> Any:
+        model = Deep()
+        return model, Sam(model.parameters(), rebinds=rebinds)
+
+    check(make, with_closure, planned_setting, steps=6)
+
+
+def test_lbfgs_with_a_line_search(planned_setting: Setting) -> None:
+    def make() -> Any:
+        model = Deep()
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+    plain, wrapped = follow(make, with_closure, 3), follow(make, with_closure, 3, planned_setting)
+    assert_same(plain.seen, wrapped.seen)
+
+
+def test_a_step_replaced_on_the_instance_is_what_runs(planned_setting: Setting) -> None:
+    def make() -> Any:
+        model = Deep()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        inner = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(0.1)
+            return inner(*args, **kwargs)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return model, optimizer
+
+    check(make, step_of, planned_setting)
+
+
+def test_a_replaced_step_is_there_again_after_unwrap(each_setting: Setting) -> None:
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    calls: list[int] = []
+    optimizer.step = lambda closure=None: calls.append(1)  # type: ignore[method-assign]
+    own = optimizer.step
+    each_setting.wrap(model, optimizer)
+    kept = optimizer.step
+    step_of(model, optimizer, 0)
+    tieroff.unwrap(model)
+    assert optimizer.step is own
+    kept()
+    assert calls == [1, 1]
+
+
+class Langevin(Own):
+    """Adds noise to each parameter, one after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2).add_(torch.randn_like(p), alpha=1e-3 * (1 + random.random() + numpy.random.rand()))
+
+
+class LangevinInTwoPasses(Own):
+    """Draws all noise before it updates anything."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        noise = [torch.randn_like(p) for p in self.active()]
+        for p, drawn in zip(self.active(), noise, strict=True):
+            p.add_(p.grad, alpha=-1e-2).add_(drawn * torch.rand(()), alpha=1e-3)
+
+
+@pytest.mark.parametrize("build", [Langevin, LangevinInTwoPasses])
+def test_an_optimizer_that_draws_random_numbers_draws_those_of_the_plain_run(build: Any, planned_setting: Setting) -> None:
+    def make() -> Any:
+        random.seed(7)
+        numpy.random.seed(7)
+        model = nn.Sequential(Deep(), nn.Dropout(0.3))
+        return model, build(model.parameters())
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        loss = step_of(model, optimizer, index)
+        return loss, torch.rand(3), random.random(), float(numpy.random.rand())
+
+    check(make, step, planned_setting)
+
+
+def test_wrap_draws_no_random_number(each_setting: Setting) -> None:
+    model = Deep()
+    optimizer = Langevin(model.parameters())
+    before = torch.get_rng_state(), random.getstate()
+    each_setting.wrap(model, optimizer)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    tieroff.unwrap(model)
+
+
+class CountsInGroup(Own):
+    """Elementwise, with a counter and a sum in each group and a counter in an attribute, as fused optimizers have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["weight"] = group.get("weight", 0.0) + group["lr"] / self.calls
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    p.sub_(average.lerp_(p.grad, 0.1), alpha=group["weight"] / group["step"])
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_counters_of_groups_and_instances_move_once_per_update(
+    is_declared: bool, planned_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"step": CountsInGroup.step}
+    kind = tieroff.per_parameter(type("Declared", (CountsInGroup,), body)) if is_declared else CountsInGroup
+
+    def make() -> Any:
+        model = Deep()
+        return model, kind([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(model.parameters())])
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        return step_of(model, optimizer, index), optimizer.calls, [(g["step"], g["weight"]) for g in optimizer.param_groups]
+
+    check(make, step, planned_setting)
+    assert "stepped whole" not in caplog.text
+
+
+def test_a_wrong_declaration_is_an_error_where_it_shows(each_setting: Setting) -> None:
+    class Chain(Own):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in self.active():
+                self.last = getattr(self, "last", 0.0) + float(p.grad.sum())
+                p.sub_(p.grad, alpha=self.last)
+
+    tieroff.per_parameter(Chain)
+    model = Mlp(32)
+    optimizer = Chain(model.parameters())
+    each_setting.wrap(model, optimizer)
+    model(torch.randn(4, 32)).sum().backward()
+    with pytest.raises(tieroff.StateError, match="couples its parameters and cannot be stepped in parts"):
+        optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == 4
+    tieroff.unwrap(model)
+
+
+def test_a_declaration_is_for_its_class_alone() -> None:
+    @tieroff.per_parameter
+    class Mine(Own):
+        pass
+
+    class Sub(Mine):
+        pass
+
+    params = [nn.Parameter(torch.zeros(2))]
+    assert known_of(Mine(params)) is not None
+    assert known_of(Sub(params)) is None
+    with pytest.raises(TypeError, match="declare the class"):
+        tieroff.per_parameter(Mine(params))  # type: ignore[type-var]
+
+
+def test_classes_are_known_by_themselves_and_not_by_their_names() -> None:
+    params = [nn.Parameter(torch.zeros(2, 2))]
+    assert known_of(torch.optim.AdamW(params)) is not None
+
+    class AdamW(torch.optim.AdamW):
+        pass
+
+    assert known_of(AdamW(params)) is None
+    AdamW.__module__ = "torch.optim.adamw"
+    assert known_of(AdamW(params)) is None
+
+
+def test_a_library_whose_options_go_by_place_is_not_known_while_it_has_such() -> None:
+    class Manager:
+        def __init__(self) -> None:
+            self.pid2config: dict[int, Any] = {}
+            self.index2config: dict[Any, Any] = {}
+            self.module_weight_config_triple: list[Any] = []
+
+    manager = Manager()
+    kind = type("Adam8bit", (Own,), {"__module__": "bitsandbytes.optim.adam", "mng": manager})
+    optimizer = kind([nn.Parameter(torch.zeros(2))])
+    assert known_of(optimizer) is not None
+    manager.pid2config = {1: {"optim_bits": 32}}
+    assert known_of(optimizer) is None
+
+
+def test_the_trial_leaves_the_optimizer_as_it_is() -> None:
+    model = Deep()
+    optimizer = CountsInGroup(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    before = look(model, optimizer)
+    buckets = Buckets(optimizer, is_replaced=False)
+    buckets.settle(torch.Tensor.detach, (), {})
+    assert buckets.is_split
+    assert not buckets.is_trusted
+    assert equal(before, look(model, optimizer))
+    assert not hasattr(optimizer, "calls")

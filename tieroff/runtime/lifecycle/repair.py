@@ -1,0 +1,119 @@
+"""Repair: from whatever state an exception left to one from which the next step is right.
+
+[Note: what an exception leaves]
+Ctrl-C and alarms raise between any two instructions, so a side effect may be done and the state that tells of it not yet
+set. `finally` cannot help: it may be interrupted itself. Repair runs at the next moment that the engine has control, asks
+what is really there (memory, addresses, transfers), and decides for the copy that is valid for certain:
+
+| found                                   | what counts                                             |
+|-----------------------------------------|---------------------------------------------------------|
+| a copy in was under way                 | the copy below: what had arrived is dropped             |
+| a copy out was under way, or had ended  | the device copy: what was written below counts as old   |
+| no device copy, room below              | the copy below: the device copy was freed after it      |
+| the tensor lies on its device copy      | the device copy: somebody may have written it           |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tieroff.runtime.custody import Custody
+from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.items.hollow import lies_on, restore_class, set_data
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.item import Item
+from tieroff.runtime.items.residency import ON_DEVICE, State
+from tieroff.runtime.tensors import view_of
+
+_ENDING_TIMEOUT_S = 60.0
+
+
+def is_torn(custody: Custody) -> bool:
+    """True when an exception passed through the engine since its last event, or a backward did not come to its end."""
+    state, clock = custody.executor.state, custody.executor.clock
+    if custody.executor.gate.depth or current_graph_task() != -1:
+        return False  # in the middle of something
+    return state.inside != 0 or clock.is_backward_open
+
+
+def repair(custody: Custody) -> None:
+    """Makes the engine's state one from which the next step is right; see [Note: what an exception leaves].
+
+    Every tensor has a valid value afterwards, an update's parts are those that were done, and no step runs. It may be
+    called at any time outside of a forward and a backward, and more than once.
+    """
+    executor = custody.executor
+    _release(executor.state.lock)
+    for store in custody.stores.values():
+        store.repair()
+    if custody.stepper is not None:
+        custody.stepper.restore()
+    items: list[Item] = [*executor.homes, *executor.activations]
+    for item in items:
+        _reconcile(item)
+    traffic = executor.traffic
+    traffic.device_bytes = sum(item.size_bytes for item in items if item.device is not None)
+    for home in list(executor.homes):
+        if home.device is None and home.place is None:  # taken over in part: it lies where it always lay
+            executor.homes.drop(home)
+    executor.activations.end_unused()
+    executor.clock.is_backward_open = False
+    executor.state.inside = 0
+    executor.gate.depth = 0
+
+
+def _release(lock: Any) -> None:
+    """Frees a lock that an interrupted frame of this thread still holds."""
+    while lock._is_owned():
+        lock.release()
+
+
+def _reconcile(item: Item) -> None:
+    _await(item)
+    is_there = item.device is not None and item.state in ON_DEVICE
+    if not is_there and item.place is not None:
+        _put_below(item)
+    elif item.device is not None:
+        _put_on_device(item)
+
+
+def _await(item: Item) -> None:
+    for arrival in (item.leaving, item.arriving):
+        if arrival is not None:
+            arrival.wait(_ENDING_TIMEOUT_S)
+
+
+def _put_below(item: Item) -> None:
+    """The copy below counts."""
+    item.leaving = item.arriving = None
+    if isinstance(item, HomeItem):
+        item.is_lifted = item.is_shown_below or _is_up(item)
+        item.freed()  # gives the tensor its place below, or makes it hollow
+    item.device, item.state = None, State.LOWER
+
+
+def _put_on_device(item: Item) -> None:
+    """The device copy counts; a copy below does too where none was on its way and nobody could write since."""
+    device, was_both = item.device, item.state is State.BOTH and item.leaving is None
+    assert device is not None
+    item.leaving = item.arriving = None
+    if not isinstance(item, HomeItem):
+        item.state = State.BOTH if was_both else State.DEVICE
+        return
+    if item.value is None:
+        item.value = view_of(device, item.dtype, item.size, item.stride, 0)
+    item.is_lifted = _is_up(item)
+    item.state = State.BOTH if was_both and not item.is_lifted else State.DEVICE
+    tensor = item.tensor
+    if not item.is_lifted and item.state is State.DEVICE and tensor is not None:
+        set_data(tensor, item.value)
+        restore_class(tensor)
+        item.is_lifted = True
+
+
+def _is_up(item: HomeItem) -> bool:
+    """True when the tensor does not lie where it lies while its bytes are below; others gave it that memory, or the engine."""
+    tensor = item.tensor
+    if tensor is None or item.device is None:
+        return False
+    return lies_on(tensor, item.device) or not (item.lower is None or not item.is_shown_below or lies_on(tensor, item.lower))
