@@ -37,7 +37,8 @@ class StepContext:
 
     def lower_all(self) -> None:
         """Moves every home to its lower tier, with its latest value, except those that the plan keeps on the device."""
-        self.on_demand.release_reachable()
-        for item in list(self.homes):
-            if item.device is not None and not self.runner.keeps(item):
-                item.leave(self.traffic)
+        with self.state.lock:  # other threads may read
+            self.on_demand.release_reachable()
+            for item in list(self.homes):
+                if item.device is not None and not self.runner.keeps(item):
+                    item.leave(self.traffic)

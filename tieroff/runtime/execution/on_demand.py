@@ -54,6 +54,7 @@ class OnDemand:
         self._ticks = 0
         self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
         self._known: dict[Hashable, Item] = {}
+        self._strays: OrderedDict[int, HomeItem] = OrderedDict()  # by id, oldest first
 
     @property
     def has_room(self) -> bool:
@@ -76,13 +77,14 @@ class OnDemand:
         """Keeps what was fetched for its user for a moment; on the host its user holds its own reference to the memory."""
         self.claim(item)
         if item in self._read:
-            return
+            self._read.remove(item)
         self._read.append(item)
         while len(self._read) > _READ_KEPT:
             self._drop(self._read.popleft())  # at once, whatever the room: user code may write what is lifted
 
     def forget_read(self, item: HomeItem) -> None:
         """Somebody else decides when it leaves."""
+        self._strays.pop(id(item), None)
         if item in self._read:
             self._read.remove(item)
 
@@ -97,6 +99,20 @@ class OnDemand:
         """These are used now: their user decides when they leave."""
         for item in items:
             self._kept.pop(id(item), None)
+            self._strays.pop(id(item), None)
+
+    def stray(self, item: HomeItem) -> None:
+        """Another thread than those of the step brings this up; it leaves as its next ones come, unless the step uses it."""
+        self._strays[id(item)] = item
+        self._strays.move_to_end(id(item))
+        for old in list(self._strays.values())[:-_READ_KEPT]:
+            if not old.pins:
+                del self._strays[id(old)]
+                self._drop(old)
+
+    def is_stray(self, item: HomeItem) -> bool:
+        """True while another thread's call brought this up, and the step did not use it since."""
+        return id(item) in self._strays
 
     def used(self, key: Hashable) -> None:
         """Forward used a parameter."""
@@ -159,20 +175,26 @@ class OnDemand:
 
     def release_reachable(self) -> None:
         """Frees everything that user code may hold or write, because it runs next."""
-        self.tick(TICKS_OF_ONE_OP)
-        while self._read:
-            self._drop(self._read.popleft())
-        for item in list(self._kept.values()):
-            if isinstance(item, HomeItem):
-                self.claim(item)
-                self._drop(item)
+        with self._state.lock:  # other threads may read
+            self.tick(TICKS_OF_ONE_OP)
+            while self._read:
+                self._drop(self._read.popleft())
+            for stray in list(self._strays.values()):
+                if not stray.pins:
+                    del self._strays[id(stray)]
+                    self._drop(stray)
+            for item in list(self._kept.values()):
+                if isinstance(item, HomeItem):
+                    self.claim(item)
+                    self._drop(item)
 
     def release_all(self) -> None:
         """Frees everything: the step is over, or what its ops need is unknown."""
-        self.release_reachable()
-        while self._kept:
-            _, item = self._kept.popitem()
-            self._drop(item)
+        with self._state.lock:
+            self.release_reachable()
+            while self._kept:
+                _, item = self._kept.popitem()
+                self._drop(item)
 
     def forget(self, item: Item) -> None:
         """The item is at its end."""

@@ -70,6 +70,7 @@ class Gradients:
             return
         self._context.clock.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
         with self._context.state.lock:
+            self._context.on_demand.claim(known)
             known.refresh(self._context.traffic)
             known.lift(self._context.traffic)
             self._context.state.record.bind(known)

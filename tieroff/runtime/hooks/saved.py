@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
+from tieroff.errors import StateError
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
@@ -68,18 +69,24 @@ class Packed(_Versioned):
 class PackedParameter(_Versioned):
     """A saved view of a fetched parameter: the parameter is fetched again instead."""
 
-    __slots__ = ("home_version", "item")
+    __slots__ = ("home_version", "item", "times_assigned")
 
     def __init__(self, tensor: torch.Tensor, item: ParameterItem | Stays) -> None:
         super().__init__(tensor)
         self.item = item
         home = item.tensor
         self.home_version = home._version if home is not None else 0
+        self.times_assigned = item.times_assigned if isinstance(item, ParameterItem) else 0
 
     def check(self) -> None:
         """Raises RuntimeError when the parameter was written since it was saved, as autograd does."""
         super().check()
-        home = self.item.tensor
+        home, item = self.item.tensor, self.item
+        if isinstance(item, ParameterItem) and item.times_assigned != self.times_assigned:
+            raise StateError(
+                f"parameter {item.name} was given other memory (`.data = ...`) between the forward that used it and backward, "
+                "which needs its old value; assign it before the forward or after backward"
+            )
         if home is not None and home._version != self.home_version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

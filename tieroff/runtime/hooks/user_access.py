@@ -9,6 +9,7 @@ of (`p.data`, a view) stays up as long as the alias lives; what somebody asked t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
-from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, untouched
+from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, set_data, untouched
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE
 from tieroff.runtime.step.mode import Mode
@@ -45,6 +46,7 @@ class UserAccess:
         self._saved: SavedTensors | None = None
         self._addressed: deque[HomeItem] = deque()  # pinned until the next step
         self._on_host = 0  # calls of `state_dict` under way
+        self._thread = threading.get_ident()  # that runs the steps
 
     def serve(self, context: StepContext, gate: Gate, saved: SavedTensors) -> None:
         """Begins to serve the tensors of this engine."""
@@ -52,6 +54,7 @@ class UserAccess:
 
     def begin(self) -> None:
         """A step begins: addresses that were given out are not used any more."""
+        self._thread = threading.get_ident()
         while self._addressed:
             self._addressed.popleft().pins -= 1
 
@@ -101,13 +104,17 @@ class UserAccess:
     def _up(self, items: list[HomeItem], *, keeps: bool) -> Iterator[None]:
         """Has these on the device, as plain tensors; see [Note: a call on what lies below]."""
         assert self._context is not None
-        context, lock, is_in_pass = self._context, self._context.state.lock, self._is_in_pass
+        context, lock = self._context, self._context.state.lock
+        is_outside = threading.get_ident() != self._thread and current_graph_task() == -1
+        is_in_pass = self._is_in_pass and not is_outside
         with lock, _as_the_engine():
             raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
             unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
             try:
                 for item in items:
                     if item in raised:
+                        if is_outside and item.device is None:
+                            context.on_demand.stray(item)
                         self._raise(item, is_in_pass)
                     item.pins += 1
             except BaseException:
@@ -121,9 +128,11 @@ class UserAccess:
                     for item in items:
                         item.pins += 1
                         self._addressed.append(item)
+                if is_outside:  # what the step uses meanwhile is the step's
+                    raised = [item for item in raised if context.on_demand.is_stray(item)]
                 self._unpin(items, raised, is_in_pass)
                 for item in raised if context.state.mode is not Mode.PLANNED else unplanned:
-                    if item.device is not None:
+                    if item.device is not None and not is_outside:
                         context.on_demand.keep_read(item)  # the plan says when the others leave
 
     def _unpin(self, items: Iterable[HomeItem], raised: list[HomeItem], is_in_pass: bool) -> None:
@@ -145,6 +154,11 @@ class UserAccess:
         context = self._context
         item.refresh(context.traffic)
         item.lift(context.traffic)
+        self._note_raised(item, is_in_pass)
+
+    def _note_raised(self, item: HomeItem, is_in_pass: bool) -> None:
+        assert self._context is not None and self._gate is not None
+        context = self._context
         recorder = context.state.record.recorder
         if recorder is not None and item.device is not None:
             # In user code a use needs no place in the plan: the tensor comes up for it, wherever it lies.
@@ -177,11 +191,22 @@ class UserAccess:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """`tensor.data = value` by user code: the tensor is its own from here on, and taken over again when a step begins."""
+        """`tensor.data = value` by user code: that is what the tensor lies on, until it goes below.
+
+        Of another type or form, it is the user's own from here on, and taken over again when a step begins.
+        """
         assert self._context is not None
         context = self._context
         with context.state.lock, _as_the_engine():
             item = guarded(tensor)
+            with untouched():
+                takes = value.device == tensor.device and item.may_take(value)
+            if takes:
+                set_data(tensor, value)
+                item.take(context.traffic)
+                self._note_raised(item, self._is_in_pass)
+                context.on_demand.keep_read(item)
+                return
             context.runner.unassign(item)
             context.on_demand.forget_read(item)
             context.on_demand.forget(item)

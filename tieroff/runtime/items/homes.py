@@ -81,6 +81,7 @@ class HomeItem(Item):
         version: the tensor's version when its copies were last known to be equal.
         may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
         pins: calls that use the device copy just now; it stays.
+        times_assigned: how often user code gave the tensor other memory.
     """
 
     __slots__ = (
@@ -94,6 +95,7 @@ class HomeItem(Item):
         "pins",
         "size",
         "stride",
+        "times_assigned",
         "value",
         "value_version",
         "version",
@@ -110,7 +112,7 @@ class HomeItem(Item):
         self.value_version = 0
         self.is_lifted = True
         self.may_be_written = False
-        self.guard, self.pins = guard, 0
+        self.guard, self.pins, self.times_assigned = guard, 0, 0
         self._hollow: torch.Tensor | None = None
         self.version = tensor._version
 
@@ -181,12 +183,18 @@ class HomeItem(Item):
         self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
         return place
 
+    def part_with_lent(self) -> None:
+        """A `state_dict()` that somebody keeps has the values of its moment: the next ones get another place."""
+        if self._hollow is not None and self.lower is not None and owners_of(self.lower) > 1:
+            self.place = self.lower = None  # the memory goes back when its last tensor dies
+
     def source(self) -> torch.Tensor:
         self.note()
         return super().source()
 
     def lift(self, traffic: Traffic) -> None:
         """Makes the tensor lie on its device copy, which is fetched when it is not there."""
+        self._take_assigned(traffic)
         device = traffic.want(self)
         tensor = self.tensor
         if tensor is None:
@@ -226,6 +234,7 @@ class HomeItem(Item):
 
     def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count: on the device, or behind the engine's back."""
+        self._take_assigned(traffic)
         if not self.was_written():
             return
         if self.is_lifted:
@@ -242,6 +251,42 @@ class HomeItem(Item):
             # The home below was written: the device copy is old, the home is what counts.
             traffic.send(self, Event.DROP)
             self.note()
+
+    def may_take(self, value: torch.Tensor) -> bool:
+        """True when the tensor may lie on this memory from here on, as by `tensor.data = value`."""
+        is_alike = value.dtype is self.dtype and tuple(value.size()) == self.size and value.layout is torch.strided
+        return (
+            is_alike
+            and value.storage_offset() == 0
+            and value.untyped_storage().nbytes() == self.size_bytes
+            and _is_dense(value)
+        )
+
+    def _take_assigned(self, traffic: Mover) -> None:
+        """Other memory that user code gave a hollow leaf, while it was up, is its device copy from here on."""
+        tensor = self.tensor
+        if self._hollow is None or tensor is None or self.value is None or not self.is_lifted:
+            return
+        with untouched():
+            if lies_on(tensor, self.value):
+                return
+            if tensor.device == self.value.device and self.may_take(tensor):
+                self.take(traffic)
+
+    def take(self, traffic: Mover) -> None:
+        """The memory that the tensor lies on now is its device copy, and what the engine had of it is void."""
+        traffic.settle(self)
+        with untouched(), torch.no_grad():
+            tensor = self.living
+            traffic.hold(self, bytes_of(tensor))
+            self.value = tensor.detach()
+            if self.stride != tuple(tensor.stride()) and self._hollow is not None:
+                self.stride = tuple(tensor.stride())
+                self._hollow = self._hollow.as_strided(self.size, self.stride)
+                self.lower = self.place = None  # of the other geometry
+        self.times_assigned += 1
+        self.state, self.is_lifted = State.DEVICE, True
+        self.note()
 
     def _is_value_newer(self) -> bool:
         tensor, value = self.tensor, self.value

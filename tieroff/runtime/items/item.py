@@ -19,6 +19,9 @@ class Mover(Protocol):
 
     stores: dict[Tier, Store]
 
+    def hold(self, item: Item, device: torch.Tensor) -> None:
+        """Takes a device copy that the program made under the engine's care."""
+
     def send(self, item: Item, event: Event) -> None:
         """Applies an event to the item's residency."""
 
@@ -78,6 +81,9 @@ class Item:
     # What a kind of item does when its copies change; overridden by those that people can reach.
     def make_place(self, traffic: Mover) -> Place:
         raise AssertionError("a concrete item makes its place")
+
+    def part_with_lent(self) -> None:
+        """Bytes below are about to be written: those that somebody outside reads are left to him."""
 
     def source(self) -> torch.Tensor:
         """Returns the device copy to be written out."""

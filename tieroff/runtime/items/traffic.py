@@ -170,6 +170,7 @@ class Traffic:
     # -- the four moves ------------------------------------------------------------------------------------------
 
     def _start_out(self, item: Item) -> None:
+        item.part_with_lent()
         try:
             if item.place is None:
                 item.place = item.make_place(self)

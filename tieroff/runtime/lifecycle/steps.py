@@ -83,6 +83,11 @@ class Steps:
         custody, executor = self._custody, self._custody.executor
         self._mend()
         signature = signature_of(custody.model, args, kwargs)
+        with executor.state.lock:  # other threads may read parameters
+            self._begin_forward(signature, args, kwargs)
+
+    def _begin_forward(self, signature: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        custody, executor = self._custody, self._custody.executor
         executor.gradients.sweep()
         if self._kind is not None and not self._is_updated and self._was_skipped():
             self._finish_step(self._kind)
@@ -221,7 +226,7 @@ class Steps:
             self.readings.observe(kind, kind.stage)
         keys = tuple(executor.state.record.keys)
         is_whole = self._custody.stepper is None or ("end",) in keys  # or skipped by a GradScaler, or broken off
-        if mode is not Mode.DEMAND or not is_whole:
+        if mode is not Mode.DEMAND or not is_whole or self._custody.has_changed():
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)

@@ -206,12 +206,13 @@ class BucketedStep:
         self._update_one.begin_parts()
         try:
             for number, following in zip_longest(left, left[1:]):
-                self._tick(number)
-                out = self._update_one.run(
-                    buckets[number],
-                    lambda bucket: self._update_one.step_on(bucket, args, kwargs),
-                    buckets[following] if following is not None else [],
-                )
+                with self._context.state.lock:  # other threads may read parameters, before or after
+                    self._tick(number)
+                    out = self._update_one.run(
+                        buckets[number],
+                        lambda bucket: self._update_one.step_on(bucket, args, kwargs),
+                        buckets[following] if following is not None else [],
+                    )
         finally:
             self._update_one.end_parts()
         return out
