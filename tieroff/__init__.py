@@ -21,7 +21,7 @@ from tieroff.errors import (
 
 if TYPE_CHECKING:
     from tieroff import integrations
-    from tieroff.api import engine, scope, unwrap, wrap
+    from tieroff.api import engine, on_host, scope, unwrap, wrap
     from tieroff.checkpoint import load_weights, save_weights
     from tieroff.config import Config
     from tieroff.partition.parallelize import parallelize
@@ -45,6 +45,7 @@ __all__ = [
     "engine",
     "integrations",
     "load_weights",
+    "on_host",
     "parallelize",
     "per_parameter",
     "save_weights",
@@ -69,6 +70,7 @@ _LAZY = {
     "unwrap": "api",
     "engine": "api",
     "scope": "api",
+    "on_host": "api",
     "load_weights": "checkpoint",
     "save_weights": "checkpoint",
     "clip_grad_norm_": "runtime.optimizer.clipping",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,6 +103,18 @@ def engine(model: torch.nn.Module) -> Engine:
 def scope(model: torch.nn.Module) -> Any:
     """Returns a context manager under which tensors saved outside the model (by a loss, say) are moved too."""
     return engine(model).scope()
+
+
+def on_host(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager under which parameters, gradients and buffers are used on the host, all at once if need be.
+
+    For what needs more of them together than the device's budget holds: a vector of all parameters, a norm over a list.
+    Functions that get some of them give CPU tensors, without a gradient; writes in place count. On the CPU nothing changes.
+
+    Raises:
+        StateError: the model is not wrapped.
+    """
+    return engine(model).on_host()
 
 
 def engine_of(model: torch.nn.Module) -> Engine | None:

@@ -22,6 +22,7 @@ from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
+from tieroff.runtime.hooks.host_view import HostView
 from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.recompute.layers import layers_of
 from tieroff.runtime.items.hollow import untouched
@@ -288,6 +289,12 @@ class Engine:
         Enter it after the model's forward has begun the step: around the loss, or around forward and loss together.
         """
         return self.executor.saved_tensors.scope()
+
+    def on_host(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which parameters, gradients and buffers are used on the host; see `tieroff.on_host`."""
+        if self._backend.device.type == "cpu":
+            return contextlib.nullcontext()
+        return HostView(self.model, self.executor.homes, self.executor.guard.value_on_host)
 
     @property
     def trace(self) -> Trace:

@@ -18,6 +18,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tieroff.core.tensor import Tier
+from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
@@ -26,6 +28,7 @@ from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, lea
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE
 from tieroff.runtime.step.mode import Mode
+from tieroff.units import format_bytes
 
 # They give an address, which outlives every reference to the memory.
 _GIVES_ADDRESS = frozenset(
@@ -110,6 +113,7 @@ class UserAccess:
         with lock, _as_the_engine():
             raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
             unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
+            self._check_room([item for item in raised if item.device is None])
             try:
                 for item in items:
                     if item in raised:
@@ -134,6 +138,25 @@ class UserAccess:
                 for item in raised if context.state.mode is not Mode.PLANNED else unplanned:
                     if item.device is not None and not is_outside:
                         context.on_demand.keep_read(item)  # the plan says when the others leave
+
+    def _check_room(self, items: list[HomeItem]) -> None:
+        """Returns when these fit the device's budget, beside what user code holds on the device already."""
+        assert self._context is not None
+        context = self._context
+        planned, size_bytes = context.runner.planned, sum(item.size_bytes for item in items)
+        if planned is None or not items:
+            return
+        budget_bytes = planned.plan.budget_bytes[Tier.DEVICE]
+        if context.traffic.device_bytes + size_bytes <= budget_bytes:
+            return
+        held_bytes = sum(item.size_bytes for item in context.homes if item.device is not None and item.is_held)
+        if held_bytes + size_bytes > budget_bytes:
+            raise StateError(
+                f"expected parameters, gradients and optimizer state that are used together to fit the device's budget of "
+                f"{format_bytes(budget_bytes)}, got {format_bytes(size_bytes)} in this call ({items[0].name}, ...) and "
+                f"{format_bytes(held_bytes)} that the program holds (views, aliases through .data, addresses); use one after "
+                "the other, or use them inside tieroff.on_host(model), where they are memory of the host"
+            )
 
     def _unpin(self, items: Iterable[HomeItem], raised: list[HomeItem], is_in_pass: bool) -> None:
         assert self._context is not None

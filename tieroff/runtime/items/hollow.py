@@ -64,7 +64,7 @@ class _Below:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_NO_DATA or _is_plain_attribute(func):
+        if asks_no_data(func):
             with untouched():
                 return func(*args, **kwargs)
         found = next((item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None), None)
@@ -206,6 +206,11 @@ def _is_plain_attribute(func: Any) -> bool:
     """True for a read or write of an attribute that is no data."""
     name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
     return (name == "__get__" and owner in _READ) or (name == "__set__" and owner in _SET)
+
+
+def asks_no_data(func: Any) -> bool:
+    """True for a function that needs everything of a tensor but its data."""
+    return func in _OF_NO_DATA or _is_plain_attribute(func)
 
 
 def assigns_data(func: Any) -> bool:

@@ -1,0 +1,240 @@
+"""Autograd's ways round `loss.backward()`, on a model whose parameters lie below the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.accelerator import target
+from tests.accelerator.users.loops import SEED, STEPS, Program, Usage, check
+
+
+def assign_gradients(p: Program, gradients: Any) -> None:
+    for parameter, gradient in zip(p.parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def grad_of_parameters(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        loss = p.loss(index)
+        gradients = torch.autograd.grad(loss, p.parameters)
+        p.note(*gradients, str({gradient.device.type for gradient in gradients}))
+        assign_gradients(p, gradients)
+        p.update(loss)
+
+
+def gradients_of_gradients(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        loss = p.loss(index)
+        gradients = torch.autograd.grad(loss, p.parameters, create_graph=True)
+        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+        p.note(*gradients)
+        p.update(loss)
+
+
+def two_backwards_of_one_graph(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        loss = p.loss(index)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        p.note(*[parameter.grad for parameter in p.parameters])
+        p.update(loss)
+
+
+def two_losses(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        first, second = p.loss(index), p.loss(index + 1)
+        first.backward()
+        second.backward()
+        p.update(first)
+
+
+def accumulation(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        for part in range(3):
+            p.loss(3 * index + part).backward()
+        p.note(*[parameter.grad for parameter in p.parameters])
+        p.update(p.rows(index).mean())
+
+
+def penalty_on_parameters(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        penalty = 1e-2 * sum(parameter.square().sum() for parameter in p.parameters)
+        loss = p.loss(index) + penalty
+        loss.backward()
+        p.update(loss)
+
+
+def penalty_inside_forward(p: Program) -> None:
+    captured = p.parameters
+    p.model.inside = lambda _, x: x + 1e-3 * sum(parameter.square().sum() for parameter in captured)
+    p.wrap()
+    p.steps()
+
+
+def checkpointing(use_reentrant: bool) -> Usage:
+    def usage(p: Program) -> None:
+        layer = p.model.second
+        forward = layer.forward
+        layer.forward = lambda x: checkpoint(forward, x, use_reentrant=use_reentrant)
+        p.wrap()
+        p.steps()
+        del layer.forward  # it refers to the layer
+
+    return usage
+
+
+class Product(torch.autograd.Function):
+    """A product with a weight that is no module's argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+def function_of_a_parameter(p: Program) -> None:
+    weight = p.model.second.weight
+    p.wrap()
+    for index in range(STEPS):
+        product: Tensor = Product.apply(p.model(p.rows(index)), weight)  # type: ignore[no-untyped-call]
+        loss = product.square().mean()
+        loss.backward()
+        p.update(loss)
+
+
+def hooks_that_read_parameters(p: Program) -> None:
+    other = p.model.first.weight
+    p.model.third.weight.register_hook(lambda gradient: gradient + 0.1 * other.detach())
+    p.wrap()
+    p.model.second.weight.register_hook(lambda gradient: gradient * 0.5)
+    p.steps()
+
+
+def hooks_after_accumulation(p: Program) -> None:
+    """They run in the thread of the device, in the order of the plain run, and may write gradients."""
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        p.note(list(parameter.shape), parameter.grad.device.type, parameter.device.type)
+        parameter.grad.data.mul_(0.5)
+
+    for parameter in p.parameters:
+        parameter.register_post_accumulate_grad_hook(halve)
+    p.wrap()
+    p.steps()
+
+
+def hooks_on_nodes(before: bool) -> Usage:
+    """What DDP's reducer does: it keeps the node that accumulates, and hooks it."""
+
+    def usage(p: Program) -> None:
+        if not before:
+            p.wrap()
+        nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in p.parameters]
+        for number, (node, parameter) in enumerate(zip(nodes, p.parameters, strict=True)):
+
+            def triple(_: Any, __: Any, number: int = number, parameter: Any = parameter) -> None:
+                p.note(number)
+                parameter.grad.mul_(3)
+
+            node.register_hook(triple)
+        if before:
+            p.wrap()
+        p.steps()
+
+    return usage
+
+
+def functions_of_functions(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        p.step(index)
+        values = {name: parameter.detach() * 1.1 for name, parameter in p.model.named_parameters()}
+        with torch.no_grad():
+            p.note(torch.func.functional_call(p.model, values, (p.rows(index),)))
+
+        def loss_of(given: dict[str, Tensor], index: int = index) -> Tensor:
+            out: Tensor = torch.func.functional_call(p.model, given, (p.rows(index),))
+            return out.square().mean()
+
+        p.note(*torch.func.grad(loss_of)({name: value.detach() for name, value in p.model.named_parameters()}).values())
+
+
+def evaluation_inside_a_step(p: Program) -> None:
+    p.wrap()
+    for index in range(STEPS):
+        loss = p.loss(index)
+        with torch.no_grad():
+            p.note(p.loss(50 + index))
+        loss.backward()
+        p.update(loss)
+        with torch.inference_mode():
+            p.note(p.loss(70 + index).clone(), sum(parameter.norm() for parameter in p.parameters))
+
+
+REGULAR = {
+    "grad": grad_of_parameters,
+    "function_of_a_parameter": function_of_a_parameter,
+    "hooks_that_read": hooks_that_read_parameters,
+    "hooks_after_accumulation": hooks_after_accumulation,
+    "hooks_on_nodes_before": hooks_on_nodes(before=True),
+    "hooks_on_nodes_after": hooks_on_nodes(before=False),
+    "create_graph": gradients_of_gradients,
+    "two_backwards": two_backwards_of_one_graph,
+    "two_losses": two_losses,
+    "accumulation": accumulation,
+    "penalty_in_forward": penalty_inside_forward,
+    "checkpoint": checkpointing(use_reentrant=False),
+    "checkpoint_reentrant": checkpointing(use_reentrant=True),
+    "penalty_in_loss": penalty_on_parameters,
+    "functions": functions_of_functions,
+    "evaluation": evaluation_inside_a_step,
+}
+
+
+@pytest.mark.parametrize("usage", REGULAR.values(), ids=REGULAR)
+def test_autograd_gives_the_same(usage: Usage, tmp_path: Path) -> None:
+    check(usage, tmp_path)
+
+
+def test_a_write_between_forward_and_backward_is_autograds_own_error(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+        loss = p.loss(STEPS)
+        with torch.no_grad():
+            p.model.third.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        p.optimizer.zero_grad()
+
+    check(usage, tmp_path)
+
+
+def test_a_gradient_under_autocast_is_the_same(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(STEPS):
+            with torch.autocast(target.NAME, dtype=torch.bfloat16):
+                loss = p.loss(index + SEED)
+            loss.backward()
+            p.update(loss)
+
+    check(usage, tmp_path)
