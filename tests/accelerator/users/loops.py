@@ -119,12 +119,7 @@ Usage = Callable[[Program], None]
 
 
 def run(
-    usage: Usage,
-    folder: Path | None,
-    *,
-    make: Callable[[], nn.Module] = Net,
-    tiers: Tiers = HOST,
-    device: str = "100%",
+    usage: Usage, folder: Path | None, *, make: Callable[[], nn.Module] = Net, tiers: Tiers = HOST, device: str = "100%"
 ) -> Program:
     """Runs a program, plain without a folder."""
     program = Program(folder, make, tiers, device)

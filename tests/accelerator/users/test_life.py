@@ -322,8 +322,8 @@ class Wide(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.ModuleList(nn.Linear(128, 128) for _ in range(12))
-        self.inward, self.outward = nn.Linear(16, 128), nn.Linear(128, 16)
+        self.wide = nn.ModuleList(nn.Linear(256, 256) for _ in range(16))
+        self.inward, self.outward = nn.Linear(16, 256), nn.Linear(256, 16)
         self.inside = through_wide
 
 
@@ -353,7 +353,7 @@ def test_all_parameters_at_once_beyond_the_budget_are_an_error_with_a_remedy(tmp
         assert vector.device.type == "cpu"
         p.note(vector, torch.stack(peaks))
 
-    check(usage, tmp_path, make=Wide, device="35%")
+    check(usage, tmp_path, make=Wide, device="22%")
 
 
 def test_what_is_written_on_the_host_counts(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
+from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
 from tieroff.runtime.settings import Settings
@@ -21,6 +22,7 @@ class Gradients:
         self._context = context
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
+        self._reduced: list[HomeItem] = []  # pinned: see `_keep_until_reduced`
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
@@ -39,10 +41,42 @@ class Gradients:
                 known.refresh(context.traffic)
             else:
                 known = self._take(item, grad)
-            if known is not None and context.state.mode is Mode.DEMAND:
+            if known is not None and not known.is_shown_below and _may_be_reduced():
+                self._keep_until_reduced(known)
+                context.state.record.bind(known)
+            elif known is not None and context.state.mode is Mode.DEMAND:
                 known.leave(context.traffic)  # at once: hooks of users run next, and may write it
                 context.state.record.bind(known)
             context.clock.resume()
+
+    def _keep_until_reduced(self, known: HomeItem) -> None:
+        """Keeps a gradient up until its backward is over and DDP's reducer has read and written it.
+
+        The reducer, no code of Python's, copies it into a bucket after our hook, and back in a callback at the end of backward.
+        """
+        if not self._reduced:
+            engine = torch.autograd.Variable._execution_engine
+            # The reducer's callback may come after the first of these, and before what that one queues.
+            engine.queue_callback(lambda: engine.queue_callback(self._end_of_reduction))
+        if known not in self._reduced:
+            known.pins += 1
+            self._reduced.append(known)
+
+    def _end_of_reduction(self) -> None:
+        with self._context.state.lock:
+            kept = self._release_reduced()
+            for known in kept:
+                runner = self._context.runner
+                is_left = known.device is None or known.tensor is None or runner.keeps(known)
+                if not is_left and not runner.stays_for_update(known):
+                    known.touch(self._context.traffic)  # the reducer writes behind every version
+                    known.leave(self._context.traffic)
+
+    def _release_reduced(self) -> list[HomeItem]:
+        kept, self._reduced = self._reduced, []
+        for known in kept:
+            known.pins -= 1
+        return kept
 
     def _take(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
         context = self._context
@@ -78,6 +112,7 @@ class Gradients:
 
     def sweep(self) -> None:
         """Ends the care for gradients that were cleared or replaced."""
+        self._release_reduced()  # of a backward that broke off
         homes = {item.position: item.tensor for item in self._context.homes.parameters.values()}
         for position, known in list(self._items.items()):
             home = homes.get(position)
@@ -105,3 +140,9 @@ class Gradients:
         ]
         unique = {subject.key: subject for subject in (*older, *self._context.state.record.subjects)}
         return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]
+
+
+def _may_be_reduced() -> bool:
+    """True where a backward runs and there may be other ranks to sum gradients with."""
+    distributed = torch.distributed
+    return current_graph_task() != -1 and distributed.is_available() and distributed.is_initialized()
