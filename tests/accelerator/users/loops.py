@@ -72,7 +72,7 @@ class Program:
             self.engine = tieroff.engine(self.model)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Any]:
         return list(self.model.parameters())
 
     def note(self, *values: Any) -> None:

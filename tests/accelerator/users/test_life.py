@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tieroff
 from tests.accelerator import target
 from tests.accelerator.users.loops import STEPS, Net, Program, Usage, check, run
 from tests.support.parity import NVME
+from tieroff.core.tensor import Tier
 
 
 def write_through_data(p: Program) -> None:
@@ -317,43 +319,28 @@ def test_memory_assigned_between_forward_and_backward_is_an_error(tmp_path: Path
     run(usage, tmp_path)
 
 
-class Wide(Net):
-    """Its parameters are most of what a step needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.ModuleList(nn.Linear(256, 256) for _ in range(16))
-        self.inward, self.outward = nn.Linear(16, 256), nn.Linear(256, 16)
-        self.inside = through_wide
-
-
-def through_wide(model: Any, x: Tensor) -> Tensor:
-    y = model.inward(x)
-    for layer in model.wide:
-        y = torch.tanh(layer(y))
-    outward: Tensor = model.outward(y)
-    return outward
-
-
 def test_all_parameters_at_once_beyond_the_budget_are_an_error_with_a_remedy(tmp_path: Path) -> None:
     def usage(p: Program) -> None:
         p.wrap()
         p.steps()
-        if p.is_plain:
-            p.note(torch.nn.utils.parameters_to_vector(p.model.parameters()))
-            p.note(torch.stack([parameter.norm() for parameter in p.parameters]))
+        if p.engine is None:
+            p.note(torch.nn.utils.parameters_to_vector(p.parameters), torch.stack([x.norm() for x in p.parameters]))
             return
-        peaks = [parameter.norm() for parameter in p.parameters]  # one after the other fits
-        with pytest.raises(tieroff.StateError, match=r"tieroff\.on_host"):
-            torch._foreach_norm(p.parameters, 2.0) and torch._foreach_add(p.parameters, 1.0)
-        with pytest.raises(tieroff.StateError, match=r"tieroff\.on_host"):
-            [parameter.data for parameter in p.parameters]
+        all_bytes = sum(parameter.numel() * parameter.element_size() for parameter in p.parameters)
+        runner = p.engine.executor.context.runner
+        assert runner.planned is not None
+        budgets = {**runner.planned.plan.budget_bytes, Tier.DEVICE: all_bytes // 2}
+        runner.planned = replace(runner.planned, plan=replace(runner.planned.plan, budget_bytes=budgets))
+        norms = [parameter.norm() for parameter in p.parameters]  # one after the other fits
+        for use in (lambda: torch._foreach_add(p.parameters, 1.0), lambda: [x.data for x in p.parameters]):
+            with pytest.raises(tieroff.StateError, match=r"tieroff\.on_host"):
+                use()
         with tieroff.on_host(p.model):
-            vector = torch.nn.utils.parameters_to_vector(p.model.parameters())
+            vector = torch.nn.utils.parameters_to_vector(p.parameters)
         assert vector.device.type == "cpu"
-        p.note(vector, torch.stack(peaks))
+        p.note(vector, torch.stack(norms))
 
-    check(usage, tmp_path, make=Wide, device="22%")
+    check(usage, tmp_path)
 
 
 def test_what_is_written_on_the_host_counts(tmp_path: Path) -> None:
