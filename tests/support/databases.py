@@ -31,7 +31,7 @@ def one_step(run: Callable[[], Any], model: nn.Module, step: int) -> dict[str, T
     found = {f"output {i}": copy_of(output) for i, output in enumerate(outputs)}
     roots = [output for output in outputs if output.requires_grad]
     generator = torch.Generator().manual_seed(SEED)
-    cotangents = [torch.randn(root.shape, dtype=root.dtype, generator=generator) for root in roots]
+    cotangents = [torch.randn(root.shape, dtype=root.dtype, generator=generator).to(root.device) for root in roots]
     torch.autograd.backward(roots, cotangents)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -33,18 +33,18 @@ class Surrounded(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def builder_for(info: Any) -> Callable[[], tuple[nn.Module, Callable[[], Any]]]:
-    """Returns what makes the module from its first sample that has a forward."""
+def builder_for(info: Any, device: str = "cpu") -> Callable[[], tuple[nn.Module, Callable[[], Any]]]:
+    """Returns what makes the module, on a device, from its first sample that has a forward."""
     dtype = torch.float64 if torch.float64 in info.dtypes else info.dtypes[0]
 
     def build() -> tuple[nn.Module, Callable[[], Any]]:
         torch.manual_seed(SEED)
-        samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=True)
+        samples = info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True)
         sample = next(sample for sample in samples if sample.forward_input is not None)
         torch.manual_seed(SEED)
         constructed = sample.constructor_input
         inner = info.module_cls(*constructed.args, **constructed.kwargs).to(dtype).train()
-        model = Surrounded(inner)
+        model = Surrounded(inner).to(device)
         given = sample.forward_input
 
         def run() -> Any:
