@@ -72,6 +72,10 @@ class Gradients:
                     known.touch(self._context.traffic)  # the reducer writes behind every version
                     known.leave(self._context.traffic)
 
+    def forget_reduction(self) -> None:
+        """The backward broke off: no reducer will write the gradients that were kept for it."""
+        self._release_reduced()
+
     def _release_reduced(self) -> list[HomeItem]:
         kept, self._reduced = self._reduced, []
         for known in kept:

@@ -26,7 +26,7 @@ from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
 from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, set_data, untouched
 from tieroff.runtime.items.homes import HomeItem, ParameterItem
-from tieroff.runtime.items.residency import ON_DEVICE
+from tieroff.runtime.items.residency import ON_DEVICE, State
 from tieroff.runtime.step.mode import Mode
 from tieroff.units import format_bytes
 
@@ -60,6 +60,16 @@ class UserAccess:
         self._thread = threading.get_ident()
         while self._addressed:
             self._addressed.popleft().pins -= 1
+
+    def repair(self) -> None:
+        """An exception may have left calls half begun: none is under way any more, and nothing stays up for one."""
+        assert self._context is not None
+        self._addressed.clear()
+        self._on_host = 0
+        for item in self._context.homes:
+            item.pins = 0
+            if item.device is None and item.state is State.LOWER and not item.is_shown_below:
+                guard_class(item)
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:

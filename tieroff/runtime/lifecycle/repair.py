@@ -56,6 +56,8 @@ def repair(custody: Custody) -> None:
     for home in list(executor.homes):
         if home.device is None and home.place is None:  # taken over in part: it lies where it always lay
             executor.homes.drop(home)
+    executor.gradients.forget_reduction()
+    executor.guard.repair()
     executor.activations.end_unused()
     executor.clock.is_backward_open = False
     executor.state.inside = 0
