@@ -34,6 +34,26 @@ def install_on_optimizer(optimizer: torch.optim.Optimizer) -> Handle:
     return optimizer.register_state_dict_post_hook(optimizer_state_to_cpu)
 
 
+class _RefuseInChild:
+    """A hook before `state_dict()`. A copy or a pickle of it, in a copied model, refuses nothing."""
+
+    def __init__(self, is_readable: Callable[[], bool] | None = None) -> None:
+        self._is_readable = is_readable
+
+    def __call__(self, *_arguments: Any) -> None:
+        if self._is_readable is not None and not self._is_readable():
+            raise StateError(
+                "expected state_dict() in the process that wrapped the model, got it in a forked child, which has nothing of "
+                "what lies on NVMe or in pinned memory; call state_dict() before the fork and clone what it returns"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RefuseInChild, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseInChild:
+        return _RefuseInChild()
+
+
 def refuse_in_child(owner: Any, is_readable: Callable[[], bool]) -> Handle:
     """Has `state_dict()` of a model or optimizer raise where this process cannot read what lies below: in a forked child.
 
@@ -41,16 +61,8 @@ def refuse_in_child(owner: Any, is_readable: Callable[[], bool]) -> Handle:
         owner: has `register_state_dict_pre_hook`.
         is_readable: whether this process can.
     """
-
-    def check(*_arguments: Any) -> None:
-        if not is_readable():
-            raise StateError(
-                "expected state_dict() in the process that wrapped the model, got it in a forked child, which has nothing of "
-                "what lies on NVMe or in pinned memory; call state_dict() before the fork and clone what it returns"
-            )
-
     register: Callable[[Any], Handle] = owner.register_state_dict_pre_hook
-    return register(check)
+    return register(_RefuseInChild(is_readable))
 
 
 def model_state_to_cpu(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:

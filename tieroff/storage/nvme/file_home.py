@@ -11,7 +11,7 @@ from tieroff.storage.store import Block
 from tieroff.storage.transfers import StoreTransfer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class MappedExtents:
     """Where a home lies; outlives the home, to be freed.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
@@ -115,6 +116,7 @@ class FileStore(SpaceStore):
         self.areas = [FreeList() for _file in self.files]
         self._home_types: dict[int, Any] = {}
         self._addresses = FreeList()
+        self._mapped: WeakSet[MappedExtents] = WeakSet()  # those whose range of addresses is taken
         self._range: Mapping | None = None
         self.page_returner: PageReturner | None = None
         _open_stores.add(self)
@@ -261,14 +263,25 @@ class FileStore(SpaceStore):
         except BaseException:
             self._addresses.give(position, block.extent_bytes)
             raise
-        return MappedExtents(space, position, block)
+        mapped = MappedExtents(space, position, block)
+        self._mapped.add(mapped)
+        return mapped
 
     def _dissolve(self, item: Any) -> list[Block]:
         if not isinstance(item, MappedExtents):
             return [item]
         item.space.unmap_file(item.position, item.shown.extent_bytes)
         self._addresses.give(item.position, item.shown.extent_bytes)
+        self._mapped.discard(item)
         return self._blocks_in(item)
+
+    def _recount(self) -> None:
+        broken_off = self._dissolving
+        if isinstance(broken_off, MappedExtents):
+            broken_off.space.unmap_file(broken_off.position, broken_off.shown.extent_bytes)  # once more does no harm
+            self._mapped.discard(broken_off)
+        super()._recount()
+        self._addresses.rebuild((mapped.position, mapped.shown.extent_bytes) for mapped in list(self._mapped))
 
     def _blocks_in(self, item: Any) -> list[Block]:
         if not isinstance(item, MappedExtents):
