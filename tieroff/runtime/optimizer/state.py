@@ -66,6 +66,7 @@ class OptimizerState:
 
     def forget_strangers(self) -> None:
         """Ends the care for state of parameters that left the optimizer."""
+        self._buckets.all()  # positions of those that it has now
         for key, item in [(key, item) for key, item in self._items.items() if key[0] not in self._buckets.position]:
             item.detach(self._context.traffic)
             del self._items[key]
