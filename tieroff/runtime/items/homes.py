@@ -160,6 +160,11 @@ class HomeItem(Item):
             expected = self.value if self.is_lifted else self.lower
             return expected is not None and tensor.data_ptr() == expected.data_ptr()
 
+    def is_elsewhere(self) -> bool:
+        """True when the tensor lies on memory that is none of the engine's, whatever the item says of itself."""
+        tensor, known = self.tensor, (self.device, self.value, self.lower, self._hollow)
+        return tensor is not None and not any(memory is not None and lies_on(tensor, memory) for memory in known)
+
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
         tensor = self.tensor

@@ -11,6 +11,7 @@ what is really there (memory, addresses, transfers), and decides for the copy th
 | a copy out was under way, or had ended  | the device copy: what was written below counts as old   |
 | no device copy, room below              | the copy below: the device copy was freed after it      |
 | the tensor lies on its device copy      | the device copy: somebody may have written it           |
+| the tensor lies on memory of others     | that memory                                             |
 """
 
 from __future__ import annotations
@@ -72,11 +73,20 @@ def _release(lock: Any) -> None:
 
 def _reconcile(item: Item) -> None:
     _await(item)
+    if isinstance(item, HomeItem) and item.is_elsewhere():
+        _give_up(item)
+        return
     is_there = item.device is not None and item.state in ON_DEVICE
     if not is_there and item.place is not None:
         _put_below(item)
     elif item.device is not None:
         _put_on_device(item)
+
+
+def _give_up(item: HomeItem) -> None:
+    """Somebody gave the tensor other memory, which is its own: it is taken over when the next step begins."""
+    item.leaving = item.arriving = item.device = item.value = None
+    item.is_lifted, item.state = False, State.LOWER if item.place is not None else State.DEVICE
 
 
 def _await(item: Item) -> None:
