@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
@@ -73,9 +73,6 @@ class Recorder(Protocol):
 
     def read(self, key: Hashable) -> None:
         """The running op reads the subject's bytes on the device, in code that is not watched."""
-
-    def follow(self, used: Callable[[Any, bool], None]) -> None:
-        """Calls `used` with each tensor that an op is about to use whose storage holds a subject, and whether it writes it."""
 
     def begin_unseen(self) -> None:
         """Code begins whose tensors are not seen one by one; the memory that it takes must be measured."""

@@ -72,7 +72,6 @@ class StepRecorder(TorchDispatchMode):
         self._counter = counter if counter is not None and counter.works else None
         self._scratch: dict[int, int] = {}
         self._is_unseen = False
-        self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
         self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
@@ -80,9 +79,6 @@ class StepRecorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Lets torch.compile compile while a step is traced: code that it meets then and skips would stay uncompiled."""
         return True
-
-    def follow(self, used: Callable[[Any, bool], None]) -> None:
-        self._used = used
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
@@ -233,8 +229,6 @@ class StepRecorder(TorchDispatchMode):
             life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
         if is_output and not is_new:
             return  # a view of a known storage, or an in-place write, which its argument shows
-        if self._used is not None and life.keys and not is_output:
-            self._used(tensor, is_written)
         (life.writes if is_written else life.reads).add(max(self._op, 0))
 
     def _write_below(self, tensor: torch.Tensor) -> None:

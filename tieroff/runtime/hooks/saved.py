@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +25,6 @@ from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.tensors import bytes_of, probe_of, view_of
-
-log = logging.getLogger("tieroff")
 
 
 class _Versioned:
@@ -113,17 +109,8 @@ class Kept:
         return self.tensor
 
 
-def checksum_of(tensor: torch.Tensor) -> int:
-    """Returns a checksum of a tensor's whole storage; of one on an accelerator, where only ops write, always 0."""
-    return zlib.crc32(bytes_of(tensor).numpy().data) if tensor.is_cpu else 0
-
-
 class SavedTensors:
     """The pack and unpack hooks of one engine.
-
-    [Note: writes behind autograd's back] A write through `.data` or NumPy moves no version, so autograd computes with what was
-    written, and so must we. While a step is recorded, every op is seen: one that writes what was saved, or reads it and finds
-    another checksum than when it was saved, has the tensor kept from then on, in this step and in all others.
 
     Attributes:
         fixed: storages that are never moved (the step's inputs, module buffers, homes on the device).
@@ -136,22 +123,12 @@ class SavedTensors:
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
         self._known: dict[int, tuple[StorageWeakRef, ActivationItem, torch.Tensor]] = {}
         self._count = 0  # of storages that were packed in this step
-        self._sums: dict[int, int] = {}  # by ordinal, while a step is recorded
-        self._kept: set[tuple[int, int]] = set()  # (ordinal, bytes) of what is written behind autograd's back
-        self._stays: dict[int, StorageWeakRef] = {}  # of them, those of the step that runs
-        self._has_found = False
         self.fixed: set[int] = set()
         self.is_closed = False
 
     def begin(self) -> None:
         """A step begins."""
         self._count = 0
-        self._has_found = False
-        self._sums.clear()
-        self._stays.clear()
-        recorder = self._context.state.record.recorder
-        if recorder is not None:
-            recorder.follow(self._used)
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -181,8 +158,6 @@ class SavedTensors:
         known = self._known.get(key)
         if known is not None and not known[0].expired() and known[1].packs and _is_same_version(known[2], tensor):
             item = known[1]
-        elif self._is_kept(storage):
-            return Kept(tensor.detach())
         else:
             item = self._take(bytes_of(tensor))
             self._known[key] = (StorageWeakRef(storage), item, probe_of(tensor))
@@ -224,44 +199,6 @@ class SavedTensors:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    # -- writes behind autograd's back: see the note -----------------------------------------------------------------
-
-    @property
-    def has_found(self) -> bool:
-        """True when this step showed such a write that was not known before: its trace is not that of the next step."""
-        return self._has_found
-
-    def _is_kept(self, storage: torch.UntypedStorage) -> bool:
-        """True for a storage that is known to be written so; it is counted like all that are packed for the first time."""
-        key = storage._cdata
-        known = self._stays.get(key)
-        if known is not None and not known.expired():
-            return True
-        if (self._count, storage.nbytes()) not in self._kept:
-            return False
-        self._count += 1
-        self._stays[key] = StorageWeakRef(storage)
-        return True
-
-    def _used(self, tensor: torch.Tensor, is_written: bool) -> None:
-        """An op of a recorded step is about to use memory that may have been saved."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or known[0].expired() or not known[1].packs or known[1].is_kept:
-            return
-        item = known[1]
-        if self._context.on_demand.is_incomplete(item):
-            self._sums.pop(item.ordinal, None)  # its own op may fill it still: see `_send_off`
-            return
-        expected = self._sums.get(item.ordinal)
-        if not is_written and (expected is None or expected == checksum_of(tensor)):
-            return
-        with self._context.state.lock:
-            item.is_kept = self._has_found = True
-            self._kept.add((item.ordinal, item.size_bytes))
-            self._context.traffic.recall(item, bytes_of(tensor))
-            self._context.on_demand.claim(item)
-        log.info("%s is written after it was saved, through .data or NumPy: it stays on the device from now on", item.name)
-
     # -- activations -----------------------------------------------------------------------------------------------
 
     def _take(self, storage_bytes: torch.Tensor) -> ActivationItem:
@@ -277,8 +214,6 @@ class SavedTensors:
         self._activations.add(item)
         context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
         context.state.record.add(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
-        if context.state.record.recorder is not None:
-            self._sums[ordinal] = checksum_of(storage_bytes)
         return item
 
     def _send_off(self, item: ActivationItem, is_complete: bool) -> None:

@@ -100,12 +100,6 @@ class Traffic:
                 self._free_device(item)
         item.state = state
 
-    def recall(self, item: Item, device: torch.Tensor) -> None:
-        """Makes memory that the program has written the item's device copy; what lies below is old."""
-        self.settle(item)
-        self.hold(item, device)
-        item.state = State.DEVICE
-
     def want(self, item: Item) -> torch.Tensor:
         """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
         if item.state not in ON_DEVICE:

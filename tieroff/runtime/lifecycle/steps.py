@@ -247,8 +247,6 @@ class Steps:
         if traced.has_compiled:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
-        if self._custody.executor.saved_tensors.has_found:
-            return  # what stays on the device from now on has moved in this step
         kind.feedback = Feedback(kind.feedback.rates)
         kind.advance(Measuring(traced.finish()))
 
