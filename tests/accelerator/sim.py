@@ -22,6 +22,8 @@ from tieroff.core.machine import Machine, load_machine
 
 NAME = "sim"
 STACK_FRAMES = 8
+# What a right program never does; a host access of device memory would be a fault.
+NEVER = ("unpinned_async_copies", "cross_device_waits", "unregistered_in_flight", "unordered_frees", "dropped_accesses")
 
 _native: Any = None
 
@@ -307,6 +309,12 @@ def timeline() -> Iterator[list[Work]]:
 def counters() -> dict[str, int]:
     """Returns what was counted since `reset`; docs/accelerator-testing.md names each."""
     return dict(_native.counters())
+
+
+def mistakes() -> dict[str, int]:
+    """Returns, of the counters, those that are not 0 and are in every right program."""
+    counted = counters()
+    return {name: counted[name] for name in NEVER if counted[name]}
 
 
 def synchronous_operators() -> dict[str, int]:

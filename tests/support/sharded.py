@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tieroff.core.machine import Machine
@@ -172,6 +174,44 @@ class Unusual(nn.Module):
 def unusual() -> tuple[nn.Module, tuple[Any, ...]]:
     """Batch 4."""
     return Unusual(), (torch.randn(4, 8),)
+
+
+FACTORIES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "gpt": fused_gpt,
+    "plain gpt": plain_gpt,
+    "mlp": small_mlp,
+    "resnet": small_resnet,
+    "unusual": unusual,
+}
+
+Values = dict[str, torch.Tensor]
+
+
+def made(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
+    """Returns one of the models and its batch, the same in every process."""
+    # AdamW moves an element by the learning rate however small its gradient is. With some seeds one element's gradient is
+    # rounding alone, and then it differs by more than what sums in another order explain.
+    torch.manual_seed(2)
+    model, (batch,) = FACTORIES[name]()
+    return model.to(device, dtype), batch.to(device, dtype)
+
+
+def whole(model: nn.Module) -> Values:
+    """Returns parameters and buffers on the CPU, each whole."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    plain = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in named.items()}
+    return {key: value.detach().to("cpu", copy=True) for key, value in plain.items()}
+
+
+def held_share(model: nn.Module, count: int) -> float:
+    """Returns how many of a number of parameters this rank holds, as a share."""
+    return sum(parameter.to_local().numel() for parameter in model.parameters()) / count  # type: ignore[attr-defined]
+
+
+def distance(ours: Values, theirs: Values) -> float:
+    """Returns the greatest difference of two models' values."""
+    assert sorted(ours) == sorted(theirs)
+    return max(float((ours[key] - value).abs().max()) for key, value in theirs.items())
 
 
 def train(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
 import tieroff
 from tests.support import sharded
+from tests.support.sharded import FACTORIES, Values, distance, held_share, made, whole
 from tests.support.wire import Wire
 from tieroff.core.sharding.placements import OpPlacement, PlacementPlan, load_placements, save_placements
 from tieroff.errors import ConfigError
@@ -24,30 +23,6 @@ from tieroff.planner.sharding.tofu import partition_step
 from tieroff.tracing.sharded.capture import capture_step
 
 STEPS = 5
-FACTORIES: dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]] = {
-    "gpt": sharded.fused_gpt,
-    "plain gpt": sharded.plain_gpt,
-    "mlp": sharded.small_mlp,
-    "resnet": sharded.small_resnet,
-    "unusual": sharded.unusual,
-}
-
-
-Values = dict[str, torch.Tensor]
-
-
-def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.Tensor]:
-    # AdamW moves an element by the learning rate however small its gradient is. With some seeds one element's gradient is
-    # rounding alone, and then it differs by more than what sums in another order explain.
-    torch.manual_seed(2)
-    model, (batch,) = FACTORIES[name]()
-    return model.to(dtype), batch.to(dtype)
-
-
-def whole(model: torch.nn.Module) -> Values:
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    plain = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in named.items()}
-    return {key: value.detach().clone() for key, value in plain.items()}
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
@@ -69,13 +44,13 @@ def run_model(name: str, plan: PlacementPlan) -> dict[str, Any]:
     with Wire() as wire:
         losses = sharded.train(model, batch, optimizer, 1)
     losses += sharded.train(model, batch, optimizer, STEPS - 1)
-    held = sum(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+    held = held_share(model, count)
     double, batch = made(name, torch.float64)
     tieroff.parallelize(double, mesh, plan)
     sharded.train(double, batch, torch.optim.AdamW(double.parameters(), 1e-3), STEPS)
     doubles = whole(double)
     sums = sharded.train_otherwise(double, batch, torch.optim.AdamW(double.parameters(), 1e-3))
-    found = {"sums": sums, "losses": losses, "held": held / count, "sent": wire.sent_bytes, "unknown": wire.unknown}
+    found = {"sums": sums, "losses": losses, "held": held, "sent": wire.sent_bytes, "unknown": wire.unknown}
     return {**found, "values": whole(model), "doubles": doubles}
 
 
@@ -91,11 +66,6 @@ def alone_otherwise(name: str) -> list[float]:
     model, batch = made(name, torch.float64)
     sharded.train(model, batch, torch.optim.AdamW(model.parameters(), 1e-3), STEPS)
     return sharded.train_otherwise(model, batch, torch.optim.AdamW(model.parameters(), 1e-3))
-
-
-def distance(ours: Values, theirs: Values) -> float:
-    assert sorted(ours) == sorted(theirs)
-    return max(float((ours[key] - value).abs().max()) for key, value in theirs.items())
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
