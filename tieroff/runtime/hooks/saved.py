@@ -162,8 +162,9 @@ class SavedTensors:
             item = self._take(bytes_of(tensor))
             self._known[key] = (StorageWeakRef(storage), item, probe_of(tensor))
         packed = Packed(tensor, item)
-        item.packs += 1
+        # In this order: an exception between the two leaves an item that counts as unused, and is ended.
         weakref.finalize(packed, self._activations.dead.append, item).atexit = False
+        item.packs += 1
         self._context.on_demand.saved(item)
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed

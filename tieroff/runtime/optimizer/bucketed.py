@@ -199,6 +199,7 @@ class BucketedStep:
         context.clock.tick(("end",), lambda: "end", "")
         # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
         context.lower_all()
+        context.clock.resume()  # what that waited for is no compute
 
     def _update_buckets(self, buckets: list[list[torch.Tensor]], args: Any, kwargs: dict[str, Any]) -> Any:
         left = [number for number in range(len(buckets)) if number not in self.early.done]
