@@ -18,7 +18,7 @@ def setting(tmp_path: Path) -> Setting:
 
 @pytest.fixture(params=["cpu", "delayed"])
 def each_setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
-    """The CPU backend with real files below (homes are lifted), and late copies to the host tier (values are minted)."""
+    """The CPU backend with real files below, and late copies to the host tier."""
     return Setting(tmp_path, nvme=True) if request.param == "cpu" else Setting(tmp_path, delayed=True)
 
 
