@@ -62,7 +62,7 @@ def assert_untouched(model: Any, before: dict[str, Any]) -> None:
         ({"nvme": {"dirs": "/tmp"}}, r"\[nvme\].dirs: expected a list of folders.*got '/tmp'"),
         ({"plan": {"policy": "flor"}}, "flor"),
         ({"budget": {"nvme": "1GiB"}}, r"\[budget\].nvme is set but \[nvme\].dirs is empty"),
-        ({"device": "cuda"}, "torch sees no CUDA device"),
+        ({"device": "cuda"}, "torch sees no accelerator"),
         ("missing.toml", "missing.toml: cannot read this config file"),
         (3, "expected a path, a mapping or a Config, got int"),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
+from torch import nn
 
 import tieroff
 from tests.accelerator import sim, target
@@ -42,20 +45,34 @@ def config(folder: Path, policy: str, device: str, known: Machine | None = None)
     return {"budget": {"device": device, "host": "64MiB"}, "plan": plan}
 
 
-def trained(folder: Path, steps: int, policy: str = "auto", device: str = "50%", known: Machine | None = None) -> Engine:
-    """Trains a small GPT on the device's clock; returns its engine."""
-    sim.set_machine(known if known is not None else machine(), kernel_s=KERNEL_S)
-    trainer = Trainer(GPT_WORKLOAD, target.device())
-    tieroff.wrap(trainer.model, trainer.optimizer, config(folder, policy, device, known))
-    for index in range(steps):
-        trainer.run(index)
-    engine = tieroff.engine(trainer.model)
-    engine.trainer = trainer  # type: ignore[attr-defined]  # kept alive
-    return engine
+class Trained(Protocol):
+    """Trains a small GPT on the device's clock; returns its engine, which lives until the test ends."""
+
+    def __call__(self, steps: int, policy: str = ..., device: str = ..., known: Machine | None = ...) -> Engine: ...
 
 
-def test_an_op_lasts_as_long_as_its_kernels(tmp_path: Path) -> None:
-    engine = trained(tmp_path, 4)
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Trained]:
+    models: list[nn.Module] = []
+
+    def train(steps: int, policy: str = "auto", device: str = "50%", known: Machine | None = None) -> Engine:
+        sim.set_machine(known if known is not None else machine(), kernel_s=KERNEL_S)
+        trainer = Trainer(GPT_WORKLOAD, target.device())
+        models.append(trainer.model)
+        tieroff.wrap(trainer.model, trainer.optimizer, config(tmp_path, policy, device, known))
+        for index in range(steps):
+            trainer.run(index)
+        return tieroff.engine(trainer.model)
+
+    yield train
+    for model in models:
+        tieroff.unwrap(model)
+    models.clear()
+    gc.collect()
+
+
+def test_an_op_lasts_as_long_as_its_kernels(trained: Trained) -> None:
+    engine = trained(4)
     kernels = [op.duration_ns / (KERNEL_S * 1e9) for op in engine.trace.ops]
     # Kernels take a whole number of milliseconds, and the host issued each in a fraction of one.
     whole = [count for count in kernels if abs(count - round(count)) < 0.02]
@@ -63,16 +80,16 @@ def test_an_op_lasts_as_long_as_its_kernels(tmp_path: Path) -> None:
     assert len(whole) > 0.9 * len(kernels), "expected only ops with the user's own copies to the host to last otherwise"
 
 
-def test_compute_and_waits_add_up_to_the_step(tmp_path: Path) -> None:
-    engine = trained(tmp_path, 8, known=machine(1 << 20))
+def test_compute_and_waits_add_up_to_the_step(trained: Trained) -> None:
+    engine = trained(8, known=machine(1 << 20))
     stats = engine.stats()
     assert stats.phase == "planned"
     assert stats.stall_s > 0.1 * stats.step_s, "expected waits behind a link of 1 MiB/s"
     assert stats.compute_s + stats.stall_s == pytest.approx(stats.step_s, rel=0.1)
 
 
-def test_a_link_is_as_fast_as_the_device_says(tmp_path: Path) -> None:
-    engine = trained(tmp_path, 8, policy="floor", device="100%")
+def test_a_link_is_as_fast_as_the_device_says(trained: Trained) -> None:
+    engine = trained(8, policy="floor", device="100%")
     for span in engine.timeline.transfers:
         if span.size_bytes >= 4096:
             assert span.size_bytes / (span.stop_ns - span.start_ns) * 1e9 == pytest.approx(LINK, rel=0.05)
@@ -80,9 +97,9 @@ def test_a_link_is_as_fast_as_the_device_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["75%", "50%"])
 @pytest.mark.parametrize("link", [LINK, 64 << 20, 1 << 20], ids=["fast", "slow", "slowest"])
-def test_a_planned_step_takes_what_its_plan_says(device: str, link: int, tmp_path: Path) -> None:
+def test_a_planned_step_takes_what_its_plan_says(device: str, link: int, trained: Trained) -> None:
     """Where the host is not the limit: on this clock it takes no time."""
-    engine = trained(tmp_path, 10, device=device, known=machine(link))
+    engine = trained(10, device=device, known=machine(link))
     ran = engine.timeline
     plan: Plan = engine.plan
     predicted = forecast(plan, engine.trace, machine(link))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,11 @@ def test_a_model_on_two_devices_is_an_error() -> None:
 
 
 def test_memory_that_others_hold_is_not_planned_with() -> None:
-    sim.set_device_bytes(64 << 20)
+    gc.collect()  # what earlier tests let go
+    torch.accelerator.empty_cache()
+    sim.set_device_bytes(256 << 20)  # the links are measured too, with 32 MiB
     try:
-        others = torch.empty(40 << 20, dtype=torch.uint8, device=target.device())
+        others = torch.empty(200 << 20, dtype=torch.uint8, device=target.device())
         model = mlp(target.device())
         optimizer = torch.optim.AdamW(model.parameters())
         tieroff.wrap(model, optimizer, {"budget": {"host": "8MiB"}, "plan": {"min_bytes": 0}})
@@ -77,7 +80,7 @@ def test_memory_that_others_hold_is_not_planned_with() -> None:
             model(torch.ones(4, WIDTH, device=target.device())).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert tieroff.engine(model).plan.budget_bytes[Tier.DEVICE] <= (64 << 20) - others.numel()
+        assert tieroff.engine(model).plan.budget_bytes[Tier.DEVICE] <= (256 << 20) - others.numel()
         tieroff.unwrap(model)
     finally:
         sim.set_device_bytes(SIM_BYTES)
