@@ -34,7 +34,8 @@ from harness.pairs import order_of
 from harness.peers import IN_BACKWARD, PEERS
 from harness.results import command_of, save
 from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
-from tieroff.config import Config, DeviceBudget
+from tieroff.config import Config
+from tieroff.device_budget import DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.probe.drives import drive, file_system
 from tieroff.report.terminal import make_console, make_table

@@ -198,6 +198,25 @@ def _foresight(name: str) -> str:
     return f"{table(heads, cells)}\n\n{conditions(found)}; drive slowed to {found['rate_bytes_per_s'] / 1e6:.0f} MB/s each way."
 
 
+def _host(name: str) -> str:
+    found = load(name)
+    heads = ("model", "backend", "budget", "plain", "step", "mean", "of plain", "95 % interval", "tensors that move", "losses")
+    cells = [
+        (
+            row["model"],
+            row["backend"],
+            row["budget"],
+            *(_seconds(row[key]) for key in ("plain_s", "step_s", "mean_s")),
+            f"{row['of_plain'][0]:.2f}",
+            "{1:.2f} to {2:.2f}".format(*row["of_plain"]),
+            str(row["moved_tensors"]),
+            "equal" if row["losses_equal"] else "DIFFERENT",
+        )
+        for row in found["rows"]
+    ]
+    return f"{table(heads, cells)}\n\n{conditions(found)}."
+
+
 def _recompute(name: str) -> str:
     found = load(name)
     heads = ("layers", "recompute, predicted", "recompute, measured", "step, moving", "step, recomputing", "losses")
@@ -250,6 +269,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
     "bench_io": _io,
     "bench_plan": _plans,
     "bench_foresight": _foresight,
+    "bench_host": _host,
     "bench_recompute": _recompute,
     "bench_scale": _scale,
     "huge_pages": _huge_pages,

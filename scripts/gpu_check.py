@@ -1,4 +1,4 @@
-"""Runs the accelerator's tests on CUDA and a short benchmark, and writes both to one JSON file."""
+"""Runs the accelerator's tests on CUDA and two short benchmarks, and writes all to one JSON file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tieroff.units import format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "TIEROFF_TEST_DEVICE": "cuda"}
 TESTS_LIMIT_S = 270
-BENCH_LIMIT_S = 150
+BENCH_LIMIT_S = 120
+STAGING_LIMIT_S = 60
 BENCH = (
     *("--budget", "100%", "50%", "25%", "--repeat", "1", "--steps", "12"),
     *("--layers", "8", "--width", "512", "--heads", "8", "--batch", "16", "--length", "512"),
@@ -66,6 +67,15 @@ def run_bench(out: Path) -> dict[str, Any]:
     return {**(json.loads(rows.read_text()) if rows.is_file() else {"rows": []}), "error": failed}
 
 
+def run_staging(out: Path) -> dict[str, Any]:
+    """Returns how fast tensors move between the GPU and a file in the scratch folder."""
+    rows = out / "staging.json"
+    rows.unlink(missing_ok=True)
+    arguments = ["benchmarks/bench_staging.py", "--dir", str(out), "--sizes", "1,8,64", "--rounds", "3", "--json", str(rows)]
+    failed = run_limited(arguments, STAGING_LIMIT_S)
+    return {**(json.loads(rows.read_text()) if rows.is_file() else {"rows": []}), "error": failed}
+
+
 def show(result: dict[str, Any]) -> None:
     """Prints the table."""
     table = Table(title=f"{result['gpu']}, torch {result['torch']}, {result['seconds']:.0f} s", title_justify="left")
@@ -83,6 +93,11 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(f"bench {row['budget']}", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['relative']:.1%}", peak, equal)
     if result["bench"]["error"]:
         table.add_row("bench", result["bench"]["error"], "", "", "")
+    for row in result["staging"]["rows"]:
+        shares = f"{row['out/min']:.0%} out, {row['in/min']:.0%} in, of the slower of link and drive"
+        table.add_row(f"files, {row['MiB']} MiB", shares, "", "", "")
+    if result["staging"]["error"]:
+        table.add_row("files", result["staging"]["error"], "", "", "")
     make_console().print(table)
 
 
@@ -101,11 +116,12 @@ def main() -> int:
         "python": platform.python_version(),
         "tests": run_tests(out),
         "bench": run_bench(out),
+        "staging": run_staging(out),
     }
     result["seconds"] = time.monotonic() - start
     (out / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n")
     show(result)
-    return 1 if result["tests"]["error"] or result["bench"]["error"] else 0
+    return 1 if any(result[part]["error"] for part in ("tests", "bench", "staging")) else 0
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
 #              (default: every test that is not marked `long`; at most 12 minutes)
 # --all        the tests marked `long` too: databases, soak, sanitizers (at most 40 minutes)
-# --published  those too that plan every published cell at effort "high" and with every amount of host memory (ten minutes
-#              and more): for changes of the planner
+# --published  those too that plan every published cell at effort "high" and with every amount of host memory, search the
+#              shardings of a contest, and run 2,000 programs of users (half an hour more): for changes of planner or runtime
 # --coverage   measures which lines and branches of tieroff the tests ran, and prints the sum
 # --workers N  processes that the tests are shared among (2)
 #

@@ -9,7 +9,9 @@ import gc
 import importlib
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -63,3 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _planner_of_all_tests() -> Iterator[None]:
+    """Keeps one process that plans for all tests, whose steps wait for it: the third step is the first with a plan."""
+    workshop: Any = importlib.import_module("tieroff.session.workshop")
+    planner: Any = importlib.import_module("tieroff.planner.beside.client").planner()
+    workshop.steps_wait = True
+    planner.open(is_waited_for=True)
+    yield
+    planner.close()
+    workshop.steps_wait = False

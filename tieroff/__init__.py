@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tieroff.errors import (
+    BudgetWarning,
     CaptureError,
     CheckpointError,
     ConfigError,
@@ -21,15 +22,18 @@ from tieroff.errors import (
 
 if TYPE_CHECKING:
     from tieroff import integrations
-    from tieroff.api import engine, on_host, scope, unwrap, wrap
+    from tieroff.api import engine, on_host, scope, sleep, unwrap, wake, wrap
     from tieroff.checkpoint import load_weights, save_weights
     from tieroff.config import Config
     from tieroff.partition.parallelize import parallelize
     from tieroff.runtime.optimizer.clipping import clip_grad_norm_
     from tieroff.runtime.optimizer.known import per_parameter
+    from tieroff.session.shared import Budget
     from tieroff.tracing.dry import DryModel
 
 __all__ = [
+    "Budget",
+    "BudgetWarning",
     "CaptureError",
     "CheckpointError",
     "Config",
@@ -50,7 +54,9 @@ __all__ = [
     "per_parameter",
     "save_weights",
     "scope",
+    "sleep",
     "unwrap",
+    "wake",
     "wrap",
 ]
 
@@ -70,10 +76,13 @@ _LAZY = {
     "unwrap": "api",
     "engine": "api",
     "scope": "api",
+    "sleep": "api",
+    "wake": "api",
     "on_host": "api",
     "load_weights": "checkpoint",
     "save_weights": "checkpoint",
     "clip_grad_norm_": "runtime.optimizer.clipping",
+    "Budget": "session.shared",
     "Config": "config",
     "DryModel": "tracing.dry",
     "parallelize": "partition.parallelize",
@@ -91,3 +100,8 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'tieroff' has no attribute {name!r}")
     return getattr(import_module(f"tieroff.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    """Names what is imported when it is asked for, too."""
+    return sorted({*globals(), *__all__})

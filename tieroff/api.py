@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -20,33 +20,62 @@ from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.session.build import build
 from tieroff.session.ranks import Ranks, on_wrap
+from tieroff.session.shared import Budget
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
 
+@overload
 def wrap(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     config: ConfigSource = None,
     *,
+    budget: int | str | Budget | None = None,
     plan: Plan | str | Path | None = None,
     backend: Backend | None = None,
-) -> torch.nn.Module:
+) -> torch.nn.Module: ...
+
+
+@overload
+def wrap(
+    model: Sequence[torch.nn.Module],
+    optimizer: Sequence[torch.optim.Optimizer | None] | None = None,
+    config: ConfigSource = None,
+    *,
+    budget: int | str | Budget | None = None,
+    backend: Backend | None = None,
+) -> list[torch.nn.Module]: ...
+
+
+def wrap(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None = None,
+    config: ConfigSource = None,
+    *,
+    budget: int | str | Budget | None = None,
+    plan: Plan | str | Path | None = None,
+    backend: Backend | None = None,
+) -> torch.nn.Module | list[torch.nn.Module]:
     """Makes a model train within a memory budget, with an unchanged training loop.
 
     With `[parallel] plan` in the config, the ranks of this run hold the model together: it is split over them first (see
     `tieroff.parallelize`), and parameters are DTensors from then on, also after `unwrap`.
 
     Args:
-        model: the root module whose forward begins a step.
-        optimizer: whose `step` ends it; may be attached later with `engine(model).attach`.
+        model: the root module whose forward begins a step; or a list of several, which share one budget (see `tieroff.Budget`).
+        optimizer: whose `step` ends it; may be attached later with `engine(model).attach`. For a list of models a list as long:
+            None for a model that is not trained.
         config: a path, a mapping or a `Config`; None takes the file named by TIEROFF_CONFIG, else `tieroff.toml`, else
             defaults.
+        budget: device memory for the tensors of a step, in place of the config's `[budget] device`: bytes such as 6442450944 or
+            "6GiB", a share of what the step needs with nothing moved such as "50%", or "min", the least that it runs in; or a
+            `tieroff.Budget` that several models share.
         plan: run this plan (or the one in this file) instead of making one; its trace must be that of the recorded step.
         backend: where computing happens; None follows `device` of the config. For tests.
 
     Returns:
-        The same module.
+        The same module, or a list of the same modules.
 
     Raises:
         ConfigError: the config cannot be used on this machine, or its partition not on this model and these ranks.
@@ -55,18 +84,25 @@ def wrap(
     """
     if not sys.platform.startswith("linux"):
         raise StateError(f"tieroff.wrap runs on Linux; this is {sys.platform}. plan and compare work everywhere")
+    if isinstance(model, (list, tuple)):
+        return _wrap_all(model, optimizer, config, budget, plan, backend)
     if not isinstance(model, torch.nn.Module):
-        raise StateError(f"expected a torch.nn.Module to wrap, got {type(model).__name__}")
+        raise _no_module(model)
     if engine_of(model) is not None:
         raise StateError("this model is wrapped already; tieroff.unwrap(model) first to wrap it with another config")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise _no_optimizer(optimizer)
     loaded = Config.load(config)
+    shared = budget if isinstance(budget, Budget) else None
+    if (wanted := budget.wanted if isinstance(budget, Budget) else budget) is not None:
+        loaded = loaded.with_device_budget(wanted)
     find_policy(loaded.plan.policy)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     if loaded.parallel.plan is not None:
         from tieroff.partition.ranks import split_over_ranks  # DTensor takes long to import
 
         split_over_ranks(model, optimizer, loaded.parallel.plan, Ranks.here().world)
-    engine = build(model, loaded, backend, given)
+    engine = build(model, loaded, backend, given, shared)
     if optimizer is not None:
         try:
             engine.attach(optimizer)
@@ -76,6 +112,55 @@ def wrap(
     if (note := on_wrap.get()) is not None:
         note(engine)
     return model
+
+
+def _wrap_all(
+    models: Sequence[torch.nn.Module],
+    optimizers: object,
+    config: ConfigSource,
+    budget: int | str | Budget | None,
+    plan: object,
+    backend: Backend | None,
+) -> list[torch.nn.Module]:
+    """Wraps several models under one budget; all of them, or none."""
+    given = [None] * len(models) if optimizers is None else optimizers
+    if not isinstance(given, (list, tuple)) or len(given) != len(models):
+        what = f"{len(given)} of them" if isinstance(given, (list, tuple)) else type(given).__name__
+        raise StateError(
+            f"expected a list of {len(models)} optimizers, one for each model (None for one that is not trained), got {what}"
+        )
+    if plan is not None:
+        raise StateError("a plan is of one model: wrap each with its own, tieroff.wrap(model, optimizer, budget=b, plan=...)")
+    loaded = Config.load(config)
+    if not isinstance(budget, Budget):
+        budget = Budget(budget if budget is not None else loaded.budget.device)
+    with contextlib.ExitStack() as wrapped:
+        for model, optimizer in zip(models, given, strict=True):
+            wrap(model, optimizer, loaded, budget=budget, backend=backend)
+            wrapped.callback(unwrap, model)
+        wrapped.pop_all()
+    return list(models)
+
+
+def _no_optimizer(given: object) -> StateError:
+    if isinstance(given, (str, int, Path, Mapping, Config)):
+        hint = "a config goes in wrap(model, optimizer, config=...), a budget in wrap(model, optimizer, budget=...)"
+    elif isinstance(given, type):
+        hint = f"make one: {given.__name__}(model.parameters())"
+    elif isinstance(getattr(given, "optimizer", None), torch.optim.Optimizer):
+        hint = "give its .optimizer"
+    else:
+        hint = "a model has one; several become one with param_groups, or leave it out and step them as you do"
+    return StateError(f"expected a torch.optim.Optimizer, got {type(given).__name__}; {hint}")
+
+
+def _no_module(given: object) -> StateError:
+    hint = "it is tieroff.wrap(model, optimizer), or tieroff.wrap([a, b], [optimizer_a, optimizer_b])"
+    if isinstance(given, type):
+        hint = f"make one: {given.__name__}(...)"
+    elif isinstance(given, torch.optim.Optimizer):
+        hint = "the model comes first: tieroff.wrap(model, optimizer)"
+    return StateError(f"expected a torch.nn.Module to wrap, got {type(given).__name__}; {hint}")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -98,6 +183,30 @@ def engine(model: torch.nn.Module) -> Engine:
     if found is None:
         raise StateError(f"this {type(model).__name__} is not wrapped (or is a copy of one that is); call tieroff.wrap first")
     return found
+
+
+def sleep(model: torch.nn.Module) -> None:
+    """Sends everything of a wrapped model below that can move: for a phase of the program in which it rests.
+
+    What stays on the device is what cannot move: buffers, and parameters that `explain()` names. A step, a forward without
+    gradients or `state_dict()` of a sleeping model are right by themselves: a step wakes it, the others fetch what they use.
+    Models that share a `tieroff.Budget` have its part meanwhile.
+
+    Raises:
+        StateError: the model is not wrapped, or a forward or backward of it runs.
+        StoreError: a lower tier has no room.
+    """
+    engine(model).sleep()
+
+
+def wake(model: torch.nn.Module) -> None:
+    """Brings back what the plan of a sleeping model keeps on the device between its steps. Idempotent.
+
+    Raises:
+        StateError: the model is not wrapped.
+        StoreError: a transfer failed.
+    """
+    engine(model).wake()
 
 
 def scope(model: torch.nn.Module) -> Any:

@@ -8,60 +8,19 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from tieroff.device_budget import LIKELY_SHARE, DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.units import parse_bytes
 
 CONFIG_VARIABLE = "TIEROFF_CONFIG"
 CONFIG_FILE = "tieroff.toml"
 
-_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBudget:
-    """A limit on the device tier: either bytes, or a share of a trace's peak.
-
-    Attributes:
-        size_bytes: the limit, or None when it is a share.
-        share: the limit over the trace's peak of live bytes with nothing moved (0.25 is a quarter), or None.
-    """
-
-    size_bytes: int | None = None
-    share: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.size_bytes is None) == (self.share is None):
-            raise ConfigError(f"expected either bytes or a share, got {self.size_bytes!r} and {self.share!r}")
-
-    @classmethod
-    def parse(cls, value: int | str | DeviceBudget) -> DeviceBudget:
-        """Returns the budget that an integer or text such as "6GiB" or "25%" stands for.
-
-        Raises:
-            ConfigError: the value has another form, or the share is zero.
-        """
-        if isinstance(value, DeviceBudget):
-            return value
-        match = _SHARE.fullmatch(value) if isinstance(value, str) else None
-        if match is None:
-            return cls(size_bytes=parse_bytes(value))
-        if float(match[1]) == 0:
-            raise ConfigError(f"expected a share above 0%, got {value!r}")
-        return cls(share=float(match[1]) / 100)
-
-    def resolve(self, peak_bytes: int) -> int:
-        """Returns the limit in bytes for a step whose live bytes peak at `peak_bytes` with nothing moved."""
-        return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * peak_bytes)
-
-    def written(self) -> int | str:
-        """Returns the value that `parse` reads as this budget: integer bytes or text such as "25%"."""
-        return self.size_bytes if self.size_bytes is not None else f"{(self.share or 0.0) * 100:.12g}%"
+_BUDGET = re.compile(r"\s*(min|[0-9]+(\.[0-9]+)?\s*(%|[kmgt]?i?b)?)\s*", re.IGNORECASE)
 
 
 def _to_size(value: object) -> int:
@@ -131,10 +90,16 @@ class Budget(_Table):
 
     device: Share | None = _key(
         None,
-        'bytes like "6GiB" or a share like "25%"',
-        "Device memory for the tensors of a step. A share refers to the step's peak of live bytes with nothing moved. On the "
-        "CPU backend, bytes are resident bytes, and memory that the process takes apart from tensors is subtracted. Left out: "
-        "the device's free memory.",
+        'bytes like "6GiB", a share like "25%" or "min"',
+        "Device memory for the tensors of a step. A share refers to the step's peak of live bytes with nothing moved; `min` is "
+        "the least that each kind of step runs in. On the CPU backend, bytes are resident bytes: memory that the process takes "
+        "apart from tensors is subtracted, as far as the step still runs. Left out: the device's free memory.",
+    )
+    strict: bool = _key(
+        False,
+        "true or false",
+        "What happens to a device budget below the least that a step runs in: it is raised to that, with one "
+        "`BudgetWarning` (`false`), or `InfeasiblePlanError` ends the run (`true`).",
     )
     host: Size | None = _key(
         None,
@@ -213,6 +178,13 @@ class Planning(_Table):
         True, "true or false", "Whether numbers must equal those of the plain run; `explain()` says where they may differ."
     )
     min_bytes: Size = _key(64 * 2**10, _ANY_SIZE, "Smaller tensors never move; 0 moves everything that can.")
+    background: bool = _key(
+        True,
+        "true or false",
+        "Whether plans are made in a process of low priority while steps go on; those run with transfers on demand until the "
+        "first plan is there, for which they wait two seconds at most. `false`: the training process plans, and its step "
+        "waits. So does a policy of your own. Several ranks wait in any case, so that all take the same steps by plan.",
+    )
     machine: FilePath | None = _key(
         None,
         "the path of a file written by `tieroff probe`",
@@ -268,7 +240,14 @@ class Config(_Table):
         if isinstance(source, Mapping):
             return cls._from_mapping(source, origin="config")
         if source is not None and not isinstance(source, (str, Path)):
-            raise ConfigError(f"config: expected a path, a mapping or a Config, got {type(source).__name__}")
+            hint = "a budget is wrap(model, optimizer, budget=...)" if isinstance(source, (int, float)) else "{} is the default"
+            raise ConfigError(f"config: expected a path, a mapping or a Config, got {type(source).__name__}; {hint}")
+        if isinstance(source, str) and not Path(source).exists() and _BUDGET.fullmatch(source):
+            budget = source.strip() + ("%" if LIKELY_SHARE.fullmatch(source) else "")
+            raise ConfigError(
+                f"config: expected the path of a config file, got {source!r}, which is a budget; "
+                f'write tieroff.wrap(model, optimizer, budget="{budget}")'
+            )
         if source is not None:
             return cls._from_file(Path(source), origin=str(source))
         if named := os.environ.get(CONFIG_VARIABLE):
@@ -276,6 +255,18 @@ class Config(_Table):
         if Path(CONFIG_FILE).is_file():
             return cls._from_file(Path(CONFIG_FILE), origin=CONFIG_FILE)
         return cls()
+
+    def with_device_budget(self, value: int | str | DeviceBudget) -> Config:
+        """Returns the config with another device budget: bytes, "6GiB", "25%" or "min".
+
+        Raises:
+            ConfigError: the value has another form.
+        """
+        try:
+            device = DeviceBudget.parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"budget: {error}") from None
+        return self.model_copy(update={"budget": self.budget.model_copy(update={"device": device})})
 
     def to_toml(self) -> str:
         """Returns TOML text that loads as an equal config. Values that are None are left out."""
@@ -293,9 +284,10 @@ class Config(_Table):
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"{origin}: cannot read this config file: {reason}") from error
+            remedy = 'name a TOML file, give a mapping such as {"budget": {"device": "50%"}}, or leave it out'
+            raise ConfigError(f"{origin}: cannot read this config file: {reason}; {remedy}") from error
         except ValueError as error:  # TOMLDecodeError, with line and column, or UnicodeDecodeError
-            raise ConfigError(f"{origin}: not valid TOML: {error}") from error
+            raise ConfigError(f'{origin}: not valid TOML: {error}; tables are [budget], keys device = "50%"') from error
         return cls._from_mapping(content, origin)
 
     @classmethod
@@ -317,7 +309,29 @@ def _describe(error: ValidationError, origin: str) -> Iterator[str]:
         elif table is None or key not in table.model_fields:
             yield f"{where}: {problem['msg']}"
         else:
-            yield f"{where}: expected {_expected(table, key)}, got {problem['input']!r}"
+            told = problem["msg"].partition("; ")[2]  # by what parsed the value
+            hint = told or f"write {key} = {_instead(table, key, problem['input'])}"
+            yield f"{where}: expected {_expected(table, key)}, got {problem['input']!r}; {hint}"
+
+
+def _instead(table: type[_Table], key: str, given: object) -> str:
+    """Returns the value, as TOML, that a wrong one was probably meant to be; else one that the key takes."""
+    expected = _expected(table, key)
+    if expected == "true or false":
+        return _toml_value(str(given).strip().lower() in ("1", "yes", "on", "true"))
+    words = re.findall(r"[\w-]+", expected.partition("out of ")[2] or expected.partition("one of ")[2])
+    text = given if isinstance(given, str) else ""
+    near = difflib.get_close_matches(text.lower(), words, n=1, cutoff=0.4) or words[:1]
+    if expected.startswith("a list"):
+        if words:
+            return _toml_value(near)
+        if isinstance(given, (list, tuple)):
+            return _toml_value(list(dict.fromkeys(str(item) for item in given if str(item))) or ["/mnt/nvme0"])
+        return _toml_value([text or "/mnt/nvme0"])
+    if near:
+        return _toml_value(near[0])
+    example = re.search(r'"[^"]+"', expected)
+    return example[0] if example else f"... ({expected})"
 
 
 def _expected(table: type[_Table], key: str) -> str:

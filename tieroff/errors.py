@@ -7,12 +7,20 @@ class TieroffError(Exception):
     """Base of all errors of this library."""
 
 
+class BudgetWarning(UserWarning):
+    """A device budget is below the least that a step runs in, and was raised to it. The message names the number."""
+
+
 class ConfigError(TieroffError):
     """A config file, mapping or argument that cannot be used."""
 
 
 class CaptureError(TieroffError):
     """A step that cannot be recorded, or a trace file that cannot be read."""
+
+
+class RecorderBusyError(CaptureError):
+    """Another wrapped model's step is traced just now: a process traces one at a time."""
 
 
 class InfeasiblePlanError(TieroffError):
@@ -23,13 +31,21 @@ class InfeasiblePlanError(TieroffError):
         needed_bytes: bytes that the op needs at once.
         available_bytes: bytes that the budget leaves for it.
         is_proven: True when nothing can fit; False when a search ended before it found anything that fits.
+        why: the part of the message on what needs the bytes and what would help.
     """
 
     def __init__(
-        self, message: str, *, op: str = "", needed_bytes: int = 0, available_bytes: int = 0, is_proven: bool = True
+        self,
+        message: str,
+        *,
+        op: str = "",
+        needed_bytes: int = 0,
+        available_bytes: int = 0,
+        is_proven: bool = True,
+        why: str = "",
     ) -> None:
         super().__init__(message)
-        self.op = op
+        self.op, self.why = op, why
         self.is_proven = is_proven
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

@@ -41,6 +41,19 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.0f} B"
 
 
+def pasteable(size_bytes: int) -> str:
+    """Returns a size of at least these bytes, and at most 1/32 more, as text that `parse_bytes` reads: "119MiB" or "12416".
+
+    Rounded up, it still suffices where the same step needs a few pages more in another process.
+    """
+    granule = 1 << max(size_bytes.bit_length() - 6, 0)
+    rounded = -(-size_bytes // granule) * granule
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if rounded and rounded % factor == 0:
+            return f"{rounded // factor}{unit}"
+    return str(rounded)
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration as short text, such as "3.20 s", "12.4 ms" or "80 us"."""
     if abs(seconds) >= 1:

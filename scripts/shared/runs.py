@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tieroff.config import Config, DeviceBudget
+from tieroff.config import Config
+from tieroff.device_budget import DeviceBudget
 from train_gpt import Options, Result
 
 SHAPES: dict[str, dict[str, int]] = {"demo": {}, "gpt2": {"layers": 12, "width": 768, "heads": 12, "batch": 4, "length": 512}}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 
 from tests.accelerator import sim
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
+
+# Read when cuBLAS makes its first handle, so before any test.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 NAME = os.environ.get("TIEROFF_TEST_DEVICE", sim.NAME)
 IS_SIMULATED = NAME == sim.NAME
@@ -21,3 +25,17 @@ def device(index: int = 0) -> torch.device:
 def backend(index: int = 0) -> AcceleratorBackend:
     """Returns a new backend on one of its devices."""
     return AcceleratorBackend(device(index))
+
+
+def deterministic_kernels() -> Iterator[None]:
+    """For a fixture. Without it a plain run on CUDA does not equal itself.
+
+    Kernels that have no such form only warn, and are not used.
+    """
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.use_deterministic_algorithms(was_deterministic)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags

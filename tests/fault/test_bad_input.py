@@ -83,7 +83,7 @@ def test_a_budget_below_the_largest_op(each_setting: Setting) -> None:
     torch.manual_seed(0)
     model, optimizer = mlp_and_adam()
     config = each_setting.config()
-    config["budget"]["device"] = 700
+    config["budget"] |= {"device": 700, "strict": True}
     tieroff.wrap(model, optimizer, config, backend=each_setting.backend())
     with pytest.raises(InfeasiblePlanError) as caught:
         for index in range(4):
@@ -95,12 +95,12 @@ def test_a_budget_below_the_largest_op(each_setting: Setting) -> None:
     assert error.op
     assert error.op in str(error)
     assert_same(
-        [{k: v for k, v in plain.seen[1].items() if k.startswith("param")}],
+        [{k: v for k, v in plain.seen[0].items() if k.startswith("param")}],
         [{k: v for k, v in look(model, None).items() if k.startswith("param")}],
     )
     tieroff.unwrap(model)
     assert "step" not in optimizer.__dict__
-    for index in (2, 3):
+    for index in (1, 2, 3):
         torch.manual_seed(1000 + index)
         out = usual(model, optimizer)
     assert_same([plain.seen[3]], [look(model, optimizer, out)])
@@ -200,6 +200,37 @@ def test_wrap_with_no_optimizer_of_torch(each_setting: Setting) -> None:
     with pytest.raises(StateError, match=r"expected a torch.optim.Optimizer, got list"):
         each_setting.wrap(model, [1])
     assert_untouched(model, before)
+
+
+def test_an_optimizer_of_another_model(each_setting: Setting) -> None:
+    generator, discriminator = Mlp(), Mlp()
+    before = look(discriminator, None)
+    with pytest.raises(StateError, match=r"expected an optimizer of this model's parameters, got Adam.* none of Mlp"):
+        each_setting.wrap(discriminator, adam(generator))
+    assert_untouched(discriminator, before)
+    each_setting.wrap(discriminator)
+    with pytest.raises(StateError, match="expected an optimizer of this model's parameters"):
+        tieroff.engine(discriminator).attach(adam(generator))
+    optimizer = adam(discriminator)
+    tieroff.engine(discriminator).attach(optimizer)
+    usual(discriminator, optimizer)
+    tieroff.unwrap(discriminator)
+
+
+def test_an_optimizer_that_was_never_attached_is_said_once(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    model, other = Mlp(), Mlp()
+    each_setting.wrap(model)
+    optimizer = adam(model)
+    for _ in range(3):
+        usual(other, adam(other))  # of a model that is not wrapped
+    assert caplog.messages == []
+    for _ in range(4):
+        usual(model, optimizer)
+    told = [message for message in caplog.messages if "no optimizer attached" in message]
+    assert len(told) == 1
+    assert "tieroff.engine(model).attach(optimizer)" in told[0]
+    assert "4 parameters" in told[0]
+    tieroff.unwrap(model)
 
 
 def test_a_second_wrap(each_setting: Setting) -> None:
@@ -309,7 +340,7 @@ def test_the_model_can_be_used_on_after_an_error_in_planning(each_setting: Setti
     torch.manual_seed(0)
     model, optimizer = mlp_and_adam()
     config = each_setting.config()
-    config["budget"]["device"] = 700
+    config["budget"] |= {"device": 700, "strict": True}
     tieroff.wrap(model, optimizer, config, backend=each_setting.backend())
     done = 0
     for _ in range(20):

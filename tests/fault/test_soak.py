@@ -50,7 +50,7 @@ def soak(folder: str) -> tuple[int, int, int]:
     config = {
         "budget": {"device": "60%", "host": "1MiB", "nvme": "64MiB"},
         "nvme": {"dirs": [folder], "staging": "256KiB"},
-        "plan": {"min_bytes": 0},
+        "plan": {"min_bytes": 0, "background": False},
     }
     tieroff.wrap(model, optimizer, config)
     engine = tieroff.engine(model)

@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import tieroff
 from tests.support.parity import BACKENDS
+from tieroff.errors import InfeasiblePlanError, StateError
 
 MIB = 1 << 20
 WIDTH = 32
@@ -97,12 +98,35 @@ def wrap(model: nn.Module, folder: Path, backend: str = "cpu", budget: str = "90
     optimizer = torch.optim.AdamW(model.parameters())
     config = {
         "device": "cpu",
-        "budget": {"device": budget, "nvme": "64MiB"},
+        "budget": {"device": budget, "nvme": "64MiB", "strict": True},
         "nvme": {"dirs": [str(folder)], "staging": "1MiB"},
         "plan": {"min_bytes": "1KiB", "policy": "floor", **plan},
     }
     tieroff.wrap(model, optimizer, config=config, backend=BACKENDS[backend]())
     return optimizer
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiling_a_wrapped_model_says_what_to_write_instead(fullgraph: bool, tmp_path: Path) -> None:
+    model = build("plain", None)
+    wrap(model, tmp_path)
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    error = torch._dynamo.exc.Unsupported if fullgraph else StateError
+    for _ in range(2):  # nothing is compiled that goes past the engine
+        with pytest.raises(error, match=r"block\.compile\(\)[\s\S]*tieroff\.wrap\(torch\.compile\(model\), optimizer\)"):
+            compiled(torch.randn(16, WIDTH))
+    tieroff.unwrap(model)
+
+
+def test_whole_model_below_its_one_op_is_advised_to_compile_blocks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()))
+    model = torch.compile(inner, backend=Graphs().backend)
+    assert isinstance(model, nn.Module)
+    optimizer = wrap(model, tmp_path, budget="20%", policy="auto")
+    with pytest.raises(InfeasiblePlanError, match=r"`for block in model\.1: block\.compile\(\)` before tieroff\.wrap"):
+        train(model, optimizer)
+    tieroff.unwrap(model)
 
 
 def check_equal(make: Callable[[], nn.Module], folder: Path, backend: str, **plan: Any) -> tuple[nn.Module, list[float]]:
@@ -217,5 +241,5 @@ def test_parameter_assigned_in_compiled_code_is_kept(tmp_path: Path) -> None:
         compiled: Any = torch.compile(Counting(), backend=Graphs().backend)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled)
 
-    model, _ = check_equal(make, tmp_path, "cpu")
+    model, _ = check_equal(make, tmp_path, "cpu", budget="95%")
     tieroff.unwrap(model)

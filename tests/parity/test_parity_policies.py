@@ -39,7 +39,7 @@ def _losses(policy: str | None, share: str = "", *, is_large: bool) -> list[floa
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
     if policy is not None:
-        budget = {"device": share, "host": "64MiB", "nvme": 0}
+        budget = {"device": share, "host": "64MiB", "nvme": 0, "strict": True}
         model = tieroff.wrap(model, optimizer, config={"budget": budget, "plan": {"min_bytes": 0, "policy": policy}})
     generator = torch.Generator().manual_seed(1)
     batch = 2048 if is_large else 512

@@ -16,7 +16,7 @@ from tests.support.twins import MACHINE
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
-import gc, json, sys
+import gc, json, sys, warnings
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -121,9 +121,15 @@ _, found = run("budgets differ", changed(budget={"device": ["2MiB", "1MiB"][rank
 tell(found)
 for how, budgets in (("too little", ("1GiB", "40KiB")), ("one needs more", ("700KiB", "700KiB"))):
     try:
-        run(how, changed(budget={"device": budgets[rank]}))
+        run(how, changed(budget={"device": budgets[rank], "strict": True}))
     except tieroff.InfeasiblePlanError as error:
         tell({"how": how, "error": str(error)})
+for how, budgets in (("raised", ("1GiB", "40KiB")), ("raised for one", ("700KiB", "700KiB"))):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, found = run(how.replace("raised for one", "one needs more"), changed(budget={"device": budgets[rank]}))
+    told = [str(seen.message) for seen in caught if seen.category is tieroff.BudgetWarning]
+    tell({**found, "how": how, "warnings": told})
 gc.collect()  # torch's gloo thread may still hold the last collective's tensors, and would die in freeing them
 dist.destroy_process_group()
 """
@@ -180,9 +186,10 @@ def test_ranks_have_the_numbers_of_the_plain_run_while_bytes_move(told: dict[str
         moved = found["moved"]
         if how == "ddp":
             assert all(moved[kind] > 0 for kind in ("activation", "parameter", "optimizer")), moved
-        else:  # parameters and gradients are FSDP2's
+        else:
             assert moved["optimizer"] > 0, moved
-            assert (moved["parameter"], moved["gradient"]) == (0, 0)
+            if how == "fsdp, offloaded":  # its shards stay where FSDP2 puts them
+                assert (moved["parameter"], moved["gradient"]) == (0, 0)
             assert moved["activation"] > 0 or how == "fsdp, auto", moved
 
 
@@ -206,3 +213,17 @@ def test_a_rank_that_needs_more_than_there_is_ends_the_others_too(told: dict[str
     assert "expected every op of every rank to fit" in errors[0]
     assert "but rank 1 needs" in errors[0]
     assert "op " in errors[1]  # the rank itself says which
+
+
+def test_ranks_agree_on_a_raised_budget_and_rank_0_warns(told: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = told["raised for one"]
+    assert first["budget"]["device"] == second["budget"]["device"] > 700 << 10
+    assert first["phase"] == second["phase"] == "planned"
+    assert len(first["warnings"]) == 1
+    assert "rank 1 needs" in first["warnings"][0]
+    assert second["warnings"] == []
+
+
+def test_a_budget_too_small_on_one_rank_is_raised_there_and_agreed_on(told: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = told["raised"]
+    assert 40 << 10 < second["budget"]["device"] == first["budget"]["device"] < 1 << 30

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tieroff
 from harness.slow import SlowBackend
@@ -117,6 +118,35 @@ def test_kind_that_comes_again_soon_is_traced_and_planned(tmp_path: Path) -> Non
         phases.append(tieroff.engine(model).stats().phase)
     tieroff.unwrap(model)
     assert phases[16:] == ["on demand", "traced", "measured", "planned"]
+
+
+def test_new_sizes_below_a_traced_one_are_served_at_once_and_traced_when_they_keep_coming(tmp_path: Path) -> None:
+    model, optimizer = wrapped(Plain(64, 2), tmp_path)
+    phases = []
+    for rows in (40, *range(24, 39), *[30] * 6):
+        model(torch.randn(rows, 64)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        phases.append(tieroff.engine(model).stats().phase)
+    tieroff.unwrap(model)
+    assert phases == ["traced", *["on demand"] * 15, *["on demand"] * 3, "traced", "measured", "planned"]
+
+
+def test_only_the_step_is_traced(tmp_path: Path) -> None:
+    model, optimizer = wrapped(Plain(64, 2), tmp_path)
+
+    def is_traced() -> bool:
+        return bool(_get_current_dispatch_mode_stack())
+
+    seen = [is_traced()]
+    loss = model(torch.randn(8, 64)).pow(2).mean()
+    seen.append(is_traced())
+    loss.backward()
+    seen.append(is_traced())  # gradients may be clipped
+    optimizer.step()
+    seen.append(is_traced())
+    tieroff.unwrap(model)
+    assert seen == [False, True, True, False]
 
 
 class _Broken:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-EDGES = {"config", "errors", "units"}
+EDGES = {"config", "device_budget", "errors", "units"}
 BELOW = {
     "errors": set[str](),
     "units": {"errors"},
-    "config": {"errors", "units"},
+    "device_budget": {"errors", "units"},
+    "config": {"device_budget", "errors", "units"},
     "core": {"errors", "units"},
     "storage": {"core", *EDGES},
     "tracing": {"core", *EDGES},
@@ -31,7 +32,7 @@ BELOW["cli"] = {"__init__", "api", "launch", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}
 BELOW["integrations"] = {"api", *BELOW["api"]}
 
-WITHOUT_TORCH = {"errors", "units", "config", "core", "planner", "storage"}
+WITHOUT_TORCH = {"errors", "units", "device_budget", "config", "core", "planner", "storage"}
 WITH_NATIVE = {"storage", "planner"}
 
 

@@ -22,16 +22,17 @@ CROWDED = (
 
 # From the ground up: a room imports from those before it. A file of its own in the package is a room too.
 FLOORS = {
-    "core": ("tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"),
+    "core": ("place tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"),
     "storage": "memory limits native buffers completion store extents homes engines transfers space host nvme",
     "planner": (
         "native simulate problem sharding bounds layout extended layers user_code foresight "
-        "policy auto policies make_plan compare"
+        "policy auto policies least make_plan compare beside"
     ),
     "runtime": (
-        "settings tensors backend items resources step execution hooks optimizer executor custody lifecycle engine resident"
+        "settings tensors backend items resources step execution hooks optimizer executor custody lifecycle telling engine "
+        "resident"
     ),
-    "session": "device ranks links rank_budget budgets planning given_plan build",
+    "session": "device ranks links rank_budget shared budgets told workshop planning given_plan build",
 }
 
 

@@ -60,7 +60,7 @@ def save_weights(
     """
     limit_bytes = parse_bytes(max_shard_bytes)
     if limit_bytes == 0:
-        raise ConfigError("save_weights: max_shard_bytes must be above 0")
+        raise ConfigError(f'save_weights: expected max_shard_bytes above 0, got {max_shard_bytes!r}; write "5GiB"')
     tensors, metadata = _named(model)
     shards = split_in_shards(tensors, limit_bytes)
     path = Path(folder)

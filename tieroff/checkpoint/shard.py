@@ -146,7 +146,10 @@ def _size_of(path: Path) -> int:
 
 def _identity_of(path: Path) -> tuple[int, ...]:
     if not path.is_file():
-        raise CheckpointError(f"{path}: expected a safetensors file, but it is {'a folder' if path.is_dir() else 'missing'}")
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, but it is {'a folder' if path.is_dir() else 'missing'}; "
+            "name a .safetensors file, or the folder of a checkpoint"
+        )
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

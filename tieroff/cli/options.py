@@ -17,19 +17,25 @@ class Effort(StrEnum):
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-TraceOption = Annotated[Path, typer.Option("--trace", help="A saved trace, or a folder of kernels.csv and tensors.csv.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Print all columns, whatever the width.")]
+TraceOption = Annotated[
+    Path, typer.Option("--trace", help="A saved trace, a run's folder, or one of kernels.csv and tensors.csv.")
+]
 AnyTraceOption = Annotated[
-    Path | None, typer.Option("--trace", help="A saved trace, or a folder of kernels.csv and tensors.csv.")
+    Path | None, typer.Option("--trace", help="A saved trace, a run's folder, or one of kernels.csv and tensors.csv.")
 ]
 ExecutionTraceOption = Annotated[
     Path | None,
     typer.Option("--execution-trace", help="With what torch's profiler wrote as --trace: the execution trace beside it."),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="MODULE:FACTORY, a function that returns (model, inputs) or a tieroff.DryModel.")
+    str | None,
+    typer.Option(
+        "--model", help="MODULE:FACTORY, a function that returns (model, inputs) or a tieroff.DryModel; imports MODULE."
+    ),
 ]
 MachineOption = Annotated[Path, typer.Option("--machine", help="A file written by `tieroff probe --out`.")]
-DeviceBudgetOption = Annotated[str, typer.Option("--device-budget", help='Bytes, or a share of the peak ("25%").')]
+DeviceBudgetOption = Annotated[str, typer.Option("--device-budget", help='Bytes, a share of the peak ("25%"), or "min".')]
 HostBudgetOption = Annotated[str | None, typer.Option("--host-budget", help="Bytes; the machine's when left out.")]
 NvmeBudgetOption = Annotated[str | None, typer.Option("--nvme-budget", help="Bytes; the machine's when left out.")]
 EffortOption = Annotated[Effort, typer.Option("--effort", help="fast: seconds; high: minutes.")]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -21,16 +21,20 @@ from tieroff.cli.options import (
     ModelOption,
     NvmeBudgetOption,
     TraceOption,
+    Wide,
 )
 from tieroff.cli.output import EXIT_INFEASIBLE, print_json
+from tieroff.errors import ConfigError
 from tieroff.report.terminal import print_rows, progress
-from tieroff.units import NS_PER_S, format_bytes, parse_bytes
+from tieroff.units import NS_PER_S, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from tieroff.core.machine import Machine
     from tieroff.core.tensor import Tier
     from tieroff.core.trace import Trace
     from tieroff.planner.compare.rows import Result
+
+_T = TypeVar("_T")
 
 
 def plan(
@@ -44,6 +48,7 @@ def plan(
     policy: Annotated[str, typer.Option("--policy", help='"auto" or the name of a policy.')] = "auto",
     effort: EffortOption = Effort.fast,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.")] = None,
+    as_wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Plans a step for a machine and a budget, and says what would make it faster.
@@ -64,7 +69,7 @@ def plan(
     with progress() as report:
         report(f"tracing {model or trace}", None)
         step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace)
-        problem = step, loaded, _budget(step, device_budget, host_budget, nvme_budget)
+        problem = step, loaded, _budget(step, loaded, device_budget, host_budget, nvme_budget)
         report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
         found = plan_row(*problem, policy, effort.value)
         if out is not None and found.plan is not None:
@@ -76,8 +81,10 @@ def plan(
         step_s = found.row.step_s
         print_json({**row, "interval_s": interval_s(step, step_s) if step_s is not None else None, "explain": text})
     else:
-        print_rows([row])
+        print_rows([row], is_wide=as_wide)
         print(text)
+        if found.plan is not None:
+            print(f"planned in {format_seconds(found.row.plan_s or 0.0)}{f'; the plan is in {out}' if out else ''}")
     if found.plan is None:
         raise typer.Exit(EXIT_INFEASIBLE)
 
@@ -92,6 +99,7 @@ def compare(
     policies: Annotated[str | None, typer.Option("--policies", help="Names, with commas; all when left out.")] = None,
     effort: EffortOption = Effort.fast,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the rows into this .html file.")] = None,
+    as_wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Plans one traced step with several policies, one row each; `auto` runs last and takes every plan as a candidate."""
@@ -106,7 +114,7 @@ def compare(
     names = [name.strip() for name in policies.split(",")] if policies else sorted(all_policies(), key=lambda n: n == "auto")
     step = load_trace(trace, execution_trace)
     loaded = load_machine(machine)
-    budget = _budget(step, device_budget, host_budget, nvme_budget)
+    budget = _budget(step, loaded, device_budget, host_budget, nvme_budget)
     with progress() as report:
         found = compare_rows(step, loaded, budget, names, effort.value, on_progress=report)
     if plot is not None:
@@ -115,7 +123,7 @@ def compare(
     if as_json:
         print_json(rows)
     else:
-        print_rows(rows)
+        print_rows(rows, is_wide=as_wide)
         print(
             "faithful step: under the row's own options; with options it is not compared with auto, whose step is "
             "at most that of every row"
@@ -139,23 +147,40 @@ def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, i
 
 def _dry_trace(model: str, machine: Machine) -> Trace:
     """Returns the trace of a model's step; modules in the working directory are found too, as by `python -m`."""
-    from tieroff.tracing.dry import dry_trace, find_factory
+    from tieroff.tracing.dry import dry_trace
+    from tieroff.tracing.factory import find_factory
 
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    name = model.partition(":")[0]
+    print(f"tieroff: importing {name}, which runs what stands outside of its functions", file=sys.stderr)
     # Figures of a datasheet are peaks of an accelerator, of which the clock knows what is reached.
     kernels = machine.device_type or ("cuda" if machine.measured.startswith("datasheet") else "cpu")
     return dry_trace(find_factory(model), machine, name=model, kernels=kernels)
 
 
-def _budget(trace: Trace, device_budget: str, host_budget: str | None, nvme_budget: str | None) -> dict[Tier, int]:
+def _budget(
+    trace: Trace, machine: Machine, device_budget: str, host_budget: str | None, nvme_budget: str | None
+) -> dict[Tier, int]:
     """Returns the budget per tier; a tier that none is given for has the machine's bytes."""
-    from tieroff.config import DeviceBudget
     from tieroff.core.tensor import Tier
-    from tieroff.planner.problem.problem import live_bytes
+    from tieroff.device_budget import DeviceBudget
+    from tieroff.planner.least import least
+    from tieroff.planner.make_plan import default_capabilities
+    from tieroff.planner.problem.problem import make_problem
 
-    given = DeviceBudget.parse(device_budget)
-    lower = {Tier.HOST: host_budget, Tier.NVME: nvme_budget}
-    budget = {tier: parse_bytes(text) for tier, text in lower.items() if text is not None}
-    budget[Tier.DEVICE] = given.resolve(int(live_bytes(trace).max()))
-    return budget
+    given = _option("--device-budget", DeviceBudget.parse, device_budget)
+    lower = {Tier.HOST: ("--host-budget", host_budget), Tier.NVME: ("--nvme-budget", nvme_budget)}
+    budget = {tier: _option(name, parse_bytes, text) for tier, (name, text) in lower.items() if text is not None}
+    if given.is_least:
+        problem = make_problem(trace, machine, {**budget, Tier.DEVICE: 0}, default_capabilities(trace))
+        return {**budget, Tier.DEVICE: least(problem).enough_bytes}
+    return {**budget, Tier.DEVICE: given.resolve(trace.peak_bytes)}
+
+
+def _option(name: str, parse: Callable[[str], _T], text: str) -> _T:
+    """Returns what an option's text stands for; an error names the option."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None

@@ -301,7 +301,8 @@ def load_machine(path: str | Path) -> Machine:
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: expected a machine.toml, but {error}") from error
+        remedy = "`tieroff probe --dir FOLDER --out FILE` writes one"
+        raise ConfigError(f"{path}: expected a machine.toml, but {error}; {remedy}") from error
     return machine_from_mapping(values, str(path))
 
 

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
+from typing import Any, Protocol, TypeVar
 
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
+
+_Answer = TypeVar("_Answer", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Subject:
     Attributes:
         key: the runtime's key for it, under which storages are bound.
         owner: key of the tensor that decides its tier, or None.
+        label: what it is, for people, where its name does not say it.
     """
 
     key: Hashable
@@ -31,10 +35,19 @@ class Subject:
     is_persistent: bool = False
     is_movable: bool = True
     owner: Hashable = None
+    label: str = ""
 
 
 class Recorder(Protocol):
-    """Watches one step."""
+    """Watches one step.
+
+    Attributes:
+        meta: goes into the trace's own.
+        is_cut: watching ended before the step did, so there is no trace.
+    """
+
+    meta: dict[str, str]
+    is_cut: bool
 
     @property
     def written_below(self) -> frozenset[Hashable]:
@@ -71,8 +84,20 @@ class Recorder(Protocol):
             is_new: the engine has just made it; otherwise the program did, when it was first seen.
         """
 
+    def disown(self, storage: object) -> None:
+        """Another engine holds this storage, which counts there and not here, unless it is bound here too."""
+
+    def resizes(self, storage: object) -> None:
+        """The program frees and allocates the memory of this storage, as often as it likes, without its death."""
+
+    def made(self, storages: Iterable[object]) -> None:
+        """User code has these storages by now, which no op was seen to make: inputs of the next step."""
+
     def read(self, key: Hashable) -> None:
         """The running op reads the subject's bytes on the device, in code that is not watched."""
+
+    def follow(self, used: Callable[[Any, bool], None]) -> None:
+        """Calls `used` with each tensor that an op is about to use whose storage holds a subject, and whether it writes it."""
 
     def begin_unseen(self) -> None:
         """Code begins whose tensors are not seen one by one; the memory that it takes must be measured."""
@@ -109,6 +134,43 @@ class Foresight(Protocol):
         """Yields the keys predicted to be used next, nearest first, each once."""
 
 
+class Fit(Enum):
+    """How a plan suits the device budget, whose part for this model may have changed since the plan was made."""
+
+    SUITS = auto()
+    ROOMIER = auto()  # there is more room now, worth another plan
+    ABOVE = auto()  # it needs more than there is now: no step may follow it
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan that was made.
+
+    Attributes:
+        index: of the trace that it is for, of those that were given.
+        forecast: the step time under the plan, and a lower bound under any plan, in ns; None for a plan of the user's.
+    """
+
+    index: int
+    plan: Plan
+    forecast: tuple[int, int] | None
+
+
+class Pending(Protocol[_Answer]):
+    """An answer that may still be under way."""
+
+    @property
+    def is_due(self) -> bool:
+        """True when it is to be taken: it is there, or the step that begins waits for it."""
+
+    def take(self) -> _Answer:
+        """Returns the answer, for which it waits.
+
+        Raises:
+            TieroffError: there is none; the methods of `PlanSource` say which.
+        """
+
+
 class PlanSource(Protocol):
     """Makes the plans of one wrapped model, for the machine and the budgets of this process.
 
@@ -118,10 +180,10 @@ class PlanSource(Protocol):
     def recorder(self) -> Recorder:
         """Returns the recorder of the next step, from which a plan is to be made."""
 
-    def plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
-        """Returns a plan of the step for links of these rates; a second call for a kind of step plans it again.
+    def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+        """Asks for a plan of the first of these traces of a step that fits, for links of these rates.
 
-        Raises:
+        Its `take` raises:
             InfeasiblePlanError: some op does not fit in the device budget with everything else moved out.
             TraceMismatchError: the user gave a plan, and it is of another step.
         """
@@ -134,8 +196,15 @@ class PlanSource(Protocol):
             used: index of a tensor -> whether user code wrote it there.
         """
 
-    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> tuple[int, int] | None:
-        """Returns the step time under the plan, and a lower bound under any plan, in ns; None for a plan of the user's."""
+    def fit(self, plan: Plan | None) -> Fit:
+        """Returns how a plan suits the device budget now, when a step that follows it is about to begin.
+
+        Args:
+            plan: of the step; None: it runs without.
+        """
+
+    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> Pending[tuple[int, int] | None]:
+        """Asks for the step time under a plan, and a lower bound under any plan, in ns; None for a plan of the user's."""
 
     def spare_bytes(self, trace: Trace) -> int:
         """Returns the bytes of the device budget that no op of this step, or of those asked about before, needs; >= 0."""
@@ -145,3 +214,6 @@ class PlanSource(Protocol):
 
     def machine_of(self, trace: Trace) -> Machine | None:
         """Returns the machine that this trace was last planned for; None if there is none."""
+
+    def close(self) -> None:
+        """No plan is wanted any more."""

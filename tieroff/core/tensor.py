@@ -41,6 +41,8 @@ class Tensor:
         lives_until: a tensor that is not persistent exists up to this op (exclusive) though nothing uses it after its
             last required interval: a gradient until it is cleared, an activation of a graph that is kept. -1: it ends
             with its last required interval. The time between is a gap without a next use.
+        label: what it is, for people, such as "layers.3.mlp: saved by gelu (model.py:41)"; "" where its name says it. Not part
+            of a trace's structure.
     """
 
     name: str
@@ -51,6 +53,12 @@ class Tensor:
     holds: tuple[tuple[int, int], ...] = ()
     owner: int = -1
     lives_until: int = -1
+    label: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What it is called before people."""
+        return self.label or self.name
 
     def part_bytes(self, first_byte: int, stop_byte: int) -> int:
         """Returns the bytes of a range of the tensor; `stop_byte` 0 means up to its end."""

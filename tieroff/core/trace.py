@@ -25,6 +25,8 @@ class Op:
         transient_bytes: peak device bytes of everything alive in this op that is no tensor of the trace.
         phase: "forward", "backward", "recompute" (of a module that runs again, in backward), "optimizer" or "".
         module: dotted path of the module it ran in, or "".
+        made_by: for people, the call that made the largest part of `transient_bytes`, and where it is; "" if unknown. Not part
+            of a trace's structure.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Op:
     transient_bytes: int = 0
     phase: str = ""
     module: str = ""
+    made_by: str = ""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ class TieroffCallback(Callback):
         if not pl_module.automatic_optimization:
             raise StateError(
                 "TieroffCallback needs automatic optimization: a training_step that calls backward and step has no separate "
-                "forward; call tieroff.wrap(self.model, optimizer) on the inner model in on_train_start instead"
+                "forward; leave the callback out and call tieroff.wrap(self.model, optimizer) on the inner model in "
+                "on_train_start instead, or on several at once: tieroff.wrap([self.generator, self.discriminator], "
+                "[o.optimizer for o in self.optimizers()], budget=...)"
             )
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise StateError("TieroffCallback: the module is compiled, which bypasses tieroff; leave torch.compile out")

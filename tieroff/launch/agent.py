@@ -62,6 +62,9 @@ class Request:
         nproc: ranks; None takes one per GPU, or one alone.
         log_dir: where the launch's folder is made; None takes the system's folder for temporary files.
         is_quiet: rank 0's output goes to logs as well.
+        nnodes: machines that take part; this launch starts the ranks of one.
+        node_rank: which of them this is; None lets them count themselves as they come.
+        rdzv_endpoint: HOST:PORT where they meet; needed with several.
     """
 
     script: Path
@@ -70,10 +73,13 @@ class Request:
     nproc: int | None = None
     log_dir: Path | None = None
     is_quiet: bool = False
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
 
 
 class RankLogs(LogsSpecs):
-    """Rank 0 has the launcher's own streams, byte for byte; the others write to files."""
+    """Rank 0 of all nodes has its launcher's own streams, byte for byte; the others write to files."""
 
     def __init__(self, folder: Path, is_quiet: bool) -> None:
         super().__init__(str(folder))
@@ -88,7 +94,7 @@ class RankLogs(LogsSpecs):
         for local_rank, environment in envs.items():
             own = rank_folder(self._folder, local_rank)
             own.mkdir()
-            is_shown = local_rank == 0 and not self._is_quiet
+            is_shown = environment.get("RANK", "0") == "0" and not self._is_quiet  # of all nodes
             found.stdouts[local_rank] = "" if is_shown else str(own / STDOUT_FILE)
             found.stderrs[local_rank] = "" if is_shown else str(own / STDERR_FILE)
             found.error_files[local_rank] = environment["TORCHELASTIC_ERROR_FILE"] = str(own / ERROR_FILE)
@@ -99,15 +105,18 @@ def launch(request: Request) -> Outcome:
     """Runs a script in several ranks and returns when all have ended.
 
     Raises:
-        ConfigError: the config or its partition cannot be used, or there are fewer GPUs than ranks.
+        ConfigError: the config, its partition or the nodes cannot be used, or there are fewer GPUs than ranks.
         OSError: a folder is missing or cannot be written.
         StoreError: a folder of the NVMe tier could not be measured.
     """
+    _check_nodes(request)
     config = Config.load(request.config)
     device = _device(config)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     nproc = request.nproc or max(gpus, 1)
     if config.parallel.plan is not None:
+        if request.nnodes > 1:
+            raise ConfigError("[parallel] plan is for the devices of one machine: leave out --nnodes, or shard with FSDP2")
         from tieroff.partition.ranks import load_for_ranks  # DTensor takes long to import
 
         _, nproc = load_for_ranks(config.parallel.plan, request.nproc)
@@ -169,15 +178,12 @@ def _pci_addresses(count: int) -> list[str]:
 
 
 def _run(request: Request, nproc: int, folder: Path, changes: Mapping[str, str]) -> tuple[dict[int, ProcessFailure], str]:
-    """Returns the failures by rank, and the signal that ended the launch from outside, or ""."""
+    """Returns the failures by local rank, and the signal that ended the launch from outside, or ""."""
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=request.nnodes,
+        max_nodes=request.nnodes,
         nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port: launches at once do not meet
-        local_addr="localhost",
+        **_meeting(request),
         max_restarts=0,
         logs_specs=RankLogs(folder, request.is_quiet),
         shutdown_timeout=_SHUTDOWN_S,
@@ -189,12 +195,35 @@ def _run(request: Request, nproc: int, folder: Path, changes: Mapping[str, str])
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            return error.failures, ""
+            return {failure.local_rank: failure for failure in error.failures.values()}, ""
         except SignalException as error:
             return {}, error.sigval.name
         except KeyboardInterrupt:  # before the agent had put its own answer to signals in place
             return {}, signal.SIGINT.name
     return {}, ""
+
+
+def _meeting(request: Request) -> dict[str, Any]:
+    """Returns where and how the agents of all nodes meet, as torch's `LaunchConfig` has it."""
+    if request.nnodes == 1:
+        # A free port: launches at once do not meet.
+        return {"run_id": uuid.uuid4().hex, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    meeting = {"run_id": f"tieroff {request.rdzv_endpoint}", "rdzv_endpoint": request.rdzv_endpoint}
+    if request.node_rank is None:
+        return {**meeting, "rdzv_backend": "c10d"}
+    return {**meeting, "rdzv_backend": "static", "rdzv_configs": {"rank": request.node_rank}}
+
+
+def _check_nodes(request: Request) -> None:
+    if request.nnodes == 1 and request.node_rank:
+        raise ConfigError(f"--node-rank {request.node_rank} is one of several machines: say how many with --nnodes")
+    if request.nnodes > 1 and not request.rdzv_endpoint:
+        raise ConfigError(
+            f"--nnodes {request.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every node: an address of one of them and "
+            "a free port there"
+        )
+    if request.node_rank is not None and request.node_rank >= request.nnodes:
+        raise ConfigError(f"expected --node-rank below --nnodes {request.nnodes}, got {request.node_rank}")
 
 
 @contextlib.contextmanager

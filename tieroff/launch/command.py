@@ -23,17 +23,24 @@ def launch(
     nproc: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, help="Ranks. Left out: one per GPU, or as [parallel] plan has it.")
     ] = None,
+    nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Machines; each runs this command.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", min=0, help="Which machine this is. Left out: they count themselves.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT where the machines meet, the same on each.")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option("--log-dir", help="Where to make the folder of logs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document; rank 0's output goes to its log.")] = False,
 ) -> None:
-    """Runs a script in several ranks of this machine, as torchrun does, and prints a summary of each rank at the end.
+    """Runs a script in several ranks of one or more machines, as torchrun does, and prints a summary of each rank here.
 
     Rank 0 has this command's own input and output, the others write to the folder of logs.
     """
     from tieroff.launch.agent import Request
     from tieroff.launch.agent import launch as run
 
-    outcome = run(Request(script, tuple(arguments or ()), config, nproc, log_dir, as_json))
+    outcome = run(Request(script, tuple(arguments or ()), config, nproc, log_dir, as_json, nnodes, node_rank, rdzv_endpoint))
     if as_json:
         from tieroff.launch.summary import as_document
 

@@ -53,19 +53,24 @@ def partition(
 
 
 def _partition_model(model: str, devices: int, machine: Path, device_budget: str, out: Path | None, as_json: bool) -> None:
-    from tieroff.config import DeviceBudget
     from tieroff.core.machine import load_machine
     from tieroff.core.sharding.placements import save_placements
     from tieroff.core.tensor import Tier
+    from tieroff.device_budget import DeviceBudget
+    from tieroff.errors import ConfigError
     from tieroff.partition.partition_model import as_document, partition_model
     from tieroff.report.terminal import progress
-    from tieroff.tracing.dry import find_factory
+    from tieroff.tracing.factory import find_factory
     from tieroff.tracing.sharded.capture import capture_step
 
     if str(Path.cwd()) not in sys.path:  # modules there are found too, as by `python -m`
         sys.path.insert(0, str(Path.cwd()))
     loaded = load_machine(machine)
     budget = DeviceBudget.parse(device_budget)
+    if budget.is_least:
+        raise ConfigError(
+            '--device-budget: expected bytes like "6GiB" or a share like "25%", got "min": give the bytes per device'
+        )
     with progress() as report:
         report(f"tracing {model}", None)
         graph = capture_step(find_factory(model), loaded, name=model)

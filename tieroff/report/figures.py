@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from tieroff.core.explain.describe import away_bytes
+from tieroff.core.explain.words import named, op_words
 from tieroff.core.io.run_folder import Run
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
@@ -188,7 +189,7 @@ def memory_figure(run: Run, predicted: Timeline | None) -> Any:
     ]
     below = len(tiers) - 1
     figure = _rows_figure([tier.value for tier in tiers], [0.5] + [0.5 / below] * below if below else None)
-    names = [_escape(op.name) for op in ring.ops]
+    names = [_escape(named(op.name, words)) for op, words in zip(ring.ops, op_words(ring), strict=True)]
     for row, tier in enumerate(tiers, 1):
         lines = {name: of[tier] for name, of in held.items() if of.get(tier)}
         _add_tier(figure, row, tier, lines, plan.budget_bytes.get(tier, 0), names)
@@ -299,7 +300,7 @@ def biggest_figure(run: Run) -> Any:
         categoryarray=[str(i) for i in reversed(biggest)],
         tickmode="array",
         tickvals=[str(i) for i in biggest],
-        ticktext=[_escape(_short(ring.tensors[i].name)) for i in biggest],
+        ticktext=[_escape(_short(ring.tensors[i].shown)) for i in biggest],
         automargin=True,
     )
     figure.update_layout(xaxis_title=unit, bargap=0.25)
@@ -313,4 +314,4 @@ def _short(name: str) -> str:
 def _place(ring: Trace, index: int, away: dict[Tier, int]) -> str:
     tensor = ring.tensors[index]
     places = ", ".join(f"{format_bytes(size)} to {tier.value}" for tier, size in away.items()) or "stays on the device"
-    return _escape(f"{tensor.name}: {tensor.kind.value}, {format_bytes(tensor.size_bytes)}; {places}")
+    return _escape(f"{tensor.shown}: {tensor.kind.value}, {format_bytes(tensor.size_bytes)}; {places}")

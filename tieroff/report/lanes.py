@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from tieroff.core.explain.words import op_words
 from tieroff.core.timeline import Stall, Timeline
 from tieroff.core.trace import Trace
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
@@ -51,10 +52,10 @@ def spans_of(timeline: Timeline, ring: Trace) -> list[Span]:
 
 
 def _compute(timeline: Timeline, ring: Trace) -> Iterator[Span]:
-    for index, (span, op) in enumerate(zip(timeline.ops, ring.ops, strict=False)):
+    for index, (span, op, words) in enumerate(zip(timeline.ops, ring.ops, op_words(ring), strict=False)):
         if span.stop_ns > span.start_ns:
             phase = op.phase if op.phase in _PHASES else "other"
-            yield Span("compute", phase, span.start_ns, span.stop_ns, op.name, f"op {index}")
+            yield Span("compute", phase, span.start_ns, span.stop_ns, words, f"op {index}")
 
 
 def _repeats(timeline: Timeline, ring: Trace) -> Iterator[Span]:
@@ -64,7 +65,7 @@ def _repeats(timeline: Timeline, ring: Trace) -> Iterator[Span]:
 
 def _transfers(timeline: Timeline, ring: Trace) -> Iterator[Span]:
     for span in timeline.transfers:
-        name = ring.tensors[span.tensor].name
+        name = ring.tensors[span.tensor].shown
         yield Span(span.link, span.link, span.start_ns, span.stop_ns, name, format_bytes(span.size_bytes))
 
 
@@ -89,7 +90,7 @@ def awaited(stall: Stall, ring: Trace) -> str:
     """Returns the name of what a stall waits for."""
     if stall.update >= 0:
         return ring.ops[stall.update].name
-    return ring.tensors[stall.tensor].name if stall.tensor >= 0 else "a tensor outside the trace"
+    return ring.tensors[stall.tensor].shown if stall.tensor >= 0 else "a tensor outside the trace"
 
 
 def coarsened(spans: Iterable[Span], gap_ns: int) -> list[Span]:

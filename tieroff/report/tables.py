@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from tieroff.core.explain.describe import away_bytes
+from tieroff.core.explain.words import op_words
 from tieroff.core.history import StepFigures
 from tieroff.core.io.run_folder import Run
 from tieroff.core.machine import LINK_NAMES
@@ -69,7 +70,7 @@ def decisions(run: Run, predicted: Timeline | None) -> list[Decision]:
         moved = sum(tensor.part_bytes(t.first_byte, t.stop_byte) for t in own)
         stall = [None if of is None else of.get(index, 0) for of in stalls]
         where, moves = _where(tensor, away.get(index, {})), _moves(own, ring)
-        found.append(Decision(tensor.name, tensor.kind.value, tensor.size_bytes, where, moves, moved, stall[0], stall[1]))
+        found.append(Decision(tensor.shown, tensor.kind.value, tensor.size_bytes, where, moves, moved, stall[0], stall[1]))
     found.sort(key=lambda decision: -decision.size_bytes)
     return [*found, *_ops(plan, ring)]
 
@@ -194,6 +195,7 @@ def longest_stalls(timeline: Timeline, ring: Trace) -> Table:
 
 def ops_that_differ(run: Run) -> Table:
     """Returns the ops whose measured time is furthest from what the plan was made for."""
+    words = op_words(run.trace)
     pairs = [
         (abs(took - op.duration_ns), index, op, took)
         for index, (op, took) in enumerate(
@@ -201,7 +203,11 @@ def ops_that_differ(run: Run) -> Table:
         )
     ]
     rows = tuple(
-        (f"{index} {op.name}", *_times("", op.duration_ns, took)[1:3], f"{(took - op.duration_ns) / NS_PER_S * 1e3:+.2f} ms")
+        (
+            f"{index} {words[index]}",
+            *_times("", op.duration_ns, took)[1:3],
+            f"{(took - op.duration_ns) / NS_PER_S * 1e3:+.2f} ms",
+        )
         for distance, index, op, took in sorted(pairs, key=lambda pair: -pair[0])[:_LONGEST]
         if distance
     )

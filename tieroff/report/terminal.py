@@ -15,6 +15,16 @@ from tieroff.units import format_bytes, format_seconds
 PIPED_WIDTH = 240
 """Columns of a table that goes to a file or another program, where rich would take 80."""
 
+# Columns, with their heads, of tables that fit 80 characters.
+_NARROW = {
+    "policy": "policy",
+    "step_s": "step",
+    "bound_s": "bound",
+    "stall_s": "stall",
+    "peak_device_bytes": "device",
+    "faithful_step_s": "faithful",
+}
+
 Report = Callable[[str, float | None], None]
 """Called with the current activity and the share that is done; None if unknown."""
 
@@ -60,16 +70,24 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
     make_console(markup=False).print(table)
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints rows of `plan` and `compare` with sizes and times for people."""
+def print_rows(rows: Sequence[dict[str, Any]], *, is_wide: bool = False) -> None:
+    """Prints rows of `plan` and `compare` with sizes and times for people, in 80 columns unless `is_wide`.
 
-    def shown(key: str, value: object) -> str:
+    In the narrow table a row without a step time has its status in that place.
+    """
+
+    def shown(row: dict[str, Any], key: str) -> str:
+        value = row.get(key)
         if value is None:
-            return "-"
+            return str(row.get("status", "-")) if key == "step_s" and not is_wide else "-"
         if key.endswith("_bytes"):
             return format_bytes(float(str(value)))
         return format_seconds(float(str(value))) if key.endswith("_s") else str(value)
 
-    columns = [column for column in rows[0] if column != "reason"] if rows else ["policy"]
-    heads = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
-    print_table("", heads, [[shown(column, row.get(column)) for column in columns] for row in rows])
+    every = [column for column in rows[0] if column != "reason"] if rows else ["policy"]
+    columns = every if is_wide else [column for column in every if column in _NARROW]
+    words = [column.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for column in columns]
+    heads = words if is_wide else [_NARROW[column] for column in columns]
+    print_table("", heads, [[shown(row, column) for column in columns] for row in rows])
+    if columns != every:
+        make_console(markup=False).print(f"{len(every) - len(columns)} more columns with --wide or --json")

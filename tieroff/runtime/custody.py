@@ -12,9 +12,15 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
+from tieroff.runtime.hooks.forward.inputs import trained_of
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
+from tieroff.runtime.hooks.parameters.access import quieten
+from tieroff.runtime.hooks.parameters.watch import Watch
+from tieroff.runtime.items.forked import guard_forks_of
 from tieroff.runtime.items.hollow import own_class, untouched
-from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.movable import local_of, why_unmovable
+from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -34,6 +40,7 @@ class Custody:
         unmoved: name of a parameter that stays where it is -> why.
         may_be_hollow: some parameter or buffer lay on the meta device when last checked.
         is_closed: everything was given back, or is about to be.
+        is_asleep: everything that can move was sent below, and no step began since.
     """
 
     def __init__(
@@ -47,11 +54,17 @@ class Custody:
         self.executor = Executor(traffic, settings, foresight)
         self.stepper: BucketedStep | None = None
         self.unmoved: dict[str, str] = {}
-        self.may_be_hollow = self.is_closed = False
+        self.may_be_hollow = self.is_closed = self.is_asleep = False
         self._pid = os.getpid()
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
         self._fingerprint: tuple[Any, ...] = ()
+        self._trained = b""  # whether each parameter gets a gradient
         self._count = 0  # of parameters with a home
+        guard_forks_of(self)
+
+    def below(self) -> list[HomeItem]:
+        """Returns the items that user code can reach, unless everything was given back."""
+        return [] if self.is_closed else list(self.executor.homes)
 
     @property
     def is_own_process(self) -> bool:
@@ -95,13 +108,15 @@ class Custody:
 
     def register(self) -> None:
         """Makes an item of every parameter that can have a home below."""
-        homes, gate, traffic = self.executor.homes, self.executor.gate, self.executor.traffic
-        known = {id(item.tensor): item for item in homes.parameters.values()}
+        homes, gate, traffic, shards = self.executor.homes, self.executor.gate, self.executor.traffic, self.executor.shards
+        shards.look(self.model)
+        known = {id(item.leaf): item for item in homes.parameters.values()}
         homes.parameters.clear()
         homes.names.clear()
         self.unmoved = {}
         mapped = MappedFiles()
-        for position, (name, parameter) in enumerate(self.model.named_parameters()):
+        for position, (name, used) in enumerate(self.model.named_parameters()):
+            parameter = shards.leaf_of(used)
             homes.names[id(parameter)] = name
             self._gradient_hooks.add(parameter)
             item = known.pop(id(parameter), None)
@@ -117,23 +132,40 @@ class Custody:
         self.may_be_hollow = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         for gone in known.values():
             gone.detach(traffic)
+        shards.keep_only(homes.parameters.values())
         self._gradient_hooks.keep_only(homes.names)
         gate.mints.sweep()
         gate.intercept(bool(homes.parameters))
         self._fingerprint, self._count = self._fingerprint_now(), len(homes.parameters)
+        self.hook_gradients()
 
-    def _take(self, position: int, name: str, parameter: torch.nn.Parameter, mapped: MappedFiles) -> None:
+    def hook_gradients(self) -> None:
+        """Looks for gradients of parameters that were unfrozen since; frozen ones get none."""
+        trained = trained_of(self.model)
+        if trained == self._trained:
+            return
+        self._trained = trained
+        for used in self.model.parameters():
+            self._gradient_hooks.add(self.executor.shards.leaf_of(used))
+
+    def _take(self, position: int, name: str, parameter: torch.Tensor, mapped: MappedFiles) -> None:
         reason = self._why_kept(parameter)
         if reason:
             self.unmoved[name] = reason
             return
         if parameter.device != self.backend.device:
             parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
-        size_bytes = parameter.numel() * parameter.element_size()
-        item = ParameterItem(position, name, parameter, self.executor.traffic.spill.tier_for(size_bytes), self.executor.guard)
-        item.adopt(self.executor.traffic)
-        self.executor.homes.parameters[id(parameter)] = item
-        item.settle_below(self.executor.traffic, mapped)
+        executor, local = self.executor, local_of(parameter)
+        is_shard = parameter in executor.shards
+        tier = executor.traffic.spill.tier_for(local.numel() * local.element_size())
+        if is_shard:
+            part_from_others(local)
+        item = (ShardItem if is_shard else ParameterItem)(position, name, parameter, tier, executor.guard)
+        item.adopt(executor.traffic)
+        if isinstance(item, ShardItem):
+            executor.shards.take(item)
+        executor.homes.parameters[id(parameter)] = item
+        item.settle_below(executor.traffic, mapped)
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
@@ -163,6 +195,13 @@ class Custody:
                 "with tieroff.load_weights, or by hand what no checkpoint holds (buffers that are not persistent)"
             )
 
+    def unmoved_by_reason(self) -> dict[str, list[str]]:
+        """Returns the names of parameters that stay where they are, by why."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.unmoved.items():
+            reasons.setdefault(reason, []).append(name)
+        return reasons
+
     def trim(self, parameter: torch.Tensor) -> None:
         """Drops the pages of a parameter's home from memory and page cache; its value stays."""
         item = self.executor.homes.parameter(parameter)
@@ -172,18 +211,21 @@ class Custody:
     def _why_kept(self, parameter: torch.Tensor) -> str:
         if TensorClass.PARAMETER not in self.settings.covers:
             return "parameters are not covered"
-        if parameter.numel() * parameter.element_size() < max(self.settings.min_bytes, 1):
+        local, shards = local_of(parameter), self.executor.shards
+        if local.numel() * local.element_size() < max(self.settings.min_bytes, 1):
             return "smaller than min_bytes"
+        if parameter in shards:
+            return shards.why_kept(parameter, is_host=self.backend.device.type == "cpu")
         return why_unmovable(parameter)
 
     def _fingerprint_now(self) -> tuple[Any, ...]:
         """Returns a fingerprint of the parameters, used to detect changes made outside tieroff."""
         with untouched():
             return tuple(
-                (id(p), p.requires_grad, p.dtype)
+                (id(p), p.dtype)
                 for module in self.model.modules()
-                for p in module._parameters.values()
-                if p is not None
+                for used in module._parameters.values()
+                if used is not None and (p := self.executor.shards.leaf_of(used)) is not None
             )
 
     def has_substitutes(self) -> bool:
@@ -215,6 +257,39 @@ class Custody:
         # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
         self.backend.tune_allocator(None if kind.moves_nothing else self.settings.allocator_threshold_bytes)
 
+    def sleep(self) -> None:
+        """Sends everything below that can move; what user code holds up just now stays."""
+        executor = self.executor
+        with executor.state.lock:  # other threads may read
+            executor.on_demand.release_all()
+            for item in (*executor.activations, *executor.homes):
+                if item.device is not None:
+                    item.leave(executor.traffic)
+            # Also where the plan moves nothing: forwards fetch what they use, until the next step.
+            executor.gate.intercept(bool(executor.homes.parameters))
+        self.backend.keep_freed(0)
+        self.is_asleep = True
+
+    def may_stand_aside(self) -> bool:
+        """True where steps in which nothing moves need none of the engine's hooks."""
+        is_plain = self.settings.compute_dtype is None and not self.settings.update_in_backward
+        return is_plain and not self.executor.shards and Watch.can_see(self.model)
+
+    def stand_aside(self, kind: StepKind) -> Watch:
+        """Takes the hooks off the model, all of which lies on the device for this kind of step, and watches it instead."""
+        homes = {item.position: item.tensor for item in self.executor.homes.parameters.values()}
+        keys = kind.recorded.keys if kind.recorded is not None else ()
+        arrived = [key[1] for key in keys if isinstance(key, tuple) and key[0] == "grad"]
+        self._gradient_hooks.stand_aside(homes.get(arrived[-1]) if arrived else None)
+        quieten(self.model, is_quiet=True)
+        return Watch(self.model, [tensor for tensor in homes.values() if tensor is not None])
+
+    def come_back(self) -> None:
+        """Puts the hooks on the model again."""
+        self._trained = b""  # what is frozen just now gets no hook: it is looked for again
+        self._gradient_hooks.come_back()
+        quieten(self.model, is_quiet=False)
+
     def keep_freed(self, kind: StepKind) -> None:
         """Lets the backend keep freed memory for reuse in the step that begins, up to the step's peak or the budget."""
         limit_bytes = self.executor.on_demand.room_bytes
@@ -245,7 +320,7 @@ class Custody:
             }
 
     def has_changed(self) -> bool:
-        """True when somebody replaced, converted, assigned or froze parameters from outside."""
+        """True when somebody replaced, converted or assigned parameters from outside."""
         if self._fingerprint_now() != self._fingerprint or len(self.executor.homes.parameters) != self._count:
             return True
         return any(not item.is_current() for item in self.executor.homes.parameters.values())
@@ -257,6 +332,7 @@ class Custody:
         for home in (*homes.gradients.values(), *homes.parameters.values()):
             home.bring_home(traffic)
         homes.parameters.clear()
+        self.executor.shards.close()
         self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()
@@ -266,7 +342,10 @@ def _tier_between_steps(item: HomeItem, kind: StepKind) -> Tier | None:
     """Returns the lower tier of an item at the start of a step, or None for the device."""
     if not isinstance(kind.stage, Planned):
         return item.tier
-    index, tiers = kind.stage.recorded.index.get(item.key, -1), kind.stage.executable.tiers
-    if kind.moves_nothing or (index >= 0 and index not in tiers):
+    recorded, plan = kind.stage.recorded, kind.stage.plan
+    index, tiers = recorded.index.get(item.key, -1), kind.stage.executable.tiers
+    if index < 0 and item.kind is TensorClass.OPTIMIZER and not recorded.is_updated:
+        return item.tier  # the plan has no room for it, and no op of the step uses it
+    if plan.moves_nothing or (index >= 0 and index not in tiers):
         return None
     return tiers.get(index, item.tier)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tieroff.core.explain.describe import Explained, explain
 from tieroff.core.history import History
 from tieroff.core.io.run_folder import Run, save_run
 from tieroff.core.plan import Plan
@@ -20,21 +20,26 @@ from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
+from tieroff.runtime.hooks.forward.inputs import as_computed, makes_graph, signature_of, to_device
 from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.host_view import HostView
 from tieroff.runtime.hooks.parameters.access import install, uninstall
+from tieroff.runtime.hooks.parameters.fsdp2 import fsdp_roots
+from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.recompute.layers import layers_of
+from tieroff.runtime.hooks.unattached import Unattached, check_shares
 from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import repair
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.step.kinds import StepKind
 from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.step.stats import Stats
+from tieroff.runtime.telling import Telling
 
 WriteReport = Callable[[Run, Path], None]
 
@@ -78,8 +83,10 @@ class Engine:
         self._custody = Custody(model, resources, settings, foresight)
         self._steps = Steps(self._custody, plans)
         self.executor = self._custody.executor
+        self._telling = Telling(self._custody, self._steps, plans)
         self._compiled: dict[torch.nn.Module, CompiledCall] = {}
-        self._slots: list[ForwardSlot | RecurrentWeights | state_dicts.Handle] = []
+        self._slots: list[ForwardSlot | RecurrentWeights | EarlyBegin | state_dicts.Handle] = []
+        self._unattached = Unattached(model)
         try:
             self._take_over()
         except BaseException:
@@ -103,11 +110,15 @@ class Engine:
         if self._backend.device.type != "cpu":
             self._custody.move_to_device()
         self._custody.register()
+        self.executor.shards.await_first_forward(self.model)
         install(self.model, self.executor.gate)
+        self._slots.append(PlainStates(self.model))
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):
                 self._slots.append(RecurrentWeights(module, self.executor.gate))
         self._take_compiled()
+        if self.model in fsdp_roots(self.model):
+            self._slots.append(EarlyBegin(self._custody, self._steps))
         root = ForwardSlot(self.model, self._forward)  # begin_in has others, whose inputs are no inputs of the forward
         root.engine = self
         self._slots.append(root)
@@ -131,12 +142,15 @@ class Engine:
         """
         self._custody.check_alive()
         if self._custody.stepper is not None:
-            raise StateError("an optimizer is attached already; a wrapped model has one")
+            raise StateError("an optimizer is attached already; a wrapped model has one: tieroff.unwrap(model) to take another")
+        check_shares(self.model, optimizer)
+        self._unattached.stop()
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install_on_optimizer(optimizer))
+        self._steps.come_back()
         self._custody.attach(stepper)
         self._steps.forget()
 
@@ -159,24 +173,44 @@ class Engine:
                 it once.
         """
         self._custody.check_alive()
+        if not callable(getattr(self.model, method, None)):
+            near = difflib.get_close_matches(method, dir(self.model), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "name one that computes the loss, such as 'training_step'"
+            raise StateError(f"expected the name of a method of {type(self.model).__name__}, got {method!r}; {hint}")
         if not isinstance(self.model.__dict__.get(method), ForwardSlot):
             self._slots.append(ForwardSlot(self.model, self._in_step, method))
 
     def settle(self) -> None:
         """Takes over what was changed from outside since the last step, and puts optimizer state that is new below."""
         self._custody.check_alive()
+        self._steps.come_back()
         self._steps.check_model()
         if self._custody.stepper is not None:
             self._custody.stepper.state.take_over()
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
+        self._steps.come_back()
         self._custody.take_filled(parameter)
         self._steps.forget()
 
     def trim(self, parameter: torch.Tensor) -> None:
         """Drops the pages of a parameter's home from memory and page cache; its value stays."""
         self._custody.trim(parameter)
+
+    def sleep(self) -> None:
+        """Sends everything below that can move; see `tieroff.sleep`."""
+        self.settle()
+        self._steps.sleep()
+
+    def wake(self) -> None:
+        """Brings back what the plan keeps on the device; see `tieroff.wake`."""
+        self._steps.wake()
+
+    @property
+    def is_asleep(self) -> bool:
+        """True from `sleep` to `wake`, or to the next step."""
+        return self._custody.is_asleep
 
     def close(self) -> None:
         """Gives everything back: a plain module and optimizer with their values intact; threads and files end."""
@@ -185,9 +219,11 @@ class Engine:
         self._custody.is_closed = True
         if not self._custody.is_own_process:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
+        self._unattached.stop()
         repair(self._custody)  # an exception may have left anything
         self.executor.abandon()
         self._steps.close()
+        self._plans.close()
         for slot in (*self._slots, *self._compiled.values(), *self._steps.recomputation.slots.values()):
             slot.remove()
         uninstall(self.model)
@@ -203,7 +239,7 @@ class Engine:
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's forward, also where that is called inside another method that begins a step."""
         if self.settings.compute_dtype is not None and not self.is_closed:
-            args, kwargs = self._as_computed(args, kwargs)
+            args, kwargs = as_computed(self.settings.compute_dtype, args, kwargs)
         return self._in_step(inner, args, kwargs)
 
     def _in_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,22 +250,40 @@ class Engine:
         executor = self.executor
         if self._custody.stepper is not None:
             self._custody.stepper.early.check_forward()
+        if executor.gate.beside.count:
+            return inner(*args, **kwargs)
+        if executor.gate.is_interrupting():
+            return self._beside(inner, args, kwargs)
+        if executor.gate.is_apart():
+            if not torch.is_grad_enabled():
+                return self._beside(inner, args, kwargs)
+            executor.claim()
         if executor.gate.depth:
             return inner(*args, **kwargs)
         if functorch_is_active():
             return inner(*args, **kwargs) if self.settings.compute_dtype is None else self._infer(inner, args, kwargs)
-        args, kwargs = self._to_device(args, kwargs)
-        if not torch.is_grad_enabled() or self._custody.has_substitutes():
+        args, kwargs = to_device(self._backend.device, args, kwargs)
+        if not makes_graph(self.model, args, kwargs):
             return self._infer(inner, args, kwargs)
-        self._take_compiled()
+        is_aside = self._steps.stays_aside(args, kwargs)
+        if not is_aside:
+            if self._custody.has_substitutes():
+                return self._infer(inner, args, kwargs)
+            self._take_compiled()
+            if self._custody.stepper is None:
+                self._unattached.watch()
         try:
-            self._steps.begin_forward(args, kwargs)
+            if is_aside:
+                self._steps.begin_aside(args, kwargs)
+            elif not has_begun(executor):
+                self._steps.begin_forward(signature_of(self.model, args, kwargs), args, kwargs)
             executor.gate.depth += 1
             with contextlib.ExitStack() as hooks:
                 if executor.state.mode is not Mode.PASS or self.settings.compute_dtype is not None:
                     hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks()))
                 out = inner(*args, **kwargs)
             executor.gate.check_casts()
+            executor.shards.check_seam()
             return out
         except BaseException as error:
             torch.set_grad_enabled(True)  # as it was: an exception may come between a guard's entry and its exit
@@ -256,32 +310,20 @@ class Engine:
         # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
         return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 
-    def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        device = self._backend.device
-        if device.type == "cpu":
-            return args, kwargs
-
-        def move(leaf: Any) -> Any:
-            return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
-
-        args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
-        return args, kwargs
-
-    def _as_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the inputs in the type that the model computes in."""
-
-        def cast(leaf: Any) -> Any:
-            is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            return leaf.to(self.settings.compute_dtype) if is_cast else leaf
-
-        args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
-        return args, kwargs
+    def _beside(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward beside the step: in another thread, or in a signal handler that runs while the engine moves something."""
+        args, kwargs = to_device(self._backend.device, args, kwargs)
+        with self.executor.beside():
+            return inner(*args, **kwargs)
 
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
-        self._steps.check_model()
+        with self.executor.state.lock:  # other threads may read
+            self._steps.check_model()
         with self.executor.inferring():
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
+            self.executor.shards.check_seam()
+            return out
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which tensors saved outside the model, by a loss for example, are moved like its own.
@@ -368,48 +410,7 @@ class Engine:
         Args:
             detail: adds bytes per class and link, what keeps tensors on the device, and the biggest that move.
         """
-        if self._steps.last is None:
-            return "No training step has run yet: nothing is known of this model's tensors."
-        for kind in self._kinds():
-            if kind.planned is not None:
-                return self._explain(kind, kind.planned.trace, kind.planned.plan, detail=detail)
-        return "The first two steps are traced and measured, with everything moved out; the plan comes with the third."
-
-    def _kinds(self) -> Iterator[StepKind]:
-        """Yields the kinds of steps, the one that ran last first."""
-        if self._steps.last is not None:
-            yield self._steps.last
-        yield from reversed(self._steps.kinds.values())
-
-    def _explain(self, kind: StepKind, trace: Trace, plan: Plan, *, detail: bool) -> str:
-        stats = self._steps.readings.last
-        measured = stats.figures() if stats is not None else None
-        is_cpu, dtype = self._backend.device.type == "cpu", self.settings.compute_dtype
-        compute_type = "bf16" if dtype is torch.bfloat16 else ""
-        stepper = self._custody.stepper
-        leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
-        may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
-        step = Explained(trace, plan, measured, self._unmoved_by_reason(), is_cpu, compute_type, may_update)
-        return "\n".join(explain(step, detail=detail))
-
-    def _unmoved_by_reason(self) -> dict[str, list[str]]:
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self._custody.unmoved.items():
-            reasons.setdefault(reason, []).append(name)
-        return reasons
-
-    def _run(self) -> Run:
-        for kind in self._kinds():
-            if kind.planned is not None and kind.planned.plan.moves_nothing:
-                trace, plan, timeline = kind.planned.trace, kind.planned.plan, Timeline((), (), ())
-            elif kind.ran is not None:
-                trace, plan, timeline = kind.ran.trace, kind.ran.plan, kind.ran.timeline
-            else:
-                continue
-            explanation = self._explain(kind, trace, plan, detail=True)
-            machine = self._plans.machine_of(trace)
-            return Run(trace, plan, timeline, self.settings.config_toml, self.history.steps, machine, explanation)
-        raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")
+        return self._telling.explain(detail=detail)
 
     def save_run(self, folder: str | Path) -> None:
         """Writes what the last planned step was and did into a folder, for `tieroff report` and other programs.
@@ -420,7 +421,7 @@ class Engine:
             StateError: no step has run under a plan yet.
             OSError: a file cannot be written; each one is whole, or as it was before.
         """
-        save_run(self._run(), folder)
+        save_run(self._telling.run(), folder)
 
     def save_report(self, path: str | Path) -> None:
         """Writes one HTML page that shows the last planned step: memory, lanes, stalls, decisions, predicted and measured.
@@ -430,4 +431,4 @@ class Engine:
             ConfigError: plotly is not installed, or the path names no .html file in a folder that exists.
             OSError: the file cannot be written; what was there before is as it was.
         """
-        self._write_report(self._run(), Path(path))
+        self._write_report(self._telling.run(), Path(path))

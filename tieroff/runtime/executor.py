@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from tieroff.core.seams import Foresight, Recorder
+from tieroff.errors import StateError
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.after_backward import AfterBackward
 from tieroff.runtime.execution.clock import Clock
@@ -15,6 +17,7 @@ from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.sharded import Shards
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.hooks.user_access import UserAccess
 from tieroff.runtime.items.table import HomeTable
@@ -34,7 +37,7 @@ class Executor:
         activations: the items that living graphs saved.
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
-        gate, saved_tensors, gradients: the hooks.
+        gate, shards, saved_tensors, gradients: the hooks.
         guard: serves user code that uses what lies below a device.
     """
 
@@ -50,14 +53,16 @@ class Executor:
         self.context = StepContext(state, self.clock, self.runner, self.on_demand, traffic, self.homes, self.guard)
         self.clock.at_backward_end.append(AfterBackward(self.context))
         self.gate = Gate(self.context, settings.compute_dtype)
-        self.gradients = Gradients(self.context, settings)
+        self.shards = Shards(self.context, self.gate)
+        self.gradients = Gradients(self.context, settings, self.shards)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
+        self.saved_tensors.gathered = self.shards.gathered
         self.guard.serve(self.context, self.gate, self.saved_tensors)
 
     def begin(self, kind: StepKind, recorder: Recorder | None) -> None:
         """A new step of this kind begins."""
         state = self.state
-        state.kind, state.saw_backward = kind, False
+        state.kind, state.saw_backward, state.saw_gradient = kind, False, False
         state.record.begin(recorder)
         planned = kind.stage if isinstance(kind.stage, Planned) else None
         if planned is None:
@@ -71,9 +76,18 @@ class Executor:
         self.saved_tensors.begin()
         self.gate.fetch.begin(kind)
         self.gate.live.sweep()
+        self.gate.take_back()
         self.on_demand.begin(self.homes.parameters.values())
         for item in self.homes:
             self.runner.assign(item)
+
+    def begin_aside(self) -> None:
+        """A new step begins of the kind that ran last, in which nothing moves, and nothing has moved since."""
+        state = self.state
+        state.mode, state.saw_backward = Mode.PASS, False
+        self.guard.begin()
+        self.traffic.begin_step()
+        self.clock.begin()
 
     def end(self) -> None:
         """The step's last op is over."""
@@ -102,6 +116,45 @@ class Executor:
         self.on_demand.release_all()
         self.runner.stop()
         self.state.mode = Mode.IDLE
+
+    def claim(self) -> None:
+        """The calling thread runs the steps from here on.
+
+        Raises:
+            StateError: another thread is in the middle of one.
+        """
+        state, own = self.state, threading.get_ident()
+        if state.thread == own:
+            return
+        with state.lock:
+            is_busy = self.gate.depth > 0 or self.clock.is_backward_open
+            if is_busy and any(thread.ident == state.thread for thread in threading.enumerate()):
+                raise StateError(
+                    "expected one thread to train this model at a time, got a forward with gradients while another is in "
+                    "a forward or backward of it: let them take turns, or wrap a copy for each thread (forwards under "
+                    "torch.no_grad() may run beside a step)"
+                )
+            state.thread = own
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """A forward without gradients runs in another thread than the steps, beside whatever that does.
+
+        It reads parameters where they lie; see [Note: threads beside the step] in hooks/parameters/gate.py.
+        """
+        with self.state.lock:
+            read = [item for item in self.homes.parameters.values() if item.is_shown_below]
+            for item in read:
+                item.readers += 1
+        self.gate.beside.count += 1
+        try:
+            yield
+        finally:
+            self.gate.beside.count -= 1
+            with self.state.lock:
+                for item in read:
+                    item.readers -= 1
+                self.on_demand.left(read)
 
     @contextlib.contextmanager
     def inferring(self) -> Iterator[None]:

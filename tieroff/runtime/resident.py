@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import psutil
 import torch
 
@@ -12,18 +14,29 @@ from tieroff.runtime.engine import Engine
 class Resident:
     """Memory of the process that holds no tensor, on the CPU backend: library code and scratch, heap, thread stacks."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, others: Collection[Engine] = ()) -> None:
+        """Takes what is resident now.
+
+        Args:
+            model: about to be wrapped.
+            others: the engines of other models under the same budget.
+        """
         plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
         every = (*model.parameters(), *model.buffers())
         held = (t for t in every if type(t) in plain and t.layout is torch.strided and not t.is_meta)
         tensors = {t.data_ptr(): t for t in held}
-        self._baseline_bytes = _resident_bytes() - sum(t.numel() * t.element_size() for t in tensors.values())
+        tensor_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        self._baseline_bytes = _resident_bytes() - tensor_bytes - _held_bytes(others)
 
-    def overhead_bytes(self, engine: Engine) -> int:
-        """Returns the growth of resident memory since wrap that no tensor of the engine accounts for, >= 0."""
-        host = engine.stores.get(Tier.HOST)
-        held = engine.device_bytes + (host.reserved_bytes if host is not None else 0)
-        return max(_resident_bytes() - self._baseline_bytes - held, 0)
+    def overhead_bytes(self, *engines: Engine) -> int:
+        """Returns the growth of resident memory since wrap that no tensor of the engines accounts for, >= 0."""
+        return max(_resident_bytes() - self._baseline_bytes - _held_bytes(engines), 0)
+
+
+def _held_bytes(engines: Collection[Engine]) -> int:
+    """Returns the bytes of memory that engines hold, which may share their host pool."""
+    pools = {id(pool): pool for engine in engines if (pool := engine.stores.get(Tier.HOST)) is not None}
+    return sum(engine.device_bytes for engine in engines) + sum(pool.reserved_bytes for pool in pools.values())
 
 
 def _resident_bytes() -> int:

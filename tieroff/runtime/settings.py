@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tieroff.core.tensor import TensorClass, Tier
+from tieroff.device_budget import DeviceBudget
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Settings:
         allocator_threshold_bytes: see `Backend.tune_allocator`; None leaves the allocator alone.
         compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
         recompute_layers: names or patterns of the modules that may run again in backward.
+        device_budget: what was asked for, or None.
         update_in_backward: whether buckets are updated as soon as their gradients are final.
     """
 
@@ -33,3 +35,4 @@ class Settings:
     compute_dtype: torch.dtype | None = None
     recompute_layers: tuple[str, ...] = ()
     update_in_backward: bool = False
+    device_budget: DeviceBudget | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,12 +11,15 @@ from tieroff.config import Config
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError
+from tieroff.planner.least import Least
 from tieroff.planner.problem.problem import live_bytes
 from tieroff.probe import limits
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.resident import Resident
 from tieroff.session.ranks import Ranks
+from tieroff.session.shared import Part
 from tieroff.storage.limits import host_limit_bytes
+from tieroff.units import parse_bytes, pasteable
 
 # A plan leaves this part of a lower tier free, for fragmentation and for extents that are written beside the old ones.
 _SLACK_PART = 8
@@ -30,12 +34,20 @@ class Budgets:
         host_bytes, nvme_bytes: sizes of the lower tiers; 0 for a tier that is not used.
         dirs: folders of the NVMe tier; () where it is not used.
 
+    Args:
+        config: asks for them.
+        device: where the model computes.
+        ranks: which process of a launch this is.
+        part: this model's, where the device budget is for several models.
+
     Raises:
         ConfigError: there is an NVMe budget and no folder.
     """
 
-    def __init__(self, config: Config, device: torch.device, ranks: Ranks) -> None:
-        self._wanted, self._device, self._ranks = config.budget.device, device, ranks
+    def __init__(self, config: Config, device: torch.device, ranks: Ranks, part: Part | None = None) -> None:
+        self.part = part
+        self._wanted, self._is_strict = config.budget.device, config.budget.strict
+        self._device, self._ranks = device, ranks
         self._is_cpu = device.type == "cpu"
         self._resident: Resident | None = None
         self._engine: Engine | None = None
@@ -63,30 +75,89 @@ class Budgets:
             resident: makes memory of the process that is no tensor count against a device budget given in bytes.
         """
         self._resident, self._engine = resident, engine
+        if self.part is not None:
+            self.part.watch(engine)
 
     def layers_chosen(self, device_bytes: int) -> None:
         """Layers were chosen to run again in backward, under this device budget."""
         self._chosen_bytes = device_bytes
 
-    def of(self, trace: Trace) -> dict[Tier, int]:
-        """Returns the bytes of each tier that a plan of this step may use."""
+    @property
+    def lower(self) -> dict[Tier, int]:
+        """The bytes of the lower tiers that a plan may use."""
         lower = {Tier.HOST: _plannable(self.host_bytes), Tier.NVME: _plannable(self.nvme_bytes)}
-        return {Tier.DEVICE: self._device_bytes(trace), **lower}
+        return {tier: self.part.lower_bytes(size) for tier, size in lower.items()} if self.part is not None else lower
 
-    def _device_bytes(self, trace: Trace) -> int:
+    def of(self, trace: Trace, least: Callable[[], Least]) -> dict[Tier, int]:
+        """Returns the bytes of each tier that a plan of this step may use.
+
+        Args:
+            trace: the step.
+            least: gives the least of the device that it runs in. A smaller budget is raised to it, unless it is strict or the
+                device has less.
+        """
+        return {Tier.DEVICE: self._device_bytes(trace, least), **self.lower}
+
+    @property
+    def may_raise(self) -> bool:
+        """True where a device budget was asked for that may be raised to what a step needs."""
+        return self._wanted is not None and (self._wanted.is_least or not self._is_strict)
+
+    def raised(self, needed_bytes: int, limit_bytes: int) -> int | None:
+        """Returns the device budget for a step that needs these bytes; None where it must not have them.
+
+        Args:
+            needed_bytes: by the op that needs most.
+            limit_bytes: what was asked for, or what all ranks agreed on.
+        """
+        if self._wanted is None:
+            return None
+        if needed_bytes <= limit_bytes:
+            return needed_bytes  # what the process itself takes comes off only as far as the step runs
+        return parse_bytes(pasteable(needed_bytes)) if self.may_raise and needed_bytes <= self._free_bytes() else None
+
+    def _device_bytes(self, trace: Trace, least: Callable[[], Least]) -> int:
+        if self._wanted is None:
+            return self._free_bytes()
+        if self.part is not None:
+            self.part.see(trace, least())
+        limit = self.limit_bytes(trace)
+        device = limit - self._overhead_bytes(limit)
+        needs = least()
+        if device >= needs.floor_bytes:
+            return device
+        raised = self.raised(needs.floor_bytes if limit >= needs.floor_bytes else needs.enough_bytes, limit)
+        return limit if raised is None else raised
+
+    def _free_bytes(self) -> int:
+        free_bytes = _free_bytes(self._device, self._engine.own_device_bytes if self._engine is not None else 0)
+        return self._ranks.share_bytes(free_bytes) if self._is_cpu else free_bytes
+
+    def limit_bytes(self, trace: Trace) -> int:
+        """Returns the device bytes that were asked for, for this step; 0 where it is to have the least that it runs in.
+
+        There is a device budget.
+        """
         wanted = self._wanted
-        if wanted is None:
-            free_bytes = _free_bytes(self._device, self._engine.own_device_bytes if self._engine is not None else 0)
-            return self._ranks.share_bytes(free_bytes) if self._is_cpu else free_bytes
+        assert wanted is not None
+        if self.part is not None:
+            return self.part.limit_bytes()
         limit = wanted.resolve(int(live_bytes(trace).max()))
         if wanted.share is not None and trace.recompute_ops:
             # The share is of a step that keeps everything; this one keeps less. Other kinds of steps use the same ratio.
             self._kept_ratio = self._kept_ratio or max(self._chosen_bytes / limit, 1.0)
             limit = int(limit * self._kept_ratio)
-        if wanted.size_bytes is None or self._resident is None or self._engine is None:
-            return limit
-        # On the CPU a budget in bytes is about resident memory, so what the process itself takes comes off, up to a share.
-        return limit - min(self._resident.overhead_bytes(self._engine), int(limit * _OVERHEAD_SHARE_AT_MOST))
+        return limit
+
+    def _overhead_bytes(self, limit: int) -> int:
+        """Returns what comes off a budget in bytes on the CPU, which is about resident memory: what the process itself takes,
+        up to a share."""
+        is_size = self._wanted is not None and self._wanted.size_bytes is not None
+        if not is_size or self._resident is None or self._engine is None:
+            return 0
+        engines = self.part.engines if self.part is not None else (self._engine,)
+        overhead_bytes = self._resident.overhead_bytes(*engines) // len(engines)
+        return min(overhead_bytes, int(limit * _OVERHEAD_SHARE_AT_MOST))
 
 
 def _plannable(size_bytes: int) -> int:

@@ -29,6 +29,8 @@ from tieroff.session.given_plan import GivenPlan
 from tieroff.session.links import Links
 from tieroff.session.planning import Planning, layers_to_recompute
 from tieroff.session.ranks import Ranks
+from tieroff.session.shared import Budget
+from tieroff.session.told import show_on_terminal
 from tieroff.storage.engines import choose
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
@@ -43,12 +45,19 @@ _CLASSES = {
     "optimizer": TensorClass.OPTIMIZER,
 }
 _COMPUTE_TYPES = {"bf16": torch.bfloat16}
-# Freed blocks above this leave the process at once on the CPU backend; see docs/results for what it costs.
-_ALLOCATOR_THRESHOLD_BYTES = 1 << 20
+# Freed blocks above this leave the process at once on the CPU backend; see docs/results for what it costs. It is glibc's own
+# threshold before it adapts: with a larger one the heap keeps what models of small tensors freed, beyond any budget.
+_ALLOCATOR_THRESHOLD_BYTES = 128 << 10
 _PAGE_RETURN_S = 0.005
 
 
-def build(model: torch.nn.Module, config: Config, backend: Backend | None = None, plan: Plan | None = None) -> Engine:
+def build(
+    model: torch.nn.Module,
+    config: Config,
+    backend: Backend | None = None,
+    plan: Plan | None = None,
+    shared: Budget | None = None,
+) -> Engine:
     """Returns the engine of a model, which it has taken over.
 
     Args:
@@ -56,6 +65,7 @@ def build(model: torch.nn.Module, config: Config, backend: Backend | None = None
         config: checked, with defaults filled in.
         backend: where computing happens; None follows the config's `device`.
         plan: run this one instead of making one.
+        shared: the device budget of this model and others.
 
     Raises:
         ConfigError: the config cannot be used on this machine.
@@ -66,9 +76,17 @@ def build(model: torch.nn.Module, config: Config, backend: Backend | None = None
     device, ranks = backend.device, Ranks.here()
     if not backend.has_host_tier:
         config = _without_host_tier(config)
-    budgets = Budgets(config, device, ranks)
-    links = Links(config, device.type, budgets.dirs, ranks)
-    resources = _open(config, backend, budgets, links)
+    part = shared.join(model) if shared is not None else None
+    with ExitStack() as joined:
+        if part is not None:
+            joined.callback(part.leave)
+        budgets = Budgets(config, device, ranks, part)
+        links = Links(config, device.type, budgets.dirs, ranks)
+        if part is None:
+            resources = _open(config, backend, budgets, links)
+        else:
+            resources, links = part.resources(config, backend, links, lambda: _open(config, backend, budgets, links))
+        joined.pop_all()
     try:
         is_staged = budgets.dirs and resources.io is not None and resources.io.name != "gds"
         backend.use_staging(config.nvme.staging if is_staged else 0)
@@ -76,12 +94,14 @@ def build(model: torch.nn.Module, config: Config, backend: Backend | None = None
         settings = _settings(config, resources, layers)
         plans = _plan_source(plan, config, resources, budgets, links, ranks)
         foresight = Correlation() if config.plan.policy != "demand" else None
-        resident = Resident(model) if device.type == "cpu" else None
+        resident = Resident(model, part.engines if part is not None else ()) if device.type == "cpu" else None
         engine = Engine(model, settings, resources, plans, foresight, _write_report)
     except BaseException:
         resources.close_stores()
         raise
     budgets.watch(resident, engine)
+    if ranks.rank == 0:
+        show_on_terminal()
     if config.plan.recompute_layers and not layers:
         log.warning('[plan] recompute_layers has no effect: it needs policy = "auto", one rank and no given plan')
     return engine
@@ -135,6 +155,7 @@ def _settings(config: Config, resources: Resources, layers: tuple[str, ...]) -> 
         config_toml=config.to_toml(),
         recompute_layers=layers,
         update_in_backward=planning.update_in_backward,
+        device_budget=config.budget.device,
         compute_dtype=_COMPUTE_TYPES[config.compute_dtype] if config.compute_dtype is not None else None,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from tieroff.config import Config
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
+from tieroff.core.seams import Fit, Made, Pending
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import TraceMismatchError
@@ -17,6 +18,7 @@ from tieroff.planner.user_code import bring_back
 from tieroff.session.links import Links
 from tieroff.session.planning import may_bring_back
 from tieroff.session.ranks import Ranks
+from tieroff.session.workshop import Known
 from tieroff.tracing.recorder import StepRecorder
 
 
@@ -41,7 +43,10 @@ class GivenPlan:
     def recorder(self) -> StepRecorder:
         return StepRecorder(self._device)
 
-    def plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
+    def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+        return Known(lambda: Made(0, self._checked(traces[0]), None))
+
+    def _checked(self, trace: Trace) -> Plan:
         if self._plan.recompute and not trace.recompute_ops:
             return self._plan  # its layers run again from now on; it is compared with the step in which they do
         if self._plan.trace_digest != trace.digest:
@@ -57,8 +62,16 @@ class GivenPlan:
             return trace
         return bring_back(trace, op, used, self._plan.budget_bytes[Tier.DEVICE], self._config.plan.min_bytes)
 
-    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> None:
-        """Returns None: the plan stays, however long it takes."""
+    def fit(self, plan: Plan | None) -> Fit:
+        """Returns that it suits: it is never replaced."""
+        return Fit.SUITS
+
+    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> Pending[None]:
+        """Finds None: the plan stays, however long it takes."""
+        return Known(lambda: None)
+
+    def close(self) -> None:
+        """Does nothing: nobody plans."""
 
     def spare_bytes(self, trace: Trace) -> int:
         return 0

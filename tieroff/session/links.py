@@ -30,6 +30,8 @@ class Links:
 
     def __init__(self, config: Config, device: str, dirs: tuple[Path, ...], ranks: Ranks) -> None:
         self._config, self._device, self._dirs, self._ranks = config, device, dirs, ranks
+        if self.is_named:
+            self.machine  # noqa: B018 - a file that is wrong is told now, not when the first plan is made
 
     @property
     def is_named(self) -> bool:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from tieroff.config import Config
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
+from tieroff.core.seams import Fit, Made, Pending
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
+from tieroff.device_budget import DeviceBudget
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.compare.predict import forecast
-from tieroff.planner.layers import choose_modules
-from tieroff.planner.make_plan import make_plan
-from tieroff.planner.problem.problem import make_problem
+from tieroff.planner.beside.work import Order, Question
+from tieroff.planner.least import Least, infeasible, least
+from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.user_code import bring_back
 from tieroff.session.budgets import Budgets
 from tieroff.session.links import Links
 from tieroff.session.rank_budget import RankBudget
 from tieroff.session.ranks import Need, Ranks
+from tieroff.session.told import Told
+from tieroff.session.workshop import Workshop
 from tieroff.tracing.recorder import StepRecorder
+from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
+
+# How often a budget is raised for one plan: a policy may need more than it said, given more.
+_RAISES_AT_MOST = 4
 
 
 class Planning:
@@ -46,63 +53,173 @@ class Planning:
         self._config, self._planning, self._device = config, config.plan, device
         self._budgets, self._links, self._ranks, self._capabilities = budgets, links, ranks, capabilities
         self._rank_budget = RankBudget(ranks.rank)
+        self._workshop = Workshop(is_beside=_may_plan_beside(config), waits=ranks.world > 1)
         self._needed_bytes = 0  # the largest need of any op of the steps that were asked about
         self._machines: dict[str, Machine] = {}  # digest of a trace -> the machine it was last planned for
         self._recomputed: tuple[str, ...] | None = None  # chosen once, for all kinds of steps
+        self._told = Told(config.budget.device, ranks.rank)
+        self._leasts: dict[str, Least] = {}  # by digest of a trace
 
     def recorder(self) -> StepRecorder:
         self._rank_budget.enter()
-        return StepRecorder(self._device, self._publish)
+        self._workshop.waits |= self._rank_budget.is_shared
+        self._workshop.open()
+        recorder = StepRecorder(self._device, self._publish)
+        if self._budgets.part is not None:
+            self._budgets.part.begin_recording(recorder)
+        return recorder
 
     def _publish(self, trace: Trace | None) -> None:
-        """Publishes the needs of the first traced step to the other ranks; None: the step cannot be traced."""
-        if not self._rank_budget.is_due:
-            return
-        if trace is None:
-            self._rank_budget.leave()
-            return
-        budget = self._budgets.of(trace)
-        self._rank_budget.publish(trace, budget[Tier.DEVICE], self._floor_bytes(trace, budget))
+        """Says what a traced step needs: the first one's to the other ranks, where there are any.
 
-    def plan(self, trace: Trace, rates: dict[str, float]) -> Plan:
-        budget, wanted = self._budgets.of(trace), self._config.budget.device
-        is_share = wanted is not None and wanted.share is not None
-        agreed = self._rank_budget.settle(trace, budget[Tier.DEVICE], is_share=is_share)
+        Args:
+            trace: of the step; None: it cannot be traced.
+
+        Raises:
+            InfeasiblePlanError: the budget is strict and below what this step needs, and there are no other ranks.
+        """
+        if self._rank_budget.is_due:
+            if trace is None:
+                self._rank_budget.leave()
+            else:
+                budget = self._budget_of(trace)
+                self._rank_budget.publish(trace, budget[Tier.DEVICE], self._least(trace).floor_bytes)
+        elif trace is not None and self._rank_budget.is_alone and self._wanted is not None:
+            self._check(trace, self._budget_of(trace)[Tier.DEVICE], self._budgets.limit_bytes(trace))
+
+    @property
+    def _wanted(self) -> DeviceBudget | None:
+        return self._config.budget.device
+
+    def _budget_of(self, trace: Trace) -> dict[Tier, int]:
+        return self._budgets.of(trace, lambda: self._least(trace))
+
+    def _least(self, trace: Trace) -> Least:
+        """Returns the least of the device that a step runs in."""
+        if trace.digest not in self._leasts:
+            self._leasts[trace.digest] = least(self._problem(trace, 0))
+        return self._leasts[trace.digest]
+
+    def _problem(self, trace: Trace, device_bytes: int) -> Problem:
+        budget = {Tier.DEVICE: device_bytes, **self._budgets.lower}
+        return make_problem(trace, self._links.machine, budget, self._capabilities)
+
+    def _check(self, trace: Trace, device_bytes: int, limit: int) -> None:
+        """Says that a step gets more than was asked for, if it does.
+
+        Raises:
+            InfeasiblePlanError: it does not, and needs more.
+        """
+        if device_bytes <= limit < self._least(trace).floor_bytes:
+            raise infeasible(self._problem(trace, limit), self._planning.policy, limit)
+        policy = self._planning.policy
+        self._told.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit).why)
+
+    def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+        last = traces[-1]
+        budget = self._budget_of(last)
+        is_of_kind = self._wanted is not None and self._wanted.size_bytes is None
+        agreed = self._rank_budget.settle(last, budget[Tier.DEVICE], is_of_kind=is_of_kind, may_raise=self._budgets.may_raise)
         budget[Tier.DEVICE] = agreed.budget_bytes
-        machine = self._machines[trace.digest] = self._links.at(rates)
+        is_first = last.digest not in self._machines
+        machine = self._machine_for(traces, rates)
         policy, effort = self._planning.policy, self._planning.effort
-        log.info("planning %d ops and %d tensors (%s, %s)", len(trace.ops), len(trace.tensors), policy, effort)
+        log.info("planning %d ops and %d tensors (%s, %s)", len(last.ops), len(last.tensors), policy, effort)
+        may_rerun = self._planning.recompute and bool(layers_to_recompute(self._config, self._ranks))
+        order = Order(
+            traces=tuple(traces),
+            machine=machine,
+            budget=budget,
+            policy=policy,
+            effort=effort,
+            capabilities=self._capabilities,
+            recompute=self._recomputed or (),
+            chooses_layers=self._recomputed is None and may_rerun,
+        )
 
-        def make(trace: Trace, effort: str = "fast") -> Plan:
-            return make_plan(trace, machine, budget, policy, effort, self._capabilities)
+        asked, part = self._budgets.limit_bytes(last) if self._wanted is not None else 0, self._budgets.part
 
-        try:
-            plan = make(trace, effort)
-            if self._recomputed is None and self._planning.recompute and layers_to_recompute(self._config, self._ranks):
-                self._recomputed = choose_modules(trace, plan, make)
+        def finish(take: Callable[[], Made]) -> Made:
+            try:
+                made = self._within(order, agreed, asked, take)
+            except InfeasiblePlanError as error:
+                if part is not None:
+                    part.failed(last.digest, asked)
+                if agreed.rank == self._ranks.rank:
+                    raise
+                raise _of_another_rank(error, agreed) from None
+            if part is not None:
+                part.take(made.plan, asked)
+            if order.chooses_layers and self._recomputed is None:
+                self._recomputed = made.plan.recompute
                 self._budgets.layers_chosen(budget[Tier.DEVICE])
-            return replace(plan, recompute=self._recomputed or ())
-        except InfeasiblePlanError as error:
-            if agreed.rank == self._ranks.rank:
-                raise
-            raise _of_another_rank(error, agreed) from None
+            return made
+
+        return self._workshop.ask(order, finish, is_first=is_first)
+
+    def _machine_for(self, traces: Sequence[Trace], rates: dict[str, float]) -> Machine:
+        machine = self._links.at(rates)
+        self._machines.update((trace.digest, machine) for trace in traces)
+        return machine
+
+    def _within(self, order: Order, agreed: Need, asked: int, take: Callable[[], Made]) -> Made:
+        """Returns the plan that was ordered; while it needs more of the device than it may have, the budget is raised.
+
+        Args:
+            order: for the planner.
+            agreed: the budget of all ranks.
+            asked: the device bytes that were asked for as it was ordered; a part of a shared budget changes meanwhile.
+            take: returns the plan.
+
+        A budget is raised to the least of its step before the order. Only where the lower tiers have no room for all that
+        would have to move it is raised here again, and the step waits for the plan.
+        """
+        trace, budget = order.traces[-1], order.budget
+        why = ""
+        limit = asked if agreed.rank == self._ranks.rank else agreed.budget_bytes
+        for _ in range(_RAISES_AT_MOST):
+            try:
+                made = take()
+                break
+            except InfeasiblePlanError as error:
+                raised = self._budgets.raised(error.needed_bytes, limit)
+                if raised is None or raised <= budget[Tier.DEVICE]:
+                    raise
+                budget[Tier.DEVICE], why = raised, error.why
+                take = self._workshop.ask(order, lambda again: again()).take
+        else:
+            made = take()
+        if agreed.rank != self._ranks.rank and not why:
+            why = f"rank {agreed.rank} needs {format_bytes(agreed.floor_bytes)}, and all ranks plan with the same budget"
+        if self._wanted is not None and why:
+            self._told.raised(asked, budget[Tier.DEVICE], partial(str, why))
+        elif self._wanted is not None:
+            self._check(trace, budget[Tier.DEVICE], asked)
+        return made
 
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         if not may_bring_back(self._config, self._ranks):
             return trace
-        return bring_back(trace, op, used, self._budgets.of(trace)[Tier.DEVICE], self._planning.min_bytes)
+        return bring_back(trace, op, used, self._budget_of(trace)[Tier.DEVICE], self._planning.min_bytes)
 
-    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> tuple[int, int] | None:
-        machine = self._machines[trace.digest] = self._links.at(rates)
-        return forecast(plan, trace, machine)
+    def fit(self, plan: Plan | None) -> Fit:
+        return Fit.SUITS if self._budgets.part is None else self._budgets.part.fit(plan)
+
+    def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> Pending[tuple[int, int]]:
+        return self._workshop.ask(Question(plan, trace, self._machine_for((trace,), rates)))
+
+    def close(self) -> None:
+        self._workshop.close()
 
     def spare_bytes(self, trace: Trace) -> int:
-        budget = self._budgets.of(trace)
+        budget = self._budget_of(trace)
+        if self._budgets.part is not None:
+            return 0  # what is spare of a shared budget is the other models'
         used = {tensor for op in trace.ops for tensor in (*op.reads, *op.writes)}
         # No op uses these. They are below while nothing is planned; a plan, which moves only what is idle, keeps them up.
         unused = (tensor for i, tensor in enumerate(trace.tensors) if i not in used)
         movable = (t for t in unused if t.is_persistent and t.is_movable and t.size_bytes >= self._planning.min_bytes)
-        needed_bytes = self._floor_bytes(trace, budget) - sum(tensor.size_bytes for tensor in movable)
+        needed_bytes = self._least(trace).floor_bytes - sum(tensor.size_bytes for tensor in movable)
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         return max(budget[Tier.DEVICE] - self._needed_bytes, 0)
 
@@ -112,10 +229,6 @@ class Planning:
     def machine_of(self, trace: Trace) -> Machine | None:
         return self._machines.get(trace.digest)
 
-    def _floor_bytes(self, trace: Trace, budget: dict[Tier, int]) -> int:
-        """Returns the device bytes of the op that needs most, with everything else moved out that can be."""
-        return int(make_problem(trace, self._links.machine, budget, self._capabilities).base.max())
-
 
 def layers_to_recompute(config: Config, ranks: Ranks) -> tuple[str, ...]:
     """Returns names or patterns of the layers that may run again in backward.
@@ -124,6 +237,11 @@ def layers_to_recompute(config: Config, ranks: Ranks) -> tuple[str, ...]:
     """
     may_run = config.plan.policy == "auto" and ranks.world == 1
     return config.plan.recompute_layers if may_run else ()
+
+
+def _may_plan_beside(config: Config) -> bool:
+    """True where a process of its own may plan; a policy of the user's runs where the user's other code does."""
+    return config.plan.background and ":" not in config.plan.policy
 
 
 def may_bring_back(config: Config, ranks: Ranks) -> bool:

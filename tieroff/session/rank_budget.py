@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.session.ranks import Agreement, Need, agreement_here
-from tieroff.units import format_bytes
+from tieroff.units import format_bytes, parse_bytes, pasteable
 
 
 @dataclass
@@ -30,9 +30,19 @@ class RankBudget:
             self._agreement = agreement_here()
 
     @property
+    def is_shared(self) -> bool:
+        """True where several ranks agree."""
+        return self._agreement is not None
+
+    @property
     def is_due(self) -> bool:
         """True while this rank has not yet published what its first traced step needs."""
         return self._agreement is not None and self.first_trace is None
+
+    @property
+    def is_alone(self) -> bool:
+        """True where there are no other ranks to agree with."""
+        return self._agreement is None
 
     def publish(self, trace: Trace, budget_bytes: int, floor_bytes: int) -> None:
         """Publishes what the first traced step may use of the device, and its least need."""
@@ -45,13 +55,14 @@ class RankBudget:
         assert self._agreement is not None
         self._agreement.leave()
 
-    def settle(self, trace: Trace, own_bytes: int, *, is_share: bool) -> Need:
+    def settle(self, trace: Trace, own_bytes: int, *, is_of_kind: bool, may_raise: bool) -> Need:
         """Returns the device budget that all ranks plan with, and whose it is.
 
         Args:
             trace: the step to plan.
             own_bytes: this rank's budget.
-            is_share: the budget is a share of each kind of step, so the agreement holds for the first kind only.
+            is_of_kind: each kind of step has a budget of its own (a share, say): the agreement holds for the first kind only.
+            may_raise: whether the budget of all ranks is raised to the need of the one that needs most.
 
         Raises:
             InfeasiblePlanError: the budget is enough for this rank and not for another one. That one raises too, so no rank
@@ -61,9 +72,11 @@ class RankBudget:
         own = Need(own_bytes, self._floor_bytes, self.rank)
         agreed = self._agreement.settle() if self._agreement is not None else None
         is_first = self.first_trace is not None and trace.tensors is self.first_trace.tensors
-        if agreed is None or (is_share and not is_first):
+        if agreed is None or (is_of_kind and not is_first):
             return own
         least = min(own, agreed.budget, key=lambda need: need.budget_bytes)
+        if is_first and may_raise and agreed.floor.floor_bytes > least.budget_bytes:
+            return replace(agreed.floor, budget_bytes=parse_bytes(pasteable(agreed.floor.floor_bytes)))
         if is_first and agreed.floor.floor_bytes > least.budget_bytes >= own.floor_bytes:
             raise InfeasiblePlanError(
                 f"expected every op of every rank to fit in {format_bytes(least.budget_bytes)} of device memory, the least of "

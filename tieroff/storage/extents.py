@@ -52,11 +52,13 @@ class FreeList:
 
     def take(self, size_bytes: int) -> int | None:
         """Returns the offset of a range that is now used, from the smallest free one that holds it, or None."""
-        ranges = enumerate(zip(self._sizes, self._turns, strict=True))
-        fitting = [(size, -turn, index) for index, (size, turn) in ranges if size >= size_bytes]
-        if not fitting:
+        size = index = -1
+        for at, found in enumerate(self._sizes):
+            if found < size_bytes or (0 <= size < found) or (found == size and self._turns[at] < self._turns[index]):
+                continue
+            size, index = found, at
+        if index < 0:
             return None
-        size, _, index = min(fitting)
         offset = self._offsets[index]
         if size == size_bytes:
             self._drop(index)

@@ -18,7 +18,7 @@ from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.engines.base import Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.memory import align_up
-from tieroff.storage.store import Block, Home
+from tieroff.storage.store import Block, By, Home
 from tieroff.storage.transfers import UNCHECKED, Action, Check, InFlight, StoreTransfer
 from tieroff.units import format_bytes
 
@@ -72,6 +72,13 @@ class SpaceStore(ABC):
         return self._used_bytes
 
     @property
+    def taken_bytes(self) -> int:
+        """The same without a look at transfers: what they keep still counts if they ended a moment ago."""
+        if self._freed:
+            self._try_drain()
+        return self._used_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The largest used_bytes so far."""
         return self._peak_bytes
@@ -96,10 +103,10 @@ class SpaceStore(ABC):
         """Makes room for one more extent; returns "" or the reason why it cannot. Under the lock."""
 
     @abstractmethod
-    def _submit_write(self, block: Block, source_address: int) -> Transfer: ...
+    def _submit_write(self, block: Block, source_address: int, by: By | None) -> Transfer: ...
 
     @abstractmethod
-    def _submit_read(self, block: Block, target_address: int) -> Transfer: ...
+    def _submit_read(self, block: Block, target_address: int, by: By | None) -> Transfer: ...
 
     @abstractmethod
     def _place(self, block: Block) -> tuple[str, int]:
@@ -109,7 +116,7 @@ class SpaceStore(ABC):
     def _release(self) -> None:
         """Gives everything back to the system; all transfers have ended. Under the lock."""
 
-    def _home_check(self, block: Block, target_address: int) -> Check:
+    def _home_check(self, block: Block, target_address: int, by: By | None) -> Check:
         """Returns what a home's bytes are compared with."""
         return UNCHECKED
 
@@ -126,9 +133,12 @@ class SpaceStore(ABC):
         """Holds the lock of a store that is open. The process is checked first: a child may inherit the lock held."""
         self._check_process()
         with self._lock:
-            if self._is_closed:
-                raise StateError("this store is closed")
+            self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError("this store is closed")
 
     # Places.
 
@@ -248,25 +258,27 @@ class SpaceStore(ABC):
 
     # Transfers.
 
-    def write(self, block: Block, source_address: int, keep: object) -> StoreTransfer:
+    def write(self, block: Block, source_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to write the block's bytes from memory."""
         self._check_process()
         self.in_flight.reap()
-        with self._open():
+        with self._lock:
+            self._check_open()
             self._check_block(block)
             if block.transfers:
                 raise StateError(
                     f"a block was written while {len(block.transfers)} of its transfers are in flight; wait for them first"
                 )
             block.written = None
-            transfer = self._submit_write(block, source_address)
+            transfer = self._submit_write(block, source_address, by)
             return self._started(block, transfer, "write", keep)
 
-    def read(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
+    def read(self, block: Block, target_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to read the block's bytes into memory."""
         self._check_process()
         self.in_flight.reap()
-        with self._open():
+        with self._lock:
+            self._check_open()
             self._check_block(block)
             written = block.written
             if not isinstance(written, StoreTransfer) or not written.has_succeeded():
@@ -274,17 +286,18 @@ class SpaceStore(ABC):
                     f"a block was read {'that was never written' if written is None else 'whose write has not succeeded'}; "
                     "wait for the write first"
                 )
-            transfer = self._submit_read(block, target_address)
+            transfer = self._submit_read(block, target_address, by)
             return self._started(block, transfer, "read", keep, Check(written.checksum if self._is_checking else None))
 
-    def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
+    def read_home(self, block: Block, target_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to read a home's block as it is now, since user code may have written into it."""
         self._check_process()
         self.in_flight.reap()
-        with self._open():
+        with self._lock:
+            self._check_open()
             self._check_block(block)
-            check = self._home_check(block, target_address)
-            transfer = self._submit_read(block, target_address)
+            check = self._home_check(block, target_address, by)
+            transfer = self._submit_read(block, target_address, by)
             return self._started(block, transfer, "read", keep, check)
 
     def _started(self, block: Block, transfer: Transfer, action: str, keep: object, check: Check = UNCHECKED) -> StoreTransfer:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tieroff.core.tensor import Tier
 from tieroff.storage.completion import Completion
+
+if TYPE_CHECKING:
+    from tieroff.storage.engines.base import Engine, Mover
+
+By: TypeAlias = "Callable[[Engine], Mover]"
+"""What moves bytes in an engine's place, see Store."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -62,7 +69,7 @@ class Home(Protocol):
     def size_bytes(self) -> int:
         """The tensor's bytes."""
 
-    def write(self, source_address: int, keep: object) -> Completion:
+    def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts to write a new value, which publish() makes visible; on HOST it is visible as it arrives."""
 
     def publish(self) -> None:
@@ -73,7 +80,7 @@ class Home(Protocol):
             StoreError: the write failed. The memory shows the old value.
         """
 
-    def read(self, target_address: int, keep: object) -> Completion:
+    def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts to read the memory, including writes from outside."""
 
     def note(self, copy: Completion) -> None:
@@ -88,6 +95,9 @@ class Store(Protocol):
 
     `keep` is any object that must live until the transfer has ended, such as the owner of the memory; it is released when
     the end is noticed: by done() or wait(), or at the latest by the store's next transfer.
+
+    `by` makes, of the store's engine, what moves bytes between its files and memory that the engine does not reach itself
+    (a device's); None: the engine does. A store of host memory takes none: the device's streams copy there.
     """
 
     @property
@@ -105,6 +115,10 @@ class Store(Protocol):
     @property
     def used_bytes(self) -> int:
         """Bytes taken now. Freed blocks count until the last transfer on them has ended."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """The same without a look at transfers: what they keep still counts if they ended a moment ago."""
 
     @property
     def peak_bytes(self) -> int:
@@ -139,14 +153,14 @@ class Store(Protocol):
             StateError: it was freed before.
         """
 
-    def write(self, block: Block, source_address: int, keep: object) -> Completion:
+    def write(self, block: Block, source_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts to write the block's bytes from memory.
 
         Raises:
             StateError: it is freed, or a transfer on it is under way.
         """
 
-    def read(self, block: Block, target_address: int, keep: object) -> Completion:
+    def read(self, block: Block, target_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts to read the block's bytes into memory.
 
         Raises:

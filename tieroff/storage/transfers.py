@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tieroff.errors import StoreError
 from tieroff.storage.engines.base import Transfer
@@ -16,8 +17,7 @@ READS_MAX = 4
 """How often a home is read until two reads agree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """What a transfer does and where, for messages.
 
     Attributes:
@@ -56,6 +56,19 @@ class StoreTransfer:
     its drive change bytes, it accepts no home that differs.
     """
 
+    __slots__ = (
+        "_action",
+        "_believed",
+        "_checksums",
+        "_expected_checksum",
+        "_in_flight",
+        "_is_good",
+        "_keep",
+        "_lock",
+        "_read_again",
+        "_transfer",
+    )
+
     def __init__(self, transfer: Transfer, action: Action, keep: object, in_flight: InFlight, check: Check = UNCHECKED) -> None:
         self._transfer = transfer
         self._action = action
@@ -63,9 +76,10 @@ class StoreTransfer:
         self._in_flight = in_flight
         self._expected_checksum = check.checksum
         self._read_again = check.read_again
-        self._checksums: list[int | None] = []  # of earlier reads, under [Note: values that user code may change]
+        self._checksums: tuple[int | None, ...] = ()  # of earlier reads, under [Note: values that user code may change]
         self._believed: tuple[int | None, ...] = ()  # those of them that the last one may equal
         self._lock = threading.RLock()  # one thread at a time decides on another read
+        self._is_good = False  # known to have ended well
         in_flight.add(self)
 
     @property
@@ -97,18 +111,23 @@ class StoreTransfer:
 
     def has_succeeded(self) -> bool:
         """Returns whether it has ended well."""
-        return self.done() and self._failure() is None
+        if not self._is_good:
+            self._is_good = self.done() and self._failure() is None
+        return self._is_good
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when it has ended well; raises StoreError otherwise (see Completion.wait)."""
         if not self.wait_ended(timeout_s):
             raise self._error(errno.ETIMEDOUT, f"not ended after {timeout_s} s; the drive may hang")
-        failure = self._failure()
+        failure = None if self._is_good else self._failure()
         if failure is not None:
             raise failure
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Waits for its end, well or not; returns False after the time-out."""
+        """Waits for its end, well or not; returns False after the time-out.
+
+        Also of one that has ended: a device's stream waits by this call, and only by it.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
             if self._is_last():
@@ -138,14 +157,14 @@ class StoreTransfer:
             return True
         if not self._transfer.done():
             return False
-        believed = () if self._in_flight.has_seen_changed_bytes else tuple(self._checksums)
+        believed = () if self._in_flight.has_seen_changed_bytes else self._checksums
         is_right = self._transfer.checksum in (self._expected_checksum, *believed)
         if self._transfer.errno != 0 or is_right or len(self._checksums) == READS_MAX - 1:
             # Final: from here on nothing keeps the target's memory for another read.
             self._believed, self._read_again = believed, None
             return True
         again = self._read_again()
-        self._checksums.append(self._transfer.checksum)
+        self._checksums += (self._transfer.checksum,)
         self._transfer = again
         return False
 
@@ -170,8 +189,8 @@ class StoreTransfer:
             return self._error(number, f"{os.strerror(number)}: see the system's log for this drive")
         if self._transfer.done_bytes != self.size_bytes:
             return self._error(errno.EIO, "the engine reported completion before the last byte")
-        found, expected = self._transfer.checksum, self._expected_checksum
-        if expected is not None and found not in (expected, *self._believed):
+        expected = self._expected_checksum
+        if expected is not None and (found := self._transfer.checksum) not in (expected, *self._believed):
             self._in_flight.has_seen_changed_bytes = True
             shown = "none" if found is None else f"{found:#010x}"
             return self._error(
@@ -223,8 +242,9 @@ class InFlight:
 
     def reap(self) -> None:
         """Releases every transfer that has ended."""
-        for transfer in self._transfers.copy():
-            transfer.done()
+        if self._transfers:
+            for transfer in self._transfers.copy():
+                transfer.done()
 
     def end_all(self, timeout_s: float) -> None:
         """Cancels what has not started and waits for the rest.

@@ -8,7 +8,6 @@ are estimated. Fake tensors report the CPU as their device; `kernels` covers whe
 from __future__ import annotations
 
 import contextlib
-import importlib
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
-from tieroff.errors import CaptureError, ConfigError, TieroffError
+from tieroff.errors import CaptureError, TieroffError
 from tieroff.tracing.buckets import Buckets, EarlyUpdates
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Clock, Constants
@@ -58,27 +57,6 @@ class DryModel:
     autocast: torch.dtype | None = None
     rounds: int = 1
     update_in_backward: bool = False
-
-
-def find_factory(text: str) -> Callable[[], Any]:
-    """Returns the function that "MODULE:FACTORY" names.
-
-    Raises:
-        ConfigError: the text has another form, or there is no such module or function.
-    """
-    module_name, _, name = text.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f'expected a model as "MODULE:FACTORY", such as "models.gpt:gpt_7b", got {text!r}')
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"expected a function {name!r} in a module {module_name!r}, but {error}") from error
-    if not callable(found):
-        raise ConfigError(f"expected {text} to be a function that returns a DryModel, got {type(found).__name__}")
-    factory: Callable[[], Any] = found
-    return factory
 
 
 def dry_trace(

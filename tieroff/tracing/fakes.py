@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import _push_mode
 from torch.utils._pytree import tree_iter, tree_map
 
-from tieroff.tracing.recorder import Life, StepRecorder
+from tieroff.tracing.recorder import StepRecorder
+from tieroff.tracing.recording.life import Life
 
 
 class Prices(Protocol):
@@ -81,12 +82,6 @@ class FakeRecorder(StepRecorder):
         super().event(name, phase)
         self.spent_ns.append(0)
 
-    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
-        super().bind(storage, key, is_below, is_new)
-        assert isinstance(storage, torch.UntypedStorage)
-        if isinstance(key, tuple) and key[0] in ("param", "state"):
-            self._mortal.pop(storage._cdata, None)  # outlives the step: to ask at every op whether it died takes minutes
-
     @property
     def op(self) -> int:
         """The op that runs now."""
@@ -108,7 +103,7 @@ class FakeRecorder(StepRecorder):
             args, kwargs = tree_map(self._fakes.of, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
         try:
             out = func(*args, **kwargs)
         except DataDependentOutputException:

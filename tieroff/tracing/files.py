@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 from tieroff.core.io.json_files import load_trace_json
+from tieroff.core.io.run_folder import RUN_TRACE
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace, validate
 from tieroff.errors import CaptureError
@@ -28,7 +29,14 @@ def load_trace(path: str | Path, execution_trace: str | Path | None = None) -> T
     path = Path(path)
     if execution_trace is not None:
         return load_profile(path, execution_trace)
+    if (path / RUN_TRACE).is_file():
+        return load_trace_json(path / RUN_TRACE)  # what `engine.save_run` wrote
     if path.is_dir():
+        if not (path / "tensors.csv").exists() and not (path / "kernels.csv").exists():
+            raise CaptureError(
+                f"{path}: expected the folder of a run with {RUN_TRACE} in it, or one of kernels.csv and tensors.csv, got one "
+                "with none of them; tieroff.engine(model).save_run(FOLDER) writes the first"
+            )
         return _load_folder(path)
     if _is_profile(path):
         raise CaptureError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -15,45 +14,40 @@ from torch.utils._python_dispatch import (
     _push_mode,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_iter
 
 from tieroff.core.lifetime import merge_intervals
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
-from tieroff.errors import CaptureError
-from tieroff.tracing.scratch import PeakCounter
+from tieroff.errors import CaptureError, RecorderBusyError
+from tieroff.tracing.recording.arguments import is_view, tensors_in
+from tieroff.tracing.recording.life import End, Life
+from tieroff.tracing.recording.makers import Makers
+from tieroff.tracing.recording.scratch import is_in_collective, is_large, peak_counter
 
-# Ops on smaller tensors take no scratch worth a look at the counter (about 0.1 ms).
-_SCRATCH_FROM_BYTES = 1 << 20
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-
-class Life:
-    """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write."""
-
-    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "keys", "reads", "ref", "size_bytes", "writes")
-
-    def __init__(self, storage: torch.UntypedStorage, now: int, op: int) -> None:
-        self.ref = StorageWeakRef(storage)
-        self.size_bytes = storage.nbytes()
-        self.birth, self.birth_op = now, op
-        self.death, self.death_op = -1, -1
-        self.keys: list[Hashable] = []
-        self.is_below = False
-        self.reads: set[int] = set()
-        self.writes: set[int] = set()
+_TURNS = 2  # steps of other models that wait for the end of one that is traced
 
 
 class StepRecorder(TorchDispatchMode):
     """A dispatch mode that follows every storage of one device through a step.
 
-    It is pushed when the step's first forward begins and popped when the step ends, so that backward and the user's own
-    code between are seen. Not seen: `p.data = t` and writes through NumPy. Scratch memory inside one kernel shows on the CPU
-    only, by the peak counter of the kernel of the operating system.
+    It is pushed when the step's first forward begins and popped when the update is over, so that backward and the user's own
+    code between are seen. Not seen: `p.data = t` and writes through NumPy. Scratch memory inside one kernel shows by
+    a peak counter (scratch.py).
+
+    [Note: what an op costs] The same, however much is alive: a storage that dies says so itself. After a backward, until the
+    next forward, backward or update begins, user code runs that may use gradients or parameters, or may load the next batch.
+    An op there that uses nothing which the step knows is not the step's: of what it makes only the time of birth is noted,
+    in case a later op of the step uses it.
 
     Args:
         device: whose storages are followed.
         tell: called with the trace as soon as there is one, or with None when there will be none of this step.
+
+    Attributes:
+        is_cut: another model's step had waited too long.
     """
 
     def __init__(self, device: torch.device, tell: Callable[[Trace | None], None] | None = None) -> None:
@@ -62,16 +56,24 @@ class StepRecorder(TorchDispatchMode):
         self._device_type = device.type
         self._lives: list[Life] = []
         self._alive: dict[int, Life] = {}
-        self._mortal: dict[int, Life] = {}  # those of `_alive` that may die before the step ends
+        self._dead: deque[End] = deque()  # since the last sweep; other threads append too
+        self._ends: dict[int, End] = {}
+        self._resized: dict[int, tuple[torch.UntypedStorage, Life]] = {}  # these end when their memory is freed
+        self._by_key: dict[Hashable, list[Life]] = {}
+        self._is_between = False  # see [Note: what an op costs]
+        self._made_between: dict[int, tuple[int, int]] = {}  # storage -> instant and op of its birth
         self._deaths: dict[Hashable, int] = {}
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
         self._now = 0
-        self._is_on = False
-        counter = PeakCounter() if device.type == "cpu" else None
-        self._counter = counter if counter is not None and counter.works else None
+        self._is_on = self.is_cut = False
+        self._waiting = 0
+        self._counter = peak_counter(device)
         self._scratch: dict[int, int] = {}
+        self._makers = Makers()
+        self.meta: dict[str, str] = {}
         self._is_unseen = False
+        self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
         self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
@@ -80,6 +82,9 @@ class StepRecorder(TorchDispatchMode):
         """Lets torch.compile compile while a step is traced: code that it meets then and skips would stay uncompiled."""
         return True
 
+    def follow(self, used: Callable[[Any, bool], None]) -> None:
+        self._used = used
+
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -87,11 +92,17 @@ class StepRecorder(TorchDispatchMode):
 
         Raises:
             CaptureError: another dispatch mode is active, whose end in between would pop this one.
+            RecorderBusyError: that one traces the step of another model.
         """
+        for other in _get_current_dispatch_mode_stack():
+            if isinstance(other, StepRecorder):
+                other.give_way()
         others = _get_current_dispatch_mode_stack()
         if others:
             if self._tell is not None:
                 self._tell(None)
+            if isinstance(others[-1], StepRecorder):
+                raise RecorderBusyError("another wrapped model's step is traced just now; this one's turn comes later")
             raise CaptureError(
                 f"cannot trace a step inside another TorchDispatchMode ({type(others[-1]).__name__}); "
                 "run one training step outside of it first"
@@ -100,7 +111,7 @@ class StepRecorder(TorchDispatchMode):
         self._is_on = True
 
     def stop(self) -> None:
-        """Takes the mode off the stack, wherever in it others have put it meanwhile."""
+        """Takes the mode off the stack, wherever in it others have put it meanwhile; deaths are still followed."""
         if not self._is_on:
             return
         self._is_on = False
@@ -112,10 +123,18 @@ class StepRecorder(TorchDispatchMode):
         for mode in reversed(above):
             _push_mode(mode)
 
+    def give_way(self) -> None:
+        """Another model's step was to be traced. A step that does not end, as after an exception, is given up."""
+        self._waiting += 1
+        if self._waiting > _TURNS:
+            self.is_cut = True
+            self.stop()
+
     # -- events from the runtime ----------------------------------------------------------------------------------
 
     def event(self, name: str, phase: str) -> None:
         self._sweep()
+        self._is_between = False
         was_unseen = self._is_unseen
         self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
         self._events.append((name, phase))
@@ -133,10 +152,28 @@ class StepRecorder(TorchDispatchMode):
             life.writes.clear()
         if key not in life.keys:
             life.keys.append(key)
+            self._by_key.setdefault(key, []).append(life)
         life.is_below = is_below
 
+    def disown(self, storage: object) -> None:
+        assert isinstance(storage, torch.UntypedStorage)
+        life, _ = self._life_of(storage)
+        life.is_below = life.is_below or not life.keys
+
+    def resizes(self, storage: object) -> None:
+        assert isinstance(storage, torch.UntypedStorage)
+        self._resized[storage._cdata] = (storage, self._life_of(storage)[0])
+
+    def made(self, storages: Iterable[object]) -> None:
+        # Before the sweep: nobody knows when between the update and now other storages died, so they count beside these.
+        for storage in storages:
+            assert isinstance(storage, torch.UntypedStorage)
+            if storage.device.type == self._device_type:
+                self._life_of(storage)
+        self._now += 1
+
     def read(self, key: Hashable) -> None:
-        found = next((life for life in reversed(self._lives) if key in life.keys and not life.is_below), None)
+        found = next((life for life in reversed(self._by_key.get(key, ())) if not life.is_below), None)
         if found is not None:
             found.reads.add(max(self._op, 0))
 
@@ -162,28 +199,49 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._is_on:
             return func(*args, **kwargs)
-        self._sweep()  # what died since the last op is not there while this one runs
-        for tensor, is_written in self._inputs(func, args, kwargs):
+        if self._dead or self._resized:
+            self._sweep()  # what died since the last op is not there while this one runs
+        self._makers.running = func
+        inputs = self._inputs(func, args, kwargs)
+        if self._is_between and not any(self._knows(tensor) for tensor, _ in inputs):
+            return self._run_beside(func, args, kwargs)
+        for tensor, is_written in inputs:
             self._use(tensor, is_written)
-        out = self._run(func, args, kwargs)
-        for leaf in tree_iter(out):
-            if isinstance(leaf, torch.Tensor):
-                self._use(leaf, True, is_output=True)
-        self._sweep()
+        out = self._run(func, args, kwargs, inputs)
+        for leaf in tensors_in((out,)):
+            self._use(leaf, True, is_output=True)
+        if self._dead:
+            self._sweep()
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
         """Runs an op, and notes the scratch memory that it took at the instant it ends."""
         counter = self._counter
-        if counter is None or self._is_unseen or not any(_is_large(leaf) for leaf in tree_iter((args, kwargs))):
+        if counter is None or self._is_unseen or is_view(func) or not any(is_large(tensor) for tensor, _ in inputs):
             out = func(*args, **kwargs)
             self._now += 1
             return out
         counter.start()
         out = func(*args, **kwargs)
         self._now += 1
-        self._scratch[self._now] = counter.stop()
+        self._scratch[self._now] = taken = counter.stop()
+        self._makers.note(self._op, taken, None, self._events)
         return out
+
+    def _run_beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an op that is not the step's."""
+        out = func(*args, **kwargs)
+        self._now += 1
+        for leaf in tensors_in((out,)):
+            if type(leaf) in _PLAIN and leaf.layout is torch.strided:
+                self._made_between[leaf.untyped_storage()._cdata] = (self._now, max(self._op, 0))
+        return out
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        """Returns whether the step has seen this tensor's storage, or has to look closer."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return True
+        return tensor.untyped_storage()._cdata in self._alive
 
     @property
     def _op(self) -> int:
@@ -199,15 +257,15 @@ class StepRecorder(TorchDispatchMode):
                 tuple(a.name for a, w in zip(schema, is_written, strict=True) if w),
             )
             self._written[func] = written
-        out = []
-        for i, arg in enumerate(args):
-            out += [(leaf, i in written[0]) for leaf in tree_iter(arg) if isinstance(leaf, torch.Tensor)]
-        for name, arg in kwargs.items():
-            out += [(leaf, name in written[1]) for leaf in tree_iter(arg) if isinstance(leaf, torch.Tensor)]
+        positions, names = written
+        out = [(leaf, i in positions) for i, arg in enumerate(args) for leaf in tensors_in((arg,))]
+        if kwargs:
+            out += [(leaf, name in names) for name, arg in kwargs.items() for leaf in tensors_in((arg,))]
         return out
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
-        if is_traceable_wrapper_subclass(tensor):  # such as a DTensor: the wrapped tensor has the bytes, itself has none
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+            # Such as a DTensor: the wrapped tensor has the bytes, itself has none.
             for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
                     self._use(part, is_written, is_output)
@@ -223,42 +281,54 @@ class StepRecorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             return  # a wrapper without a storage of its own: its inner tensors are seen by themselves
         life, is_new = self._life_of(storage)
-        if is_new and not is_output:
-            life.birth = life.birth_op = 0  # first seen as an input: it was there before the step
+        if is_new and not is_output and not is_in_collective(self._makers.running):
+            # First seen as an input: it was there before the step, or came in the midst of it.
+            life.birth, life.birth_op = self._made_between.get(storage._cdata, (0, 0))
         if life.size_bytes < storage.nbytes():
             life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
+        if is_output and is_new:
+            self._makers.note(self._op, life.size_bytes, life.keys, self._events)
         if is_output and not is_new:
             return  # a view of a known storage, or an in-place write, which its argument shows
+        if self._used is not None and life.keys and not is_output:
+            self._used(tensor, is_written)
         (life.writes if is_written else life.reads).add(max(self._op, 0))
 
     def _write_below(self, tensor: torch.Tensor) -> None:
         """Notes a write on the host, if it is one to a home that lies there."""
         life = self._alive.get(tensor.untyped_storage()._cdata)
-        if life is not None and life.is_below and not life.ref.expired():
+        if life is not None and life.is_below:
             life.writes.add(max(self._op, 0))
 
     def _life_of(self, storage: torch.UntypedStorage) -> tuple[Life, bool]:
         """Returns the life of a storage and whether it begins now."""
         key = storage._cdata
         life = self._alive.get(key)
-        if life is not None and not life.ref.expired():
+        if life is not None and self._ends[key]() is not None:
             return life, False
         if life is not None:
             self._bury(key, life)
         life = Life(storage, self._now, max(self._op, 0))
-        self._alive[key] = self._mortal[key] = life
+        self._alive[key] = life
         self._lives.append(life)
+        self._ends[key] = end = End(storage, self._dead.append)
+        end.key, end.life = key, life
         return life, True
 
     def _bury(self, key: int, life: Life) -> None:
         life.death, life.death_op = self._now, max(self._op, 0)
-        del self._alive[key]
-        self._mortal.pop(key, None)
+        del self._alive[key], self._ends[key]
 
     def _sweep(self) -> None:
-        expired = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` asks, by two calls more
-        for key, life in [(k, v) for k, v in self._mortal.items() if expired(v.ref.cdata)]:
-            self._bury(key, life)
+        for key, (storage, life) in self._resized.items():
+            if not storage.nbytes() and life.death < 0:
+                self._bury(key, life)
+            elif storage.nbytes() and life.death >= 0:
+                self._resized[key] = storage, self._life_of(storage)[0]
+        while self._dead:
+            end = self._dead.popleft()
+            if self._alive.get(end.key) is end.life:  # else another storage has its place by now
+                self._bury(end.key, end.life)
 
     # -- the trace -----------------------------------------------------------------------------------------------
 
@@ -274,6 +344,7 @@ class StepRecorder(TorchDispatchMode):
 
     def backward_ended(self) -> None:
         self._written_in_backward |= self.written_below
+        self._is_between = True
 
     @property
     def scratch_bytes(self) -> int:
@@ -301,6 +372,7 @@ class StepRecorder(TorchDispatchMode):
                 writes=tuple(sorted(writes[i])),
                 transient_bytes=transient[i],
                 phase=self._events[i][1],
+                made_by=self._makers.words(i, index),
             )
             for i in range(count)
         )
@@ -314,10 +386,11 @@ class StepRecorder(TorchDispatchMode):
                 merge_intervals(holds[i]),
                 index[s.owner] if s.owner is not None else -1,
                 min(self._deaths.get(s.key, count), count),
+                s.label,
             )
             for i, s in enumerate(subjects)
         )
-        trace = Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__})
+        trace = Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__, **self.meta})
         if self._tell is not None:
             self._tell(trace)
         return trace
@@ -367,7 +440,3 @@ class StepRecorder(TorchDispatchMode):
             peaks[op] = max(peaks[op], total + self._scratch.get(instant, 0))
             total -= dead.get(instant, 0)
         return peaks
-
-
-def _is_large(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() >= _SCRATCH_FROM_BYTES

@@ -24,6 +24,8 @@ bool is_power_of_two(std::size_t value) { return value != 0 && (value & (value -
 
 constexpr std::size_t kChunkBytesMin = 4096;
 constexpr std::size_t kChunkBytesMax = std::size_t{1} << 30;  // one call moves less than 2 GiB
+// A copy of memory that takes less time than to wake the thread that would make it: some 10 us, measured on x86-64.
+constexpr std::size_t kCopiedAtOnceBytes = std::size_t{32} << 10;
 
 }  // namespace
 
@@ -68,7 +70,13 @@ std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_rea
   const bool is_by_processor = request.kind == Kind::kCopy || is_bounced(request);
   auto transfer =
       std::make_shared<Transfer>(request, is_by_processor ? bounce_bytes(chunk_bytes_) : chunk_bytes_, state_->signal);
-  state_->lane(is_for_readers).submit(transfer);
+  Lane& lane = state_->lane(is_for_readers);
+  if (request.kind == Kind::kCopy && request.size_bytes <= kCopiedAtOnceBytes && !state_->faults.is_armed()) {
+    lane.check_open();
+    run_copy({transfer, transfer->claim()}, state_->faults);
+  } else {
+    lane.submit(transfer);
+  }
   return transfer;
 }
 

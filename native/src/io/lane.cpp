@@ -26,16 +26,25 @@ void Queue::push(TransferPtr transfer) {
   const bool is_shared = transfer->chunk_count() > 1;
   {
     const std::lock_guard lock(mutex_);
-    if (close_error_ == ECANCELED) throw StateError("expected an open engine, got one that is closed: make a new one");
-    if (close_error_ != 0)
-      throw StateError("expected an engine that works, got one that ended with errno " + std::to_string(close_error_) + " (" +
-                       std::strerror(close_error_) + "): make a new one");
+    check_open_locked();
     waiting_.push_back(std::move(transfer));
   }
   if (is_shared)
     changed_.notify_all();
   else
     changed_.notify_one();
+}
+
+void Queue::check_open() const {
+  const std::lock_guard lock(mutex_);
+  check_open_locked();
+}
+
+void Queue::check_open_locked() const {
+  if (close_error_ == ECANCELED) throw StateError("expected an open engine, got one that is closed: make a new one");
+  if (close_error_ != 0)
+    throw StateError("expected an engine that works, got one that ended with errno " + std::to_string(close_error_) + " (" +
+                     std::strerror(close_error_) + "): make a new one");
 }
 
 std::optional<bool> Queue::cancel(const TransferPtr& transfer) {

@@ -1,4 +1,4 @@
-"""A sample of PyTorch's own databases of operators and modules, on the device, with everything moved."""
+"""PyTorch's own databases of operators and modules, on the device, with everything moved; by default a sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,34 @@ from torch.testing._internal.common_modules import module_db
 
 from tests.accelerator import target
 from tests.parity.databases.test_module_db import builder_for
-from tests.parity.databases.test_op_db import OPERATORS, Applied, first_sample
-from tests.support.databases import check_step_parity, quiet
+from tests.parity.databases.test_op_db import LEFT_OUT, OPERATORS, Applied, first_sample
+from tests.support.databases import check_step_parity, one_step, quiet
 
-OPERATORS_OF, MODULES_OF = 16, 4  # one in so many is tried
+# Operators whose plain run fails on the simulated device, and why.
+NOT_PLAIN = {
+    "sparse_sampled_addmm": "it has no kernels for compressed rows",
+    "sparse_mm_reduce": "as above",
+    "to_sparse": "its kernel asks for a memory format that a sparse tensor has not",
+    "nn_functional_embedding_bag": "its kernel gives results of another shape than the meta kernel tells",
+    "tensor_split": "its sample has a tensor that must stay on the host",
+}
+# Its sample is copied to the host, asynchronously, and read there without a wait: by itself a race.
+RACING = ("to",)
+
+OPERATORS_OF, MODULES_OF = 16, 4  # one in so many is tried by default
 
 
-def sampled(entries: Any, one_in: int) -> list[Any]:
-    return [entry for entry in entries if zlib.crc32(entry.formatted_name.encode()) % one_in == 0]
+def entries(database: Any, one_in: int) -> list[Any]:
+    """Returns all entries of a database as parameters, all but one in so many marked as long."""
+
+    def marks(entry: Any) -> Any:
+        return [] if zlib.crc32(entry.formatted_name.encode()) % one_in == 0 else [pytest.mark.long]
+
+    return [
+        pytest.param(entry, marks=marks(entry), id=entry.formatted_name)
+        for entry in database
+        if entry.formatted_name not in RACING
+    ]
 
 
 def on_device(leaf: Any) -> Any:
@@ -28,7 +48,7 @@ def on_device(leaf: Any) -> Any:
     return leaf.detach().to(target.device()).requires_grad_(leaf.requires_grad)
 
 
-@pytest.mark.parametrize("op", sampled(OPERATORS, OPERATORS_OF), ids=lambda op: op.formatted_name)
+@pytest.mark.parametrize("op", entries(OPERATORS, OPERATORS_OF))
 def test_operator_computes_the_same_wrapped(op: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     with quiet():
         sample = first_sample(op)
@@ -39,11 +59,24 @@ def test_operator_computes_the_same_wrapped(op: Any, tmp_path_factory: pytest.Te
             model = Applied(op, sample).to(target.device())
             return model, model
 
-        moved = check_step_parity(build, target.backend(), tmp_path_factory.getbasetemp())
-    assert moved["parameter"] > 0
+        def plain() -> None:
+            model, run = build()
+            one_step(run, model, 0)
+
+        def check() -> dict[str, int]:
+            return check_step_parity(build, target.backend(), tmp_path_factory.getbasetemp())
+
+        if op.formatted_name in LEFT_OUT:
+            with pytest.raises(AssertionError, match="differs"):
+                check()
+        elif op.formatted_name in NOT_PLAIN and target.IS_SIMULATED:
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                plain()
+        else:
+            assert check()["parameter"] > 0
 
 
-@pytest.mark.parametrize("info", sampled(module_db, MODULES_OF), ids=lambda info: info.formatted_name)
+@pytest.mark.parametrize("info", entries(module_db, MODULES_OF))
 def test_module_computes_the_same_wrapped(info: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     with quiet():
         build = builder_for(info, str(target.device()))

@@ -69,14 +69,14 @@ def messages(log: Any) -> list[str]:
 def test_another_batch_size_has_a_trace_of_its_own(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         optimizer.zero_grad()
-        loss = loss_of(model, batch=3 if index in (4, 7, 9, 11) else 4)
+        loss = loss_of(model, batch=5 if index in (4, 7, 9, 11) else 4)
         loss.backward()
         optimizer.step()
         return loss
 
     phases = phases_of(mlp_and_adam, step, 12, each_setting, caplog)
-    small = [phases[i] for i in (4, 7, 9, 11)]
-    assert small == ["traced", "measured", "planned", "planned"]
+    large = [phases[i] for i in (4, 7, 9, 11)]
+    assert large == ["traced", "measured", "planned", "planned"]
     assert phases[:4] == ["traced", "measured", "planned", "planned"]
     assert [phases[i] for i in (5, 6, 8, 10)] == ["planned"] * 4
     assert messages(caplog) == []

@@ -270,6 +270,7 @@ def test_func_grad_vmap_and_jvp_between_steps(each_setting: Setting) -> None:
         each = torch.func.vmap(torch.func.grad(lambda p, row: _sample_loss(model, p, row)), (None, 0))(parameters, x)
         along = torch.func.jvp(lambda v: model(v), (x,), (torch.ones_like(x),))
         many = torch.func.vmap(lambda row: model(row))(x)
+        del parameters  # what is held is not moved
         return usual(model, optimizer), one, each, along, many
 
     check_twins(mlp_and_adam, step, each_setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ from tests.support.twins import Setting, copied, equal, mlp_and_adam, usual_step
 pytestmark = pytest.mark.timeout(60)
 
 
-def in_child(work: Callable[[], bool]) -> int:
-    """Runs `work` in a forked child; returns its exit status, 0 when it returned True, or minus the signal that ended it."""
+def fork(work: Callable[[], bool]) -> int:
+    """Begins to run `work` in a forked child, whose exit status is 0 if it returns True; returns the child's id."""
     child = os.fork()
     if child == 0:
         status = 2
@@ -24,7 +25,12 @@ def in_child(work: Callable[[], bool]) -> int:
             status = 0 if work() else 1
         finally:
             os._exit(status)
-    ended = os.waitpid(child, 0)[1]
+    return child
+
+
+def in_child(work: Callable[[], bool]) -> int:
+    """Runs `work` in a forked child; returns its exit status, 0 when it returned True, or minus the signal that ended it."""
+    ended = os.waitpid(fork(work), 0)[1]
     return -os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else os.WEXITSTATUS(ended)
 
 
@@ -51,13 +57,7 @@ def test_a_child_reads_the_values_of_the_fork(delayed: bool, tmp_path: Any) -> N
         os.read(ready, 1)  # the parent has trained on
         return equal(values_of(model, optimizer), expected)
 
-    child = os.fork()
-    if child == 0:
-        status = 2
-        try:
-            status = 0 if read() else 1
-        finally:
-            os._exit(status)
+    child = fork(read)
     for _ in range(3):
         usual_step(model, optimizer)
     os.write(go, b"x")
@@ -102,3 +102,39 @@ def test_a_child_that_cannot_read_says_so_in_state_dict(tmp_path: Any) -> None:
     usual_step(model, optimizer)
     tieroff.unwrap(model)
     assert in_child(lambda: bool(model.state_dict())) == 0
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "detach": lambda tensor: tensor.detach(),
+    "data": lambda tensor: tensor.data,
+    "sum": lambda tensor: tensor.sum(),
+    "function": lambda tensor: torch.nn.functional.linear(torch.ones(1, tensor.shape[-1]), tensor),
+    "numpy": lambda tensor: tensor.numpy(),
+    "item": lambda tensor: tensor.view(-1)[0].item(),
+    "list": lambda tensor: tensor.tolist(),
+    "print": repr,
+    "copy": copy.deepcopy,
+    "write": lambda tensor: tensor.mul_(2),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_child_that_uses_what_it_cannot_read_gets_an_error(read: str, tmp_path: Any) -> None:
+    model, optimizer = trained(Setting(tmp_path, nvme=True))
+    weight = model.first.weight
+    tensors = [weight, weight.grad, optimizer.state[weight]["exp_avg"]]
+    expected = values_of(model, optimizer)
+
+    def refused() -> bool:
+        refusals = 0
+        for tensor in tensors:
+            try:
+                READS[read](tensor)
+            except tieroff.StateError as error:
+                refusals += "forked child" in str(error)
+        return refusals == len(tensors) and tensors[0].shape == (16, 8) and tensors[0].requires_grad
+
+    assert in_child(refused) == 0
+    assert equal(values_of(model, optimizer), expected)
+    usual_step(model, optimizer)
+    tieroff.unwrap(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,40 @@ def test_pickle_gives_a_plain_copy(each_setting: Setting) -> None:
     assert_plain(pickle.loads(pickle.dumps(model)), model)
     usual(model, optimizer)
     tieroff.unwrap(model)
+
+
+class Recurrent(nn.Module):
+    """Has a module whose weights torch keeps in a list of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("kind", [Mlp, Recurrent])
+def test_a_saved_model_loads_with_the_classes_that_the_plain_one_needs(
+    each_setting: Setting, tmp_path: Path, kind: type[nn.Module]
+) -> None:
+    model = kind()
+    optimizer = adam(model)
+    safe: list[Any] = [kind, *{type(module) for module in model.modules()}]
+    each_setting.wrap(model, optimizer)
+    for _ in range(4):
+        usual(model, optimizer)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    with torch.serialization.safe_globals(safe):
+        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_plain(loaded, model)
+    assert vars(loaded).keys() == vars(kind()).keys()
+    assert all(type(module._parameters) is dict for module in loaded.modules())
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(torch.equal(state["model"][name], value) for name, value in model.state_dict().items())
+    tieroff.unwrap(model)
+    assert vars(model).keys() == vars(kind()).keys()
 
 
 def test_deepcopy_of_model_and_optimizer_together(each_setting: Setting) -> None:
@@ -148,6 +183,17 @@ def test_a_parameter_replaced(each_setting: Setting) -> None:
             group = optimizer.param_groups[0]
             group["params"] = [model.second.weight if p is old else p for p in group["params"]]
             optimizer.state.pop(old, None)
+        return usual(model, optimizer)
+
+    check_twins(mlp_and_adam, step, each_setting, steps=9)
+
+
+def test_a_parameter_replaced_while_the_optimizer_keeps_the_old_one(each_setting: Setting) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        if index == 4:
+            model.second.weight.grad = None
+            model.second.weight = nn.Parameter(torch.randn(8, 16))
+            optimizer.add_param_group({"params": [model.second.weight]})
         return usual(model, optimizer)
 
     check_twins(mlp_and_adam, step, each_setting, steps=9)

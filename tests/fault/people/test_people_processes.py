@@ -116,8 +116,9 @@ def run(setting, steps=6):
         text = engine.explain()
         assert stats.phase == "planned", stats
         assert stats.moved_bytes_by_class["activation"] > 0, stats
-        assert stats.moved_bytes_by_class["parameter"] == 0, stats
-        assert "no plain strided tensor" in text, text
+        assert stats.moved_bytes_by_class["parameter"] > 0, stats
+        assert stats.moved_bytes_by_class["gradient"] > 0, stats
+        assert "nothing that could move" in text, text
         tieroff.unwrap(model)
     return seen
 

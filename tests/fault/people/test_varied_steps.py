@@ -22,7 +22,7 @@ STEPS = FREE_FROM + 5
 Model = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def wrap(made: Model, folder: Path, backend: str, budget: str = "60%") -> None:
+def wrap(made: Model, folder: Path, backend: str, budget: str = "70%") -> None:
     config = {"device": "cpu", "budget": {"device": budget, "nvme": "64MiB"}, "nvme": {"dirs": [str(folder)]}}
     tieroff.wrap(*made, config={**config, "plan": {"min_bytes": "1KiB"}}, backend=BACKENDS[backend]())
 
@@ -156,7 +156,7 @@ def test_exception_in_the_update_leaves_nothing_above(tmp_path: Path, backend: s
     assert all(bool((parameter == 7.0).all()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("budget", ["50%", "75%"])
+@pytest.mark.parametrize("budget", ["70%", "85%"])
 def test_bucket_is_on_the_device_when_it_is_updated(
     tmp_path: Path, backend: str, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,9 @@ class FaultyEngine:
 
         return self._go("copy", size_bytes, call)
 
+    def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
+        return self.inner.joined_checksum(first, second, second_bytes)
+
     def close(self) -> None:
         self.release()
         self.inner.close()

@@ -112,6 +112,40 @@ def test_drive_that_fills_up_is_told_and_keeps_what_was_reserved(
     assert (code, out) == (0, "too small, full, kept"), errors
 
 
+OVERLAY = """
+libc = ctypes.CDLL(None, use_errno=True)
+for part in ("lower", "upper", "work", "merged"):
+    os.mkdir(f"{folder}/{part}")
+layers = f"lowerdir={folder}/lower,upperdir={folder}/upper,workdir={folder}/work,userxattr"
+if libc.mount(b"overlay", f"{folder}/merged".encode(), b"overlay", 0, layers.encode()) != 0:
+    sys.exit("no overlay: " + os.strerror(ctypes.get_errno()))
+store = FileStore([f"{folder}/merged"], 16 * MIB, engine, "always", room=Room(grow_bytes=MIB))
+block, home = store.allocate(MIB), store.home(MIB)
+for _ in range(3):
+    source[:] = os.urandom(MIB)
+    store.write(block, source.address, source).wait(60)
+    check(store, block)
+    home.write(source.address, source).wait(60)
+    home.publish()
+    home.trim()
+    assert bytes(memoryview(home).cast("B")) == source[:]
+del home
+store.close(); engine.close()
+print(os.listdir(f"{folder}/merged"), os.listdir(f"{folder}/upper"))
+"""
+
+
+@pytest.mark.parametrize("name", available())
+def test_a_folder_of_a_container_is_a_drive_like_any(
+    tmp_path: Path, project: Path, namespace: tuple[str, ...], name: str
+) -> None:
+    """What a container's own file system is made of: an overlay, whose files lie in another one."""
+    code, out, errors = run(OVERLAY, project, str(tmp_path), name, through=namespace)
+    if "no overlay: " in errors:
+        pytest.skip(errors.strip().splitlines()[-1])
+    assert (code, out) == (0, "[] []"), errors
+
+
 BESIDE = """
 store = FileStore([folder], 16 * MIB, engine, "always", room=Room(grow_bytes=MIB))
 blocks = [store.allocate(MIB) for _ in range(8)]

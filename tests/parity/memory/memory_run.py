@@ -49,7 +49,12 @@ def main(folder: str, budget_bytes: int) -> None:
         tieroff.wrap(
             model,
             optimizer,
-            {"device": "cpu", "budget": {"device": budget_bytes, "host": 0, "nvme": "3GiB"}, "nvme": {"dirs": [folder]}},
+            {
+                "device": "cpu",
+                "budget": {"device": budget_bytes, "host": 0, "nvme": "3GiB"},
+                "nvme": {"dirs": [folder]},
+                "plan": {"background": False},
+            },
         )
     for step in range(STEPS):
         torch.manual_seed(step)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("memory_run.py")
+SMALL_TENSORS = Path(__file__).with_name("small_tensors_run.py")
 MARGIN = 1.15  # planner, staging and libraries' work space included
+MIB = 1 << 20
 
 
-def run(folder: Path, budget_bytes: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), str(budget_bytes)], capture_output=True, text=True, check=False
-    )
+def run(folder: Path, budget: int | str, script: Path = SCRIPT) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, str(script), str(folder), str(budget)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -39,3 +39,14 @@ def test_resident_memory_stays_within_the_budget_when_it_is_a_quarter_of_the_pla
     assert wrapped["counted_bytes"] <= wrapped["planned_bytes"] <= budget_bytes
     assert wrapped["counted_bytes"] >= 0.98 * wrapped["planned_bytes"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(300)
+def test_resident_memory_of_a_model_of_small_tensors_grows_by_its_budget(tmp_path: Path) -> None:
+    plain = run(tmp_path, "", SMALL_TENSORS)
+    for budget in ("50%", "25%"):
+        wrapped = run(tmp_path, budget, SMALL_TENSORS)
+        assert wrapped["losses"] == plain["losses"]
+        assert wrapped["phase"] == "planned"
+        assert wrapped["growth_bytes"] <= MARGIN * wrapped["planned_bytes"] + 64 * MIB, budget
+        assert wrapped["growth_bytes"] < plain["growth_bytes"], budget

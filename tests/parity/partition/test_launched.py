@@ -81,11 +81,11 @@ def write_plan(folder: Path, devices: int = 2) -> Path:
     return path
 
 
-def config(folder: Path, share: str) -> dict[str, Any]:
+def config(folder: Path, share: str, *, strict: bool = False) -> dict[str, Any]:
     (folder / "machine.toml").write_text(MACHINE)
     return {
         "device": "cpu",
-        "budget": {"device": share, "host": "256MiB"},
+        "budget": {"device": share, "host": "256MiB", "strict": strict},
         "plan": {"min_bytes": 0, "machine": str(folder / "machine.toml")},
     }
 
@@ -114,12 +114,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, project: Path) -> list[dict[
     return told
 
 
-def alone(folder: Path, share: str) -> list[float]:
+def alone(folder: Path, share: str, *, strict: bool = False) -> list[float]:
     """Runs the script's loop on one device."""
     torch.manual_seed(1)
     model, (batch,) = sharded.wide_mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    tieroff.wrap(model, optimizer, config(folder, share))
+    tieroff.wrap(model, optimizer, config(folder, share, strict=strict))
     try:
         return sharded.train(model, batch, optimizer, 7)
     finally:
@@ -141,7 +141,7 @@ def test_what_is_left_of_a_partition_is_moved_bit_for_bit(ranks: list[dict[str, 
 def test_the_budget_that_two_ranks_keep_is_refused_on_one_device(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     budget = ranks[0]["budget"]["device"]
     with pytest.raises(InfeasiblePlanError) as caught:
-        alone(tmp_path, "42%")
+        alone(tmp_path, "42%", strict=True)
     assert caught.value.available_bytes >= budget
 
 

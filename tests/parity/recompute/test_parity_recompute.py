@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from tests.support.models import WIDTH, Block, sequences, under_autocast
 from tests.support.parity import BACKENDS, HOST, NVME, Tiers, Workload, check_parity
-from tieroff.core.plan import Plan
+from tieroff.core.seams import Made, Pending
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.session.planning import Planning
+from tieroff.session.workshop import Known
 
 RECOMPUTED = ("blocks.0", "blocks.2")
 
@@ -43,8 +45,14 @@ def _recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan name modules to recompute."""
     plan = Planning.plan
 
-    def with_recompute(self: Planning, trace: Trace, rates: dict[str, float]) -> Plan:
-        return replace(plan(self, trace, rates), recompute=RECOMPUTED)
+    def with_recompute(self: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+        pending = plan(self, traces, rates)
+
+        def take() -> Made:
+            made = pending.take()
+            return replace(made, plan=replace(made.plan, recompute=RECOMPUTED))
+
+        return Known(take)
 
     monkeypatch.setattr(Planning, "plan", with_recompute)
 

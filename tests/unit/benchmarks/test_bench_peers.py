@@ -18,7 +18,8 @@ import bench_peers
 import train_gpt
 from harness import peers
 from shared.runs import RunFailed, wrapped
-from tieroff.config import Config, DeviceBudget
+from tieroff.config import Config
+from tieroff.device_budget import DeviceBudget
 from train_gpt import Options, Result
 
 TINY = Options(steps=3, layers=2, width=32, heads=2, batch=2, length=32, device="cpu")

@@ -27,7 +27,7 @@ def wrapped(tmp_path: Path, machine: Machine, dirs: list[Path], **nvme: Any) -> 
     config = {
         "budget": {"device": "1GiB", "host": 0, "nvme": "64MiB"},
         "nvme": {"dirs": [str(path) for path in dirs], "staging": "1MiB", **nvme},
-        "plan": {"machine": str(tmp_path / "machine.toml"), "min_bytes": 0, "policy": "floor"},
+        "plan": {"machine": str(tmp_path / "machine.toml"), "min_bytes": 0, "policy": "floor", "background": False},
     }
     return tieroff.wrap(model, torch.optim.SGD(model.parameters(), 0.1), config)
 
@@ -86,7 +86,7 @@ def test_the_planner_knows_what_checksums_cost(
         seen.append(machine)
         return make_plan(trace, machine, *others)
 
-    monkeypatch.setattr("tieroff.session.planning.make_plan", noting)
+    monkeypatch.setattr("tieroff.planner.beside.work.make_plan", noting)
     model = wrapped(tmp_path, machine(), [tmp_path / "a"], checksum=checksum)
     optimizer = tieroff.engine(model).optimizer
     assert optimizer is not None

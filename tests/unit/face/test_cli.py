@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 import tieroff
 from tieroff.cli import app
+from tieroff.core.io.json_files import save_trace
 from tieroff.core.machine import load_machine
 from tieroff.report.terminal import progress
+from tieroff.tracing.files import load_trace
 
 GIB = 2**30
 ROW_KEYS = [
@@ -365,7 +367,26 @@ def test_plan_of_a_model_that_does_not_fit_ends_with_3(model: list[str | Path]) 
     status, row = run_json("plan", *model, "--device-budget", "1MiB")
     assert status == 3
     assert "It does not fit" in row["explain"]
-    assert "bytes would do" in row["explain"]
+    assert re.search(r"device budget of \d+[KM]iB would do", row["explain"])
+
+
+def test_plan_finds_the_least_that_runs(problem: list[str | Path]) -> None:
+    status, row = run_json("plan", *problem, "--device-budget", "min")
+    assert status == 0
+    least = row["peak_device_bytes"]
+    status, row = run_json("plan", *problem, "--device-budget", str(least - 1))
+    assert status == 3
+    named = re.search(r"device budget of (\S+?)(?: bytes)? would do", row["explain"])
+    assert named is not None
+    assert run_json("plan", *problem, "--device-budget", named[1])[0] == 0
+
+
+@pytest.mark.parametrize("option", ["--device-budget", "--host-budget", "--nvme-budget"])
+def test_a_wrong_budget_names_its_option(problem: list[str | Path], option: str) -> None:
+    budgets = {"--device-budget": "50%", option: "4 bananas"}
+    status, document = run_json("plan", *problem, *(word for pair in budgets.items() for word in pair))
+    assert status == 1
+    assert document["error"]["message"].startswith(f"{option}: expected bytes like")
 
 
 def test_plan_wants_either_a_model_or_a_trace(model: list[str | Path], problem: list[str | Path]) -> None:
@@ -380,6 +401,54 @@ def test_plan_says_what_is_wrong_with_a_model(model: list[str | Path], problem: 
     status, document = run_json("plan", "--model", "dry_models:none", *model[2:], "--device-budget", "50%")
     assert status == 1
     assert document["error"]["type"] == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("model.weight.grad = model.weight.detach().clone(); optimizer.step(); print('trained')", "importing scripted trains"),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--no'])", r"importing scripted ended the program"),
+    ],
+)
+def test_plan_of_a_script_says_that_it_imports_it_and_does_not_train(
+    problem: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
+) -> None:
+    text = "import torch\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters())\n"
+    (tmp_path / "scripted.py").write_text(text + body + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["plan", "--model", "scripted:model", *problem[2:], "--device-budget", "50%"]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 1
+    assert re.search(told, result.stderr)
+    assert "__main__" in result.stderr
+    assert "tieroff: importing scripted, which runs" in result.stderr
+    assert "trained" not in result.stdout
+
+
+def test_the_table_fits_80_columns_and_wide_has_all(problem: list[str | Path]) -> None:
+    status, text = run("compare", *problem, "--device-budget", "4GiB")
+    table = [line for line in text.splitlines() if line[:1] in "┏┡└│┃"]
+    assert status == 0
+    assert len(table) > 20
+    assert max(map(len, table)) <= 80
+    assert "…" not in "".join(table)
+    assert "more columns with --wide" in text
+    _, wide = run("plan", *problem, "--device-budget", "4GiB", "--wide")
+    assert all(head in wide for head in ("nvme write", "recompute", "status"))
+
+
+def test_plan_says_when_it_is_done_and_takes_the_folder_of_a_run(problem: list[str | Path], tmp_path: Path) -> None:
+    status, text = run("plan", *problem, "--device-budget", "4GiB", "--out", tmp_path / "plan.json")
+    assert status == 0
+    assert re.search(rf"planned in .*; the plan is in {re.escape(str(tmp_path))}", text)
+    (tmp_path / "run").mkdir()
+    save_trace(load_trace(problem[1]), tmp_path / "run" / "trace.json")
+    _, row = run_json("plan", "--trace", tmp_path / "run", *problem[2:], "--device-budget", "4GiB")
+    assert row["status"] == "ok"
+    status, document = run_json("plan", "--trace", tmp_path, *problem[2:], "--device-budget", "4GiB")
+    assert status == 1
+    assert "save_run" in document["error"]["message"]
 
 
 def test_compare_prints_a_row_per_policy(problem: list[str | Path]) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tieroff.config import Config, DeviceBudget
+from tieroff.config import Config
+from tieroff.device_budget import DeviceBudget
 from tieroff.errors import ConfigError
 from tieroff.units import GIB, KIB, MIB
 
@@ -115,7 +116,7 @@ def test_config_unknown_key_names_the_nearest(content: dict[str, Any], told: str
             "device: expected auto, or a device of PyTorch such as cpu, cuda, \"cuda:1\" or xpu, got 'cuda 1'",
         ),
         ({"budget": 3}, "budget: expected a table, got 3"),
-        ({"budget": {"device": "25 x"}}, '[budget].device: expected bytes like "6GiB" or a share like "25%", got'),
+        ({"budget": {"device": "25 x"}}, '[budget].device: expected bytes like "6GiB", a share like "25%" or "min", got'),
         ({"budget": {"device": "0%"}}, "[budget].device: expected"),
         ({"budget": {"device": 2.5}}, "[budget].device: expected"),
         ({"budget": {"host": "25%"}}, "[budget].host: expected bytes like \"6GiB\" or 4096, got '25%'"),
@@ -176,7 +177,7 @@ def test_device_budget_resolves_bytes_and_shares() -> None:
     assert DeviceBudget.parse("12.5 %").resolve(1000) == 125
     assert DeviceBudget.parse(7).resolve(1000) == 7
     assert DeviceBudget.parse("0").resolve(1000) == 0
-    with pytest.raises(ConfigError, match="either bytes or a share"):
+    with pytest.raises(ConfigError, match="expected bytes, a share or"):
         DeviceBudget()
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shared.runs import fit_budget
-from tieroff.config import Config, DeviceBudget
+from tieroff.config import Config
 from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
+from tieroff.device_budget import DeviceBudget
 from tieroff.tracing.roofline import Roofline
 
 RUN_CONFIGS = ("quarter.toml", "two_tier.toml", "nvme_only.toml", "two_ranks.toml", "in_backward.toml")

@@ -14,6 +14,7 @@ OWN_WITH_WRAP = {
     "_native",
     "api",
     "config",
+    "device_budget",
     "core",
     "errors",
     "planner",
@@ -82,3 +83,18 @@ def test_integrations_load_their_trainer_when_they_are_named() -> None:
 def test_a_trainer_that_is_not_integrated_is_named_with_those_that_are() -> None:
     with pytest.raises(AttributeError, match=r"'tieroff.integrations' has no attribute 'keras'; it has accelerate, lightning"):
         tieroff.integrations.keras  # noqa: B018
+
+
+def test_the_trainers_are_named_by_dir_and_imported_when_asked_for() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, tieroff; assert {'integrations', 'wrap', 'BudgetWarning'} <= set(dir(tieroff)); "
+            "assert 'torch' not in sys.modules; assert 'accelerate' in tieroff.integrations.__all__; "
+            "assert not {'accelerate', 'lightning', 'transformers'} & set(sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tieroff
+from tests.unit.report.browser import BROWSER, body_of, dom_of
 
 _STEP = """
 import sys, tempfile, torch, tieroff
@@ -67,3 +69,21 @@ def test_the_wheel_runs_where_there_is_no_compiler(project: Path, tmp_path: Path
         [tmp_path / "venv/bin/tieroff", "--version"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert version.stdout.strip().endswith(tieroff.__version__), version.stderr
+    first_session(project, tmp_path, environment)
+
+
+def first_session(project: Path, folder: Path, environment: dict[str, str]) -> None:
+    """Does what a newcomer does after the installation: the example of the README, and a page of what it did."""
+    [example] = re.findall(r"^```python title=\"quickstart.py\"\n(.*?)^```$", (project / "README.md").read_text(), re.M | re.S)
+    session = folder / "session"
+    session.mkdir()
+    (session / "quickstart.py").write_text(example + 'tieroff.engine(model).save_run("run")\n')
+    train, report = ["python", "quickstart.py"], ["tieroff", "report", "run", "-o", "report.html"]
+    for command in (train, report):
+        command[0] = str(folder / "venv/bin" / command[0])
+        done = subprocess.run(command, cwd=session, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    page = (session / "report.html").read_text(encoding="utf-8")
+    assert "It fits" in page and "bit for bit" in page
+    if BROWSER is not None:
+        assert body_of(dom_of(session / "report.html")) == {"errors": "0", "drawn": "4"}

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 LINES_AT_MOST = 40
+COMPARED = ("gan", "grpo")  # with their plain runs, in tests/parity/programs
 EXAMPLES = ("accelerate_loop", "hf_trainer", "lightning_fit", "peft_lora", "transformers_loop")
 
 
@@ -32,7 +33,7 @@ def _one_thread() -> object:
 
 
 def test_every_example_is_tested(project: Path) -> None:
-    assert tuple(sorted(path.stem for path in (project / "examples").glob("*.py"))) == EXAMPLES
+    assert tuple(sorted(path.stem for path in (project / "examples").glob("*.py"))) == tuple(sorted(EXAMPLES + COMPARED))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

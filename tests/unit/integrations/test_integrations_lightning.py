@@ -201,3 +201,48 @@ def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
     module: Any = torch.compile(Classifier(), backend="eager")
     with pytest.raises(StateError, match=r"leave torch\.compile out"):
         trainer_of(TieroffCallback(config_on_cpu(tmp_path)), num_sanity_val_steps=0).fit(module, batches(), batches())
+
+
+class Adversaries(lightning.LightningModule):
+    """A GAN by hand, whose inner models are wrapped together when training begins."""
+
+    def __init__(self, config: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator, self.judge = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, n)) for n in (WIDTH, 1)
+        )
+        self.config, self.losses = config, list[Tensor]()
+
+    def on_train_start(self) -> None:
+        if self.config is not None:
+            optimizers = [wrapper.optimizer for wrapper in self.optimizers()]
+            tieroff.wrap([self.generator, self.judge], optimizers, self.config, budget="100%")
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        of_generator, of_judge = self.optimizers()
+        fake = self.generator(batch[0])
+        loss = (self.judge(batch[0]) - 1).square().mean() + self.judge(fake.detach()).square().mean()
+        of_judge.zero_grad()
+        self.manual_backward(loss)
+        of_judge.step()
+        gain = (self.judge(fake) - 1).square().mean()
+        of_generator.zero_grad()
+        self.manual_backward(gain)
+        of_generator.step()
+        self.losses += [loss.detach(), gain.detach()]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.judge)]
+
+
+def test_models_wrapped_together_train_by_hand_as_plain(tmp_path: Path) -> None:
+    outcomes = []
+    for config in (None, config_on_cpu(tmp_path, "auto")):
+        module = Adversaries(config)
+        trainer_of(None).fit(module, batches())
+        if config is not None:
+            assert all(tieroff.engine(part).stats().phase in ("planned", "nothing moved") for part in module.children())
+        outcomes.append([*module.losses, *(p.detach().clone() for p in module.parameters())])
+    assert [i for i, (a, b) in enumerate(zip(*outcomes, strict=True)) if not torch.equal(a, b)] == []

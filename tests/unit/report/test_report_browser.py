@@ -6,48 +6,26 @@ Left out where no Chromium is on PATH.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 
 import pytest
 
+from tests.unit.report.browser import BROWSER, body_of, dom_of
 from tests.unit.report.report_samples import hostile, idle, sample
 from tieroff.core.io.run_folder import Run
 from tieroff.planner.compare.predict import predict
 from tieroff.report.page import write_page
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=10000",
-)
 
 pytest.importorskip("plotly")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 
 
 def rendered(run: Run, folder: Path, fragment: str = "") -> str:
-    """Returns the page's DOM after its scripts have run."""
-    assert BROWSER is not None
+    """Returns the DOM of a run's page after its scripts have run."""
     page = folder / "report.html"
     write_page(page, run, *predict(run))
-    arguments = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", f"{page.as_uri()}{fragment}"]
-    return subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=300).stdout
-
-
-def body_of(dom: str) -> dict[str, str]:
-    """Returns the attributes of the page's body."""
-    [attributes] = re.findall(r"<body([^>]*)>", dom)
-    return dict(re.findall(r'data-([a-z-]+)="([^"]*)"', attributes))
+    return dom_of(page, fragment)
 
 
 def found_rows(dom: str) -> list[str]:

@@ -138,7 +138,11 @@ def limit_and_peak(folder: str, free_bytes: int) -> tuple[int, int]:
     model = nn.Sequential(nn.Linear(1024, 1024), Largest())
     optimizer = torch.optim.AdamW(model.parameters())
     backend = WatchedBackend()
-    config = {"budget": {"device": "100%", "host": 0, "nvme": "64MiB"}, "nvme": {"dirs": [folder], "staging": "1MiB"}}
+    config = {
+        "budget": {"device": "100%", "host": 0, "nvme": "64MiB"},
+        "nvme": {"dirs": [folder], "staging": "1MiB"},
+        "plan": {"background": False},
+    }
     tieroff.wrap(model, optimizer, config, backend=backend)
     leave_free_heap(free_bytes)
     for _ in range(4):
@@ -171,7 +175,7 @@ model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
 optimizer = torch.optim.AdamW(model.parameters())
 config = {{
     "device": "cpu", "budget": {{"device": "60%", "host": 0, "nvme": "64MiB", "keep_freed": False}},
-    "nvme": {{"dirs": [{str(tmp_path)!r}], "staging": "1MiB"}},
+    "nvme": {{"dirs": [{str(tmp_path)!r}], "staging": "1MiB"}}, "plan": {{"background": False}},
 }}
 tieroff.wrap(model, optimizer, config)
 for _ in range(4):

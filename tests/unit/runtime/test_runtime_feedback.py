@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import tieroff
 from tieroff.core.io.run_folder import load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
+from tieroff.core.seams import Made, Pending
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.planner.compare.predict import predict
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.session.planning import Planning
+from tieroff.session.workshop import Known
 from tieroff.units import parse_bytes
 
 MS = 1_000_000
@@ -292,11 +295,16 @@ def test_plan_that_cannot_be_made_again_runs_on(
     train(model, optimizer, 1)
     planned = engine.plan
 
-    def refuse(plans: Planning, trace: Trace, rates: dict[str, float]) -> Plan:
-        raise kind("there is less room than there was")
+    def refuse(plans: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+        def take() -> Made:
+            raise kind("there is less room than there was")
+
+        return Known(take)
 
     monkeypatch.setattr(Planning, "plan", refuse)
-    monkeypatch.setattr(Planning, "forecast", lambda *_: None)  # nobody knows whether another plan would gain anything
+    monkeypatch.setattr(
+        Planning, "forecast", lambda *_: Known(lambda: None)
+    )  # nobody knows whether another plan would gain anything
     train(model, optimizer, 4)
     assert "keeps its plan: there is less room than there was" in caplog.text
     assert engine.plan is planned

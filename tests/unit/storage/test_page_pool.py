@@ -235,7 +235,7 @@ before = torch.ones(2 * MIB, dtype=torch.uint8)
 pool.set_limit(64 * MIB)
 assert not pool.owns(before.data_ptr())
 serve_torch()
-large, small = torch.ones(MIB, dtype=torch.uint8), torch.ones(MIB - 1, dtype=torch.uint8)
+large, small = torch.ones(MIB, dtype=torch.uint8), torch.ones(MIB // 8 - 1, dtype=torch.uint8)
 assert pool.owns(large.data_ptr()) and not pool.owns(small.data_ptr())
 assert pool.in_use_bytes == MIB
 address = large.data_ptr()

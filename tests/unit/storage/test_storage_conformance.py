@@ -15,7 +15,7 @@ import pytest
 
 from tieroff.errors import StateError, StoreError
 from tieroff.storage import buffers
-from tieroff.storage.engines import Engine, available, choose
+from tieroff.storage.engines import Engine, OpenFile, available, choose
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.space import SpaceStore
@@ -318,6 +318,7 @@ def test_open_and_close_leave_nothing(make_store: MakeStore, tmp_path: Path) -> 
         store.close()
 
     cycle()
+    gc.collect()  # what tests before this one left open
     before = count()
     for _ in range(50):
         cycle()
@@ -325,3 +326,22 @@ def test_open_and_close_leave_nothing(make_store: MakeStore, tmp_path: Path) -> 
     # The pool of aiofiles starts its 4 threads as they are needed, so up to 3 of them after the first cycle.
     assert count()[1] <= before[1] + 3
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+@pytest.mark.parametrize("cut", [1, 4096, MIB, 3 * MIB + 76])
+def test_checksums_of_two_ranges_make_that_of_both(engine: Engine, tmp_path: Path, cut: int) -> None:
+    size_bytes = 3 * MIB + 77
+    memory = Memory(size_bytes).set(noise(size_bytes, 1))
+    (tmp_path / "file").touch()
+    fd = os.open(tmp_path / "file", os.O_RDWR)
+    file = OpenFile(fd, str(tmp_path), is_direct=False, block_bytes=1, memory_alignment=1)
+
+    def checksum(begin: int, end: int) -> int:
+        transfer = engine.write(file, 0, memory.address + begin, end - begin, with_checksum=True)
+        assert transfer.wait(30) and transfer.checksum is not None
+        return transfer.checksum
+
+    joined = engine.joined_checksum(checksum(0, cut), checksum(cut, size_bytes), size_bytes - cut)
+    whole = checksum(0, size_bytes)
+    os.close(fd)
+    assert joined == whole

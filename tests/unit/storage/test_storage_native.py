@@ -197,3 +197,24 @@ def test_page_returner_drops_pages_and_can_be_set_slower(tmp_path: Path) -> None
         assert returner.errno == 0
         assert mapped[:] == b"\x09" * 2**20
     assert path.read_bytes() == b"\x09" * 2**20
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_small_copy_of_memory_is_made_at_once_unless_a_fault_waits_for_it(name: str) -> None:
+    engine = getattr(native, name)()
+    source, target = ctypes.create_string_buffer(b"x" * 4096), ctypes.create_string_buffer(4096 + 1)
+    copy = engine.copy(ctypes.addressof(target), ctypes.addressof(source), 4096, False)
+    # No thread was asked, so nothing has to be waited for.
+    assert (copy.done(), copy.done_bytes, copy.errno, target.raw[:4096]) == (True, 4096, 0, b"x" * 4096)
+    assert 0 < copy.start_ns <= copy.stop_ns
+
+    engine.inject("copy", hang=True)
+    held = engine.copy(ctypes.addressof(target), ctypes.addressof(source), 4096, True)
+    engine.wait_hanging(1, 30.0)
+    assert not held.done()
+    engine.release()
+    assert held.wait(30.0)
+
+    engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine.copy(ctypes.addressof(target), ctypes.addressof(source), 4096, False)

@@ -24,9 +24,10 @@ from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, ConfigError
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.problem import live_bytes
-from tieroff.tracing.dry import dry_trace, find_factory
+from tieroff.tracing.dry import dry_trace
+from tieroff.tracing.factory import find_factory
+from tieroff.tracing.recording.scratch import PeakCounter
 from tieroff.tracing.roofline import Roofline
-from tieroff.tracing.scratch import PeakCounter
 
 MIN_BYTES = 1024
 MACHINE = Machine(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from tieroff.tracing.recorder import StepRecorder
-from tieroff.tracing.scratch import PeakCounter
+from tieroff.tracing.recording.scratch import PeakCounter
 
 MIB = 1 << 20
 
@@ -61,3 +62,77 @@ def test_what_died_before_an_op_does_not_lie_beside_its_result() -> None:
 def test_what_outlives_its_op_counts_in_the_next_ones() -> None:
     kept: list[torch.Tensor] = []
     assert transients(lambda: kept.append(mib()), lambda: kept.append(mib()), kept.clear, lambda: None) == [1, 2, 2, 0]
+
+
+def calls_of(run: Callable[[], object]) -> int:
+    """Returns how many Python functions run."""
+    count = 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_what_an_op_costs_does_not_depend_on_what_is_alive() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start()
+    try:
+        recorder.event("op", "forward")
+        one = torch.ones(4)
+        one + one  # what is done once per kind of op
+        few = calls_of(lambda: one + one)
+        alive = [one * i for i in range(3000)]
+        many = calls_of(lambda: one + one)
+    finally:
+        recorder.stop()
+    assert len(alive) == 3000 and many <= few + 2
+
+
+def test_deaths_are_seen_whoever_held_the_tensor_last() -> None:
+    weight = torch.ones(MIB // 4, requires_grad=True)
+
+    def saved_by_autograd() -> None:
+        graph.append((weight * 2).exp().sum())
+
+    graph: list[torch.Tensor] = []
+    steps = (saved_by_autograd, lambda: None, lambda: graph.pop().backward(), lambda: None)
+    assert transients(*steps)[1:4:2] == [2, 2]  # the weight and what is saved; the weight and its gradient
+
+
+def test_data_loading_after_a_backward_is_not_the_steps_until_the_step_uses_it() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start()
+    try:
+        recorder.event("backward", "backward")
+        gradient = mib()
+        recorder.backward_ended()
+        raw = [mib() for _ in range(5)]
+        batch = raw[0] + raw[1]
+        gradient.mul_(2)
+        recorder.event("forward", "forward")
+        del raw
+        batch.sum()
+        recorder.event("end", "")
+    finally:
+        recorder.stop()
+    trace = recorder.finish([], [0] * 3, "test")
+    assert [op.transient_bytes // MIB for op in trace.ops] == [2, 2, 2]  # the gradient and the batch
+
+
+def test_inputs_of_the_next_step_count_in_the_last_op_beside_what_was_left() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start()
+    recorder.event("op", "forward")
+    left = mib()
+    recorder.stop()
+    del left
+    batch = mib()
+    recorder.made([batch.untyped_storage()])
+    assert [op.transient_bytes // MIB for op in recorder.finish([], [0], "test").ops] == [2]

@@ -67,6 +67,30 @@ def fit(trace: Trace, plan: Plan) -> str:
     return f"It fits: the device holds at most {peak} of {budget}; with nothing moved it would be {plain}."
 
 
+def ready(trace: Trace, plan: Plan, steps_done: int, asked: str = "", asked_bytes: int | None = None) -> str:
+    """Returns one line that says that a kind of step has its plan.
+
+    Args:
+        trace, plan: the step and its plan.
+        steps_done: steps that were run before it.
+        asked: the device budget as it was written, where that is no number of bytes.
+        asked_bytes: the bytes that it is for this step; None where no limit was asked for.
+    """
+    per_tier: Counter[Tier] = Counter()
+    for sizes in away_bytes(trace, plan).values():
+        per_tier.update(sizes)
+    names = {Tier.HOST: "host memory", Tier.NVME: "NVMe"}
+    moved = [f"{format_bytes(per_tier[tier])} to {name}" for tier, name in names.items() if per_tier[tier]]
+    budget_bytes = plan.budget_bytes.get(Tier.DEVICE, 0)
+    limit = format_bytes(budget_bytes)
+    if asked_bytes is not None and budget_bytes > asked_bytes:
+        limit = f"{limit}, raised from {asked or format_bytes(asked_bytes)}"
+    elif asked:
+        limit = f"{asked} ({limit})"
+    step = f", step {_time(plan.step_ns)} predicted" if moved else ""
+    return f"plan ready after step {steps_done}: {' and '.join(moved) or 'nothing has to move'}{step}, fits {limit}"
+
+
 def exactness(step: Explained) -> str:
     """Returns the sentence on whether numbers equal those of the plain run."""
     if step.plan.host_updates:
@@ -192,7 +216,7 @@ def _one(ring: Trace, index: int, away: dict[Tier, int]) -> str:
         tier.value if size == tensor.size_bytes else f"{tier.value} (part of it, {format_bytes(size)})"
         for tier, size in away.items()
     )
-    return f"{tensor.name} ({format_bytes(tensor.size_bytes)}) to {places}"
+    return f"{tensor.shown} ({format_bytes(tensor.size_bytes)}) to {places}"
 
 
 def _of_class(ring: Trace, away: Away, kind: TensorClass) -> dict[Tier, int]:

@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from tieroff.core.history import History
 from tieroff.core.plan import Plan
@@ -31,9 +31,12 @@ _READABLE = (1, 2)
 _REMOVED: dict[type, dict[str, Any]] = {Plan: {"bucket_order": [], "period": 1, "segment": None}, Timeline: {"period": 1}}
 """Fields of older files by class, each with its default of then."""
 
+_RUN = "tieroff.engine(model).save_run(FOLDER)"
+_WRITERS = {"tieroff.plan": "`tieroff plan --out FILE`"}
 _MISFIT = "a file of another kind, or one that was cut off"
 
 Parse = Callable[[Any, str], Any]
+T = TypeVar("T")
 
 
 class _Misfit(Exception):
@@ -112,18 +115,46 @@ def _defaults(cls: Any) -> dict[str, Any]:
     return {f.name: made[f.name]() if f.name in made else f.default for f in fields(cls)}
 
 
+# Most of what a trace holds: asked before each call of `_encode`, since a request to plan is written while a step waits.
+_AS_IT_IS = frozenset({int, str, float, bool, type(None)})
+
+
 def _encode(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [item if type(item) in _AS_IT_IS else _encode(item) for item in value]
     if is_dataclass(value):
         cls: Any = type(value)
-        pairs = ((name, getattr(value, name), default) for name, default in _defaults(cls).items())
-        return {name: _encode(content) for name, content, default in pairs if default is MISSING or content != default}
+        document = {}
+        for name, default in _defaults(cls).items():
+            content = getattr(value, name)
+            if default is MISSING or content != default:
+                document[name] = content if type(content) in _AS_IT_IS else _encode(content)
+        return document
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, (tuple, list)):
-        return [_encode(item) for item in value]
     if isinstance(value, Mapping):
         return {_encode(key): _encode(item) for key, item in value.items()}
     return value
+
+
+def to_document(value: Any) -> dict[str, Any]:
+    """Returns an object of the package's data classes as values of JSON, to travel between two processes of one run."""
+    document: dict[str, Any] = _encode(value)
+    return document
+
+
+def from_document(cls: type[T], document: Any) -> T:
+    """Returns the object of a class that `to_document` made a document of.
+
+    Raises:
+        ValueError: it is no such document.
+    """
+    try:
+        parse: Parse = _object(cls)  # type: ignore[arg-type]  # a class is hashable
+        found: T = parse(document, "")
+    except _Misfit as error:
+        raise ValueError(f"{cls.__name__}: {error}") from None
+    return found
 
 
 def _save(kind: str, value: Any, path: str | Path) -> None:
@@ -158,21 +189,22 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def _load(kind: str, cls: Any, path: str | Path, error_of: Callable[[str], TieroffError]) -> Any:
+    writes = f"{_WRITERS.get(kind, _RUN)} writes one"
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise error_of(f"{path}: expected a {kind} file, but it cannot be read: {error.strerror or error}") from error
+        raise error_of(f"{path}: expected a {kind} file, but it cannot be read: {error.strerror or error}; {writes}") from error
     except UnicodeDecodeError as error:
         raise error_of(f"{path}: expected a {kind} file, got {_MISFIT}: no text at byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise error_of(
-            f"{path}: expected a {kind} file, got {_MISFIT}: line {error.lineno}, column {error.colno}: {error.msg}"
+            f"{path}: expected a {kind} file, got {_MISFIT}: line {error.lineno}, column {error.colno}: {error.msg}; {writes}"
         ) from error
     except RecursionError as error:
         raise error_of(f"{path}: expected a {kind} file, got {_MISFIT}: nested too deep") from error
     found = document.get("format") if isinstance(document, dict) else type(document).__name__
     if found != kind:
-        raise error_of(f"{path}: expected format {kind!r}, got {found!r}")
+        raise error_of(f"{path}: expected format {kind!r}, got {found!r}; {writes}")
     if document.get("version") not in _READABLE:
         raise error_of(f"{path}: expected version {_VERSION} or older of {kind}, got {document.get('version')!r}")
     body = {key: value for key, value in document.items() if key not in ("format", "version")}

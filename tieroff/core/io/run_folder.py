@@ -27,8 +27,9 @@ from tieroff.errors import ConfigError, InvalidPlanError, StateError, TraceMisma
 
 _CONFIG, _EXPLANATION, _RESULT = "config.toml", "explain.txt", "result.json"
 _MACHINE = "planned_machine.toml"  # not machine.toml, which may be a person's own measurement
-_TRACE, _PLAN, _TIMELINE, _STEPS = "trace.json", "plan.json", "timeline.json", "steps.json"
-_NEEDED = (_CONFIG, _TRACE, _PLAN, _TIMELINE)
+RUN_TRACE = "trace.json"
+_PLAN, _TIMELINE, _STEPS = "plan.json", "timeline.json", "steps.json"
+_NEEDED = (_CONFIG, RUN_TRACE, _PLAN, _TIMELINE)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def save_run(run: Run, folder: str | Path) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     write_whole(path / _CONFIG, run.config_toml)
-    save_trace(run.trace, path / _TRACE)
+    save_trace(run.trace, path / RUN_TRACE)
     save_plan(run.plan, path / _PLAN)
     save_steps(History(run.steps), path / _STEPS)
     write_whole(path / _EXPLANATION, run.explanation + "\n")
@@ -105,7 +106,7 @@ def load_run(folder: str | Path) -> Run:
             "run has not ended, it broke off, or this is another folder; engine.save_run(folder) writes them"
         )
     run = Run(
-        trace=load_trace_json(path / _TRACE),
+        trace=load_trace_json(path / RUN_TRACE),
         plan=load_plan(path / _PLAN),
         timeline=load_timeline(path / _TIMELINE),
         config_toml=_text(path / _CONFIG),

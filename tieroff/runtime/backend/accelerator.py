@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,12 +29,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.errors import StoreError
-from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
 from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.staging.staging import Staging, pinned
 from tieroff.runtime.backend.stamp import Anchor, EventStamp, Stamp
 from tieroff.runtime.backend.vendor import vendor_of
 from tieroff.storage.completion import Completion
-from tieroff.storage.host.slabs import Slab, Slabs
+from tieroff.storage.engines.base import Engine, Mover
 
 log = logging.getLogger("tieroff")
 
@@ -73,26 +72,6 @@ class _StreamCopy:
     def join(self) -> None:
         """Blocks the host until the bytes are there."""
         self._ended.event.synchronize()
-
-
-class _StagedCopy:
-    """A copy between device and file by way of pinned staging memory, done by a thread."""
-
-    def __init__(self, job: Future[tuple[int, int]], what: str, size_bytes: int) -> None:
-        self.start_ns = self.stop_ns = 0
-        self._job, self._what, self._size_bytes = job, what, size_bytes
-
-    def done(self) -> bool:
-        return self._job.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        try:
-            self.start_ns, self.stop_ns = self._job.result(timeout_s)
-        except FutureTimeout:
-            raise StoreError(
-                f"expected {self._what} of {self._size_bytes} bytes to end within {timeout_s} s, it is still under way",
-                size_bytes=self._size_bytes,
-            ) from None
 
 
 class Ready(Protocol):
@@ -165,9 +144,6 @@ class AcceleratorBackend:
 
     Args:
         device: with its index.
-
-    Raises:
-        ConfigError: its memory is the host's, so there is no tier of host memory below it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,7 +160,7 @@ class AcceleratorBackend:
     def use_staging(self, size_bytes: int) -> None:
         """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
         if size_bytes:
-            self._staging = Staging(size_bytes, self.slabs)
+            self._staging = Staging(size_bytes, self.slabs, self._out, self._in)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -207,16 +183,7 @@ class AcceleratorBackend:
             return copy_by_engine(
                 self._writers, ready, lambda: place.write(source.data_ptr(), source), "a copy to a file", source.numel()
             )
-        staging = self._staging_for()
-
-        def job() -> tuple[int, int]:
-            start_ns = time.monotonic_ns()
-            with staging.lease(source.numel()) as host:
-                self._on_stream(self._out, ready, host, source).join()
-                place.write(host.data_ptr(), host).wait(TRANSFER_TIMEOUT_S)
-            return start_ns, time.monotonic_ns()
-
-        return _StagedCopy(self._writers.submit(job), "a copy to a file", source.numel())
+        return place.write(source.data_ptr(), source, self._mover(source, ready))
 
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         ready = self._ready()
@@ -228,16 +195,7 @@ class AcceleratorBackend:
             return copy_by_engine(
                 self._readers, ready, lambda: place.read(target.data_ptr(), target), "a copy from a file", target.numel()
             )
-        staging = self._staging_for()
-
-        def job() -> tuple[int, int]:
-            start_ns = time.monotonic_ns()
-            with staging.lease(target.numel()) as host:
-                place.read(host.data_ptr(), host).wait(TRANSFER_TIMEOUT_S)
-                self._on_stream(self._in, ready, target, host).join()
-            return start_ns, time.monotonic_ns()
-
-        return _StagedCopy(self._readers.submit(job), "a copy from a file", target.numel())
+        return place.read(target.data_ptr(), target, self._mover(target, ready))
 
     def begin_step(self) -> None:
         self._anchor = Anchor.now(torch.accelerator.current_stream(self.device))
@@ -253,6 +211,9 @@ class AcceleratorBackend:
 
     def keep_freed(self, limit_bytes: int) -> None:
         """Nothing to say: torch's caching allocator keeps freed memory, inside what it has reserved."""
+
+    def return_freed(self) -> None:
+        """Nothing to return: the budget is about the device's memory."""
 
     def gave(self, device: torch.Tensor) -> bool:
         return True
@@ -278,69 +239,7 @@ class AcceleratorBackend:
             ended = EventStamp(stream, self._anchor)
         return _StreamCopy(begun, ended, self.device, (target, source))
 
-    def _staging_for(self) -> Staging:
+    def _mover(self, tensor: torch.Tensor, ready: torch.Event) -> Callable[[Engine], Mover]:
         if self._staging is None:
             raise StoreError("expected staging memory for copies to files; set [nvme] staging above 0")
-        return self._staging
-
-
-def pinned(address: int, size_bytes: int) -> torch.Tensor:
-    """Returns memory at an address as a 1-d uint8 tensor, without owning it."""
-    import ctypes
-
-    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
-
-
-class Staging:
-    """Pinned memory lent in contiguous pieces, first come first served; a piece larger than all of it is made anew."""
-
-    def __init__(self, size_bytes: int, slabs: Slabs) -> None:
-        self.size_bytes = size_bytes
-        self.slabs = slabs
-        self._slab = slabs.make(size_bytes)
-        self._bytes = pinned(self._slab.address, size_bytes)
-        # Writers take from the front half, readers from the back half: one of each at a time.
-        self._front, self._back = threading.Lock(), threading.Lock()
-        self._warned = False
-
-    def lease(self, size_bytes: int) -> _Lease:
-        """Returns a context manager that yields a 1-d uint8 tensor of pinned memory."""
-        return _Lease(self, size_bytes)
-
-    def close(self) -> None:
-        """Unpins the memory; nothing may be lent."""
-        self.slabs.release(self._slab)
-
-
-class _Lease:
-    def __init__(self, staging: Staging, size_bytes: int) -> None:
-        self._staging, self._size = staging, size_bytes
-        self._lock: threading.Lock | None = None
-        self._own: Slab | None = None
-
-    def __enter__(self) -> torch.Tensor:
-        staging = self._staging
-        half = staging.size_bytes // 2
-        if self._size > half:
-            if not staging._warned:
-                staging._warned = True
-                log.warning(
-                    "a tensor of %d bytes is larger than half the staging memory (%d): it gets pinned memory of its own "
-                    "for each copy; raise [nvme] staging",
-                    self._size,
-                    half,
-                )
-            self._own = staging.slabs.make(self._size)
-            return pinned(self._own.address, self._size)
-        is_front = staging._front.acquire(blocking=False)
-        if not is_front:
-            staging._back.acquire()
-        self._lock = staging._front if is_front else staging._back
-        start = 0 if is_front else half
-        return staging._bytes[start : start + self._size]
-
-    def __exit__(self, *failure: object) -> None:
-        if self._lock is not None:
-            self._lock.release()
-        if self._own is not None:
-            self._staging.slabs.release(self._own)
+        return self._staging.mover(tensor, ready, self._anchor)

@@ -65,6 +65,9 @@ class Backend(Protocol):
     def keep_freed(self, limit_bytes: int) -> None:
         """Keeps device memory that is freed for reuse, as far as it and what is in use come to no more than this."""
 
+    def return_freed(self) -> None:
+        """Has memory leave the process that was freed and is kept by nobody's wish, as after planning."""
+
     def gave(self, device: torch.Tensor) -> bool:
         """True for memory to which that limit applies."""
 

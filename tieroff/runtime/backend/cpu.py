@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -93,7 +94,7 @@ class CpuBackend:
 
     def tune_allocator(self, mmap_threshold_bytes: int | None) -> None:
         """Sets glibc's mmap threshold: blocks above it return to the system when freed (measured in docs/results)."""
-        libc = ctypes.CDLL(None)
+        libc = _libc()
         if not hasattr(libc, "mallopt"):
             return
         threshold = mmap_threshold_bytes if mmap_threshold_bytes is not None else 32 << 20
@@ -106,12 +107,23 @@ class CpuBackend:
             may_keep = limit_bytes > 0 and self._keeps_freed and serve_torch()
             self._pool.set_limit(limit_bytes + self._others_bytes if may_keep else 0)
 
+    def return_freed(self) -> None:
+        libc = _libc()
+        if hasattr(libc, "malloc_trim"):  # glibc
+            libc.malloc_trim(0)
+
     def gave(self, device: torch.Tensor) -> bool:
         return self._pool is not None and self._pool.owns(device.data_ptr())
 
     def close(self) -> None:
         """Gives back the memory that was kept for reuse."""
         stop_serving()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Returns the C library; each object for it is a cycle that only the garbage collector frees."""
+    return ctypes.CDLL(None)
 
 
 def settle_vector_math() -> None:

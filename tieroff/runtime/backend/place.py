@@ -9,7 +9,7 @@ from tieroff.storage.completion import Completion
 from tieroff.storage.engines.gds import GdsEngine
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
-from tieroff.storage.store import Block, Home, Store
+from tieroff.storage.store import Block, By, Home, Store
 
 
 class Place(Protocol):
@@ -26,13 +26,13 @@ class Place(Protocol):
     def takes_device_memory(self) -> bool:
         """Whether `write` and `read` take an address in device memory too, once no stream uses it any more."""
 
-    def write(self, source_address: int, keep: object) -> Completion:
-        """Starts a copy of `size_bytes` from memory; the old value stays until `publish`."""
+    def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
+        """Starts a copy of `size_bytes` from memory (see Store for `by`); the old value stays until `publish`."""
 
     def publish(self) -> None:
         """After a completed `write`: the place now holds the new value."""
 
-    def read(self, target_address: int, keep: object) -> Completion:
+    def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts a copy of `size_bytes` to memory."""
 
     def note(self, copy: Completion) -> None:
@@ -62,16 +62,16 @@ class BlockPlace:
             return None
         return self._store.address(self._block)
 
-    def write(self, source_address: int, keep: object) -> Completion:
+    def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
         assert self._block is not None
-        return self._store.write(self._block, source_address, keep)
+        return self._store.write(self._block, source_address, keep, by)
 
     def publish(self) -> None:
         """Nothing to switch: nobody else sees a block."""
 
-    def read(self, target_address: int, keep: object) -> Completion:
+    def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         assert self._block is not None
-        return self._store.read(self._block, target_address, keep)
+        return self._store.read(self._block, target_address, keep, by)
 
     def note(self, copy: Completion) -> None:
         assert self._block is not None
@@ -96,15 +96,15 @@ class HomePlace:
     def address(self) -> int | None:
         return self.home.address if self.tier is Tier.HOST else None
 
-    def write(self, source_address: int, keep: object) -> Completion:
-        return self.home.write(source_address, keep)
+    def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
+        return self.home.write(source_address, keep, by)
 
     def publish(self) -> None:
         if self.tier is not Tier.HOST:  # bytes in host memory show as they arrive, whoever copied them there
             self.home.publish()
 
-    def read(self, target_address: int, keep: object) -> Completion:
-        return self.home.read(target_address, keep)
+    def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
+        return self.home.read(target_address, keep, by)
 
     def note(self, copy: Completion) -> None:
         self.home.note(copy)

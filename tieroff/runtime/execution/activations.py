@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 
@@ -12,18 +13,29 @@ from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.traffic import Traffic
 
 
+class _Watched(weakref.ref[object]):
+    """A reference to an object that autograd got for an item.
+
+    Attributes:
+        item: what it stands for.
+    """
+
+    __slots__ = ("item",)
+
+    item: ActivationItem
+
+
 class LiveActivations:
     """The activations under the engine's care.
 
-    Attributes:
-        dead: items one `Packed` object of which died. Objects die in any thread, also where an item is moved just now, so
-            their items end at the next tick. Appending to a deque needs no lock.
+    Objects that stand for them die in any thread, also where an item is moved just now, so their items end at the next tick.
+    What hears of a death is `deque.append`: it needs no lock, and is no line of Python that an exception could interrupt.
     """
 
     def __init__(self, state: StepState, traffic: Traffic, runner: PlanRunner, on_demand: OnDemand) -> None:
         self._state, self._traffic, self._runner, self._on_demand = state, traffic, runner, on_demand
         self._items: dict[int, ActivationItem] = {}
-        self.dead: deque[ActivationItem] = deque()
+        self._dead: deque[weakref.ref[object]] = deque()
 
     def __iter__(self) -> Iterator[ActivationItem]:
         return iter(list(self._items.values()))
@@ -32,13 +44,21 @@ class LiveActivations:
         """Takes an item under care."""
         self._items[id(item)] = item
 
+    def watch(self, packed: object, item: ActivationItem) -> None:
+        """Autograd gets an object that stands for an item; its death is noticed."""
+        watched = _Watched(packed, self._dead.append)
+        watched.item = item
+        item.packs.add(watched)
+
     def drain(self) -> None:
         """Ends the items that no graph can ask for any more."""
-        while self.dead:
-            item = self.dead.popleft()
-            item.packs -= 1
-            if item.packs == 0:
-                self._end(item)
+        while self._dead:
+            watched = self._dead[0]  # it stays until it is dealt with: an interrupted `drain` is gone through again
+            assert isinstance(watched, _Watched)
+            watched.item.packs.discard(watched)
+            if not watched.item.packs and id(watched.item) in self._items:
+                self._end(watched.item)
+            self._dead.popleft()
 
     def _end(self, item: ActivationItem) -> None:
         self._items.pop(id(item), None)
@@ -51,7 +71,7 @@ class LiveActivations:
         """Ends items that no graph got, since an exception came first."""
         self.drain()
         for item in self:
-            if item.packs <= 0:
+            if not item.packs:
                 self._end(item)
 
     def bring_home(self) -> None:

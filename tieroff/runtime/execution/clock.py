@@ -161,7 +161,8 @@ class Clock:
     def watch_backward(self) -> None:
         """Calls `at_backward_end` when the running backward ends; one that runs inside it ends first, which does no harm."""
         task = current_graph_task()
-        if task != -1 and task != self._watched_task:
+        # FSDP2 reduces its last gradients in a callback of its own, perhaps after ours: then the end comes once more.
+        if task != -1 and (task != self._watched_task or not self.is_backward_open):
             self._watched_task, self.is_backward_open = task, True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 

@@ -9,7 +9,8 @@ import torch
 from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.hollow import untouched
-from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.items.parameter import ParameterItem
+from tieroff.runtime.items.residency import State
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
 from tieroff.runtime.step.mode import Mode
 
@@ -55,6 +56,25 @@ class ParameterFetch:
         context.on_demand.wanted(item)
         return value
 
+    def shard(self, item: ParameterItem) -> torch.Tensor:
+        """Returns the device value of a shard that its rank is about to send to the others."""
+        context = self._context
+        phase = training_phase()
+        context.clock.tick(("shard", item.position), lambda: f"shard:{item.name}", phase)
+        value = self._valid(item)
+        if phase == "forward":
+            context.on_demand.used(item.key)
+        return value
+
+    def outside(self, item: ParameterItem) -> torch.Tensor:
+        """Returns the device value of a parameter that is used outside of the step: no plan knows of it."""
+        state = self._context.state
+        mode, state.mode = state.mode, Mode.IDLE
+        try:
+            return self._valid(item)
+        finally:
+            state.mode = mode
+
     def dismiss(self, item: ParameterItem) -> None:
         """The device copy is not used any more, by whoever fetched it last."""
         self._context.on_demand.release_read(item)
@@ -65,7 +85,9 @@ class ParameterFetch:
             if item.device is None and item.place is None:  # given back while a graph still needs it
                 return item.living.detach()
             item.refresh(context.traffic)
-            if item.is_lifted:
+            if item.stays_below:
+                item.lift(context.traffic)  # drops what was fetched
+            if item.is_lifted or (item.state is State.LOWER and item.stays_below):
                 context.clock.resume()
                 with untouched():
                     return item.living.detach()

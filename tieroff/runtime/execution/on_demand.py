@@ -23,8 +23,9 @@ from tieroff.runtime.execution.experience import Experience
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.homes import HomeItem, ParameterItem
+from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
+from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import Event, State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned, Unplanned
@@ -50,6 +51,7 @@ class OnDemand:
         self.room_bytes = 0
         self.experience = Experience()
         self._read: deque[HomeItem] = deque()
+        self._left: list[HomeItem] = []
         self._incomplete: deque[tuple[ActivationItem, int]] = deque()
         self._ticks = 0
         self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
@@ -114,23 +116,28 @@ class OnDemand:
         """True while another thread's call brought this up, and the step did not use it since."""
         return id(item) in self._strays
 
+    @property
+    def _predicts(self) -> bool:
+        """False in a step that follows its plan: the plan says what comes next, and noting it would cost 4 us a tensor."""
+        return self._state.mode is not Mode.PLANNED
+
     def used(self, key: Hashable) -> None:
         """Forward used a parameter."""
-        if self._foresight is not None:
+        if self._foresight is not None and self._predicts:
             with self._state.lock:
                 self._foresight.used(key)
                 self._look_ahead()
 
     def saved(self, item: Item) -> None:
         """Autograd saved this for backward."""
-        if self._foresight is not None:
+        if self._foresight is not None and self._predicts:
             with self._state.lock:
                 self._known[item.key] = item
                 self._foresight.saved(item.key)
 
     def wanted(self, item: Item) -> None:
         """Backward used what was saved."""
-        if self._foresight is not None:
+        if self._foresight is not None and self._predicts:
             with self._state.lock:
                 self._foresight.wanted(item.key)
                 self._look_ahead()
@@ -138,6 +145,10 @@ class OnDemand:
     def keep_until_complete(self, item: ActivationItem) -> None:
         """Keeps a saved tensor until the ticks of its own op are over."""
         self._incomplete.append((item, self._ticks + TICKS_OF_ONE_OP))
+
+    def is_incomplete(self, item: ActivationItem) -> bool:
+        """True while a saved tensor's own op may still fill it."""
+        return any(known is item for known, _ in self._incomplete)
 
     def tick(self, ticks: int = 1) -> None:
         """Ticks went by: saved tensors whose own op is over may leave."""
@@ -169,10 +180,17 @@ class OnDemand:
         else:
             self.release(item)  # it dies soon, and need not be copied before
 
+    def left(self, items: Iterable[HomeItem]) -> None:
+        """Another thread read these while they could not move; the step's own thread, which may use them now, lets them go."""
+        if self._state.mode is not Mode.PLANNED and self._state.mode is not Mode.PASS:
+            self._left.extend(item for item in items if item.device is not None and item not in self._left)
+
     def release_reachable(self) -> None:
         """Frees everything that user code may hold or write, because it runs next."""
         with self._state.lock:  # other threads may read
             self.tick(TICKS_OF_ONE_OP)
+            self._read.extend(item for item in self._left if item not in self._read)
+            self._left.clear()
             while self._read:
                 self._drop(self._read.popleft())
             for stray in list(self._strays.values()):
@@ -215,7 +233,7 @@ class OnDemand:
         kept: set[int] = set()
         for item in items:
             kept.add(id(item))
-            if item.state is not State.LOWER or item.place is None:
+            if item.state is not State.LOWER or item.place is None or item.stays_below:
                 continue
             self._make_room(item.size_bytes, kept)
             if traffic.device_bytes + item.size_bytes > self.room_bytes:

@@ -91,7 +91,7 @@ class PlanRunner:
         if transfer.source is Tier.DEVICE:
             if item.device is not None:
                 self._traffic.store(item)
-        elif item.state is State.LOWER:
+        elif item.state is State.LOWER and not item.stays_below:
             self._traffic.send(item, Event.FETCH)
 
     def measure(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from tieroff.core.seams import Recorder, Subject
+from tieroff.runtime.items.hollow import SubclassCalls
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.step.kinds import StepKind
 from tieroff.runtime.step.mode import Mode
@@ -74,20 +75,36 @@ class StepState:
         kind: of the step that runs or ran last; None before the first, and after one that broke off.
         record: what is noted of it while it has no plan.
         saw_backward: a backward has begun in it.
+        saw_gradient: a gradient has arrived in it.
         updated: ids of parameters that were updated in the backward that runs.
         lock: held while items move.
+        thread: that runs the steps: the one that wrapped the model, then whichever began the last step.
+        subclass_calls: of the thread that runs the steps.
         inside: hooks of the engine that run; one that an exception left still counts, see `lifecycle/repair.py`.
     """
 
-    __slots__ = ("inside", "kind", "lock", "mode", "record", "saw_backward", "updated")
+    __slots__ = (
+        "inside",
+        "kind",
+        "lock",
+        "mode",
+        "record",
+        "saw_backward",
+        "saw_gradient",
+        "subclass_calls",
+        "thread",
+        "updated",
+    )
 
     def __init__(self) -> None:
         self.mode = Mode.IDLE
         self.inside = 0
+        self.subclass_calls = SubclassCalls()
         self.kind: StepKind | None = None
         self.record = StepRecord()
-        self.saw_backward = False
+        self.saw_backward = self.saw_gradient = False
         self.updated: set[int] = set()
         # Autograd runs hooks in its own thread of each device while the thread of the loop may still be in a forward or a
         # hook. Re-entrant: an event moves items, which ends others.
         self.lock = threading.RLock()
+        self.thread = threading.get_ident()

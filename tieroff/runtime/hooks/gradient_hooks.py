@@ -43,6 +43,7 @@ class GradientHooks:
     def __init__(self, context: StepContext, gradients: Gradients) -> None:
         self._context, self._gradients = context, gradients
         self._hooked: dict[int, _Hooked] = {}
+        self._aside: dict[int, torch.Tensor] = {}
         self._is_open = True
         self.follower: GradientFollower | None = None
 
@@ -77,18 +78,32 @@ class GradientHooks:
         item = self._context.homes.parameter(home)
         if item is not None:
             self._gradients.arrived(item)
+        else:
+            self._gradients.stays(home)
         if follower is not None and self._context.state.mode is not Mode.IDLE:
             with lock:
                 follower.gradient_arrived(home)
         self._context.state.inside -= 1
 
+    def stand_aside(self, last: torch.Tensor | None) -> None:
+        """Takes the hooks off all parameters but one, the last that gets its gradient: it says that there was a backward."""
+        self._aside = {key: hooked.parameter for key, hooked in self._hooked.items() if hooked.parameter is not last}
+        self.remove(self._aside)
+
+    def come_back(self) -> None:
+        """Hooks what had no hooks for a while."""
+        for parameter in self._aside.values():
+            self.add(parameter)
+        self._aside = {}
+
     def remove(self, ids: Collection[int]) -> None:
         """Takes the hooks off parameters that have some."""
         for key in ids:
-            hooked = self._hooked.pop(key, None)
+            hooked = self._hooked.get(key)
             if hooked is not None:
                 hooked.arrived.remove()
                 hooked.before.remove()
+                del self._hooked[key]  # last: an exception may come between any two lines
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Takes the hooks off all other parameters."""
@@ -96,5 +111,5 @@ class GradientHooks:
 
     def close(self) -> None:
         """Takes all hooks off; those that run just now do nothing more."""
-        self._is_open = False
+        self._is_open, self._aside = False, {}
         self.keep_only(())

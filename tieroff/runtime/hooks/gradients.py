@@ -10,7 +10,10 @@ from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.homes import HomeItem, ParameterItem, why_unmovable
+from tieroff.runtime.hooks.parameters.sharded import Shards
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.movable import why_unmovable
+from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_gradient
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.mode import Mode
 
@@ -18,8 +21,8 @@ from tieroff.runtime.step.mode import Mode
 class Gradients:
     """What happens to the gradients of moved parameters; the items are those of `HomeTable.gradients`."""
 
-    def __init__(self, context: StepContext, settings: Settings) -> None:
-        self._context = context
+    def __init__(self, context: StepContext, settings: Settings, shards: Shards) -> None:
+        self._context, self._shards = context, shards
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
         self._reduced: list[HomeItem] = []  # pinned: see `_keep_until_reduced`
@@ -27,14 +30,18 @@ class Gradients:
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
         context = self._context
-        context.state.saw_backward = True
+        context.state.saw_backward = context.state.saw_gradient = True
         if context.state.mode is Mode.IDLE or context.state.mode is Mode.PASS:
             return
-        grad = item.living.grad
         context.clock.watch_backward()
         context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
         with context.state.lock:
-            if grad is None or not self._are_covered:
+            if not self._are_covered:
+                return
+            if isinstance(item, ShardItem) and item.leaf is not None:
+                part_gradient(item.leaf)
+            grad = item.grad
+            if grad is None:
                 return
             known = self._items.get(item.position)
             if known is not None and known.tensor is grad:
@@ -48,6 +55,13 @@ class Gradients:
                 known.leave(context.traffic)  # at once: hooks of users run next, and may write it
                 context.state.record.bind(known)
             context.clock.resume()
+
+    def stays(self, home: torch.Tensor) -> None:
+        """A gradient reached a parameter that does not move. FSDP2's would keep the memory of all that came with it."""
+        state = self._context.state
+        state.saw_gradient = True
+        if home in self._shards and state.mode in (Mode.DEMAND, Mode.PLANNED) and self._are_covered:
+            part_gradient(home)
 
     def _keep_until_reduced(self, known: HomeItem) -> None:
         """Keeps a gradient up until its backward is over and DDP's reducer has read and written it.
@@ -103,8 +117,8 @@ class Gradients:
 
     def about_to_accumulate(self, item: ParameterItem) -> None:
         """Backward has a gradient for a moved home: an earlier one that left comes back to be added to."""
-        known, home = self._items.get(item.position), item.tensor
-        if known is None or known.tensor is None or home is None or home.grad is not known.tensor:
+        known = self._items.get(item.position)
+        if known is None or known.tensor is None or item.grad is not known.tensor:
             return
         self._context.clock.tick(("accumulate", item.position), lambda: f"accumulate:{item.name}", "backward")
         with self._context.state.lock:
@@ -117,7 +131,7 @@ class Gradients:
     def sweep(self) -> None:
         """Ends the care for gradients that were cleared or replaced."""
         self._release_reduced()  # of a backward that broke off
-        homes = {item.position: item.tensor for item in self._context.homes.parameters.values()}
+        homes = {item.position: item for item in self._context.homes.parameters.values()}
         for position, known in list(self._items.items()):
             home = homes.get(position)
             if known.tensor is None:

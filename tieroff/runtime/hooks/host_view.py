@@ -13,8 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tieroff.runtime.items.hollow import asks_no_data, assigns_data, guarded, leaves, untouched
-from tieroff.runtime.items.homes import HomeItem, version_of
+from tieroff.runtime.items.hollow import asks_no_data, assigns_data, guarded, leaves, untouched, version_of
+from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.table import HomeTable
 
 

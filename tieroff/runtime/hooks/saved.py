@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tieroff.core.place import module_of, place_here
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
@@ -19,10 +19,13 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.live import Stays
+from tieroff.runtime.hooks.parameters.sharded import Gathered
+from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.tensors import bytes_of, probe_of, view_of
 
@@ -78,7 +81,7 @@ class PackedParameter(_Versioned):
         """Raises RuntimeError when the parameter was written since it was saved, as autograd does."""
         super().check()
         home, item = self.item.tensor, self.item
-        if isinstance(item, ParameterItem) and item.times_assigned != self.times_assigned:
+        if isinstance(item, ParameterItem) and (item.times_assigned != self.times_assigned or item.was_assigned()):
             raise StateError(
                 f"parameter {item.name} was given other memory (`.data = ...`) between the forward that used it and backward, "
                 "which needs its old value; assign it before the forward or after backward"
@@ -114,6 +117,7 @@ class SavedTensors:
 
     Attributes:
         fixed: storages that are never moved (the step's inputs, module buffers, homes on the device).
+        gathered: whole parameters, which FSDP2 frees and gathers again.
         is_closed: the engine is closed; graphs that are left find what they saved on the device.
     """
 
@@ -123,12 +127,18 @@ class SavedTensors:
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
         self._known: dict[int, tuple[StorageWeakRef, ActivationItem, torch.Tensor]] = {}
         self._count = 0  # of storages that were packed in this step
+        self._written = WrittenActivations()
         self.fixed: set[int] = set()
+        self.gathered: Gathered | None = None
         self.is_closed = False
 
     def begin(self) -> None:
         """A step begins."""
         self._count = 0
+        self._written.begin()
+        recorder = self._context.state.record.recorder
+        if recorder is not None:
+            recorder.follow(self._used)
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -155,16 +165,18 @@ class SavedTensors:
             return Kept(tensor.detach())  # a parameter that is no home of ours: whoever owns it may free it
         if self._min_bytes is None or key in self.fixed or storage.nbytes() < self._min_bytes:
             return Kept(tensor.detach())
+        if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
+            return Kept(tensor.detach())  # also one that needs no gradient
         known = self._known.get(key)
         if known is not None and not known[0].expired() and known[1].packs and _is_same_version(known[2], tensor):
             item = known[1]
         else:
-            item = self._take(bytes_of(tensor))
+            item = self._take(bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
             self._known[key] = (StorageWeakRef(storage), item, probe_of(tensor))
         packed = Packed(tensor, item)
-        # In this order: an exception between the two leaves an item that counts as unused, and is ended.
-        weakref.finalize(packed, self._activations.dead.append, item).atexit = False
-        item.packs += 1
+        self._activations.watch(packed, item)  # an exception before this leaves an item that counts as unused, and is ended
+        if self._context.state.record.recorder is not None:
+            self._written.note(storage, item, packed, is_complete=tensor.requires_grad)
         self._context.on_demand.saved(item)
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed
@@ -200,10 +212,27 @@ class SavedTensors:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
+    def _used(self, tensor: torch.Tensor, is_written: bool) -> None:
+        """An op of a recorded step is about to use memory that may have been saved; see the note in written.py."""
+        item = self._written.found(tensor, is_written)
+        if item is None:
+            return
+        with self._context.state.lock:
+            item.is_kept = True
+            self._context.traffic.recall(item, bytes_of(tensor))
+            self._context.on_demand.claim(item)
+
+    def _has_order(self) -> bool:
+        """True in a step whose saved tensors come as in a recorded one of its kind, or that is recorded itself."""
+        state = self._context.state
+        if state.mode is Mode.PLANNED or state.record.recorder is not None:
+            return True
+        return state.mode is Mode.DEMAND and state.kind is not None and isinstance(state.kind.stage, Measuring)
+
     # -- activations -----------------------------------------------------------------------------------------------
 
-    def _take(self, storage_bytes: torch.Tensor) -> ActivationItem:
-        """Takes a storage that autograd saves for the first time under the engine's care."""
+    def _take(self, storage_bytes: torch.Tensor, maker: torch.autograd.graph.Node | None) -> ActivationItem:
+        """Takes a storage that autograd saves for the first time under the engine's care; `maker`: the op that made it."""
         context, ordinal = self._context, self._count
         self._count += 1
         size_bytes = storage_bytes.numel()
@@ -212,9 +241,12 @@ class SavedTensors:
         if context.state.mode is Mode.PLANNED:
             context.runner.born(item)
         context.traffic.hold(item, storage_bytes)
+        item.is_kept = self._written.is_kept(item, is_ordered=self._has_order())
         self._activations.add(item)
         context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
-        context.state.record.add(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind))
+        if context.state.record.recorder is not None:
+            label = _label_here(module_of(reversed(context.state.record.names)), maker)
+            context.state.record.add(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind, label=label))
         return item
 
     def _send_off(self, item: ActivationItem, is_complete: bool) -> None:
@@ -252,6 +284,19 @@ class SavedTensors:
         """Puts what living graphs saved back on the device, for good."""
         self.is_closed = True
         self._activations.bring_home()
+
+
+def _label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
+    """Returns what is saved here, for people, such as "layers.3.mlp.fc1: saved by GELU, made by addmm (model.py:41)".
+
+    Args:
+        path: of the module whose parameter was used last.
+        maker: the op that made the tensor, if autograd knows.
+    """
+    place = place_here()
+    by = "" if maker is None else f", made by {maker.name().partition('Backward')[0].lower()}"
+    line = f" ({place.line})" if place.line else ""
+    return f"{path or 'the model'}: saved by {place.kind or 'the loop'}{by}{line}"
 
 
 def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:

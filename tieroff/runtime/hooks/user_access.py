@@ -25,7 +25,8 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
 from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, set_data, untouched
-from tieroff.runtime.items.homes import HomeItem, ParameterItem
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
 from tieroff.runtime.step.mode import Mode
 from tieroff.units import format_bytes
@@ -40,6 +41,12 @@ _ONE_BY_ONE = frozenset(
 )
 
 
+class _Calls(threading.local):
+    """A count of each thread's own."""
+
+    count = 0
+
+
 class UserAccess:
     """The guard of one engine's hollow tensors."""
 
@@ -48,7 +55,7 @@ class UserAccess:
         self._gate: Gate | None = None
         self._saved: SavedTensors | None = None
         self._addressed: deque[HomeItem] = deque()  # pinned until the next step
-        self._on_host = 0  # calls of `state_dict` under way
+        self._on_host = _Calls()  # of `state_dict`, under way in each thread
         self._thread = threading.get_ident()  # that runs the steps
 
     def serve(self, context: StepContext, gate: Gate, saved: SavedTensors) -> None:
@@ -65,7 +72,7 @@ class UserAccess:
         """An exception may have left calls half begun: none is under way any more, and nothing stays up for one."""
         assert self._context is not None
         self._addressed.clear()
-        self._on_host = 0
+        self._on_host.count = 0
         for item in self._context.homes:
             item.pins = 0
             if item.device is None and item.state is State.LOWER and not item.is_shown_below:
@@ -74,18 +81,18 @@ class UserAccess:
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
         """Inside, `detach` of a tensor that lies below gives its bytes there, as memory of the host."""
-        self._on_host += 1
+        self._on_host.count += 1
         try:
             yield
         finally:
-            self._on_host -= 1
+            self._on_host.count -= 1
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function with everything of ours among its arguments on the device."""
         assert self._context is not None
         if assigns_data(function):
             return self._assign(args[0], args[1])
-        if self._on_host and function is torch.Tensor.detach:
+        if self._on_host.count and function is torch.Tensor.detach:
             return self.value_on_host(guarded(args[0]))
         if function is torch.autograd.grad:
             args, kwargs, is_changed = _by_edges(args, kwargs)
@@ -229,7 +236,7 @@ class UserAccess:
         Of another type or form, it is the user's own from here on, and taken over again when a step begins.
         """
         assert self._context is not None
-        context = self._context
+        context, is_in_pass = self._context, self._is_in_pass  # asked before the engine turns gradients off
         with context.state.lock, _as_the_engine():
             item = guarded(tensor)
             with untouched():
@@ -237,7 +244,7 @@ class UserAccess:
             if takes:
                 set_data(tensor, value)
                 item.take(context.traffic)
-                self._note_raised(item, self._is_in_pass)
+                self._note_raised(item, is_in_pass)
                 context.on_demand.keep_read(item)
                 return
             context.runner.unassign(item)

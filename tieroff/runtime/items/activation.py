@@ -12,15 +12,22 @@ class ActivationItem(Item):
 
     Attributes:
         ordinal: how many other storages were packed before it in this step.
-        packs: `Packed` objects that are alive.
+        packs: references to the `Packed` objects that are alive.
+        is_kept: it does not leave the device: the program writes it behind autograd's back.
     """
 
-    __slots__ = ("ordinal", "packs")
+    __slots__ = ("is_kept", "ordinal", "packs")
 
     def __init__(self, ordinal: int, size_bytes: int, tier: Tier) -> None:
         super().__init__(("activation", ordinal), f"activation {ordinal}", TensorClass.ACTIVATION, size_bytes, tier)
         self.ordinal = ordinal
-        self.packs = 0
+        self.packs: set[object] = set()
+        self.is_kept = False
 
     def make_place(self, traffic: Mover) -> Place:
         return BlockPlace(traffic.stores[self.tier], self.size_bytes)
+
+    def leave(self, traffic: Mover) -> None:
+        """Leaves the device, unless it is kept there."""
+        if not self.is_kept:
+            traffic.leave(self)

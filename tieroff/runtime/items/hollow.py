@@ -25,6 +25,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
+# Classes without a `__torch_function__` of anybody's.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class SubclassCalls:
+    """Whether functions of tensor subclasses run in the thread of the steps, as when the model was wrapped.
+
+    An exception before the last instruction of a `with untouched()` leaves them off, and then every subclass of the user's,
+    too, is an ordinary tensor.
+    """
+
+    def __init__(self) -> None:
+        with torch._C._EnableTorchFunction():
+            self._back_on = untouched()  # leaving it sets what was when it was entered
+            self._back_on.__enter__()
+            self._back_on.__exit__(None, None, None)
+        self._are_on = torch._C._is_torch_function_enabled()
+
+    def restore(self) -> None:
+        """Switches them on again if an exception left them off."""
+        if self._are_on and not torch._C._is_torch_function_enabled():
+            self._back_on.__exit__(None, None, None)
 
 
 class Guarded(Protocol):
@@ -128,6 +150,14 @@ def owners_of(tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1  # the Python object of the storage is this function's own
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns a tensor's version, whatever its class."""
+    if type(tensor) in PLAIN:
+        return tensor._version
+    with untouched():
+        return tensor._version
 
 
 def lies_on(tensor: torch.Tensor, other: torch.Tensor) -> bool:

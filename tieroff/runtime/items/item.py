@@ -22,11 +22,17 @@ class Mover(Protocol):
     def hold(self, item: Item, device: torch.Tensor) -> None:
         """Takes a device copy that the program made under the engine's care."""
 
+    def took(self, memory: torch.Tensor) -> None:
+        """Memory is an item's from here on."""
+
     def send(self, item: Item, event: Event) -> None:
         """Applies an event to the item's residency."""
 
     def leave(self, item: Item) -> None:
         """Frees the item's device copy."""
+
+    def release(self, item: Item) -> None:
+        """Lets go of the item's device copy, whatever its state; nothing may be in flight."""
 
     def settle(self, item: Item) -> None:
         """Waits for whatever of the item is in flight."""
@@ -89,6 +95,11 @@ class Item:
         """Returns the device copy to be written out."""
         assert self.device is not None
         return self.device
+
+    @property
+    def stays_below(self) -> bool:
+        """True while it is used where it lies below, so that nothing need be fetched."""
+        return False
 
     def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count."""

@@ -33,6 +33,8 @@ class State(Enum):
     LOWER = auto()
     ARRIVING = auto()
 
+    __hash__ = object.__hash__  # by identity: Enum's own is Python code, which every move would run
+
 
 class Event(Enum):
     """What happens to a tensor."""
@@ -45,6 +47,8 @@ class Event(Enum):
     FETCH = auto()
     ARRIVED = auto()
     FETCH_FAILED = auto()
+
+    __hash__ = object.__hash__
 
 
 class Do(Enum):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tieroff.runtime.items.homes import HomeItem, ParameterItem
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.parameter import ParameterItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +41,4 @@ class HomeTable:
     def parameter(self, tensor: object) -> ParameterItem | None:
         """Returns the item of a parameter, or None; ids alone are reused."""
         item = self.parameters.get(id(tensor))
-        return item if item is not None and item.tensor is tensor else None
+        return item if item is not None and item.leaf is tensor else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,7 @@ class Traffic:
 
     Attributes:
         device_bytes: bytes of device copies that the engine holds now.
+        tell_held: called with all memory that is taken for items, where others have to know.
         counts: bytes moved and time waited since `counts` was last replaced.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
         waits: waits for copies as (item index, source, target, start, stop), when `keep_spans`.
@@ -54,6 +56,7 @@ class Traffic:
         self.counts = Counts()
         self.device_bytes = 0
         self.keep_spans = False
+        self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -68,7 +71,7 @@ class Traffic:
         if self.keep_spans:
             for tier, held in self.memory.items():
                 store = self.stores.get(tier)
-                held.append(device_bytes if tier is Tier.DEVICE else store.used_bytes if store is not None else 0)
+                held.append(device_bytes if tier is Tier.DEVICE else store.taken_bytes if store is not None else 0)
         return device_bytes
 
     def hold(self, item: Item, device: torch.Tensor) -> None:
@@ -76,6 +79,12 @@ class Traffic:
         if item.device is None:
             self.device_bytes += item.size_bytes
         item.device = device
+        self.took(device)
+
+    def took(self, memory: torch.Tensor) -> None:
+        """Memory is an item's from here on, on the device or below."""
+        if self.tell_held is not None:
+            self.tell_held(memory)
 
     def send(self, item: Item, event: Event) -> None:
         """Applies an event: moves bytes as needed, and counts the time that was waited.
@@ -99,6 +108,12 @@ class Traffic:
             else:
                 self._free_device(item)
         item.state = state
+
+    def recall(self, item: Item, device: torch.Tensor) -> None:
+        """Makes memory that the program holds the item's device copy; what lies below is old."""
+        self.settle(item)
+        self.hold(item, device)
+        item.state = State.DEVICE
 
     def want(self, item: Item) -> torch.Tensor:
         """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
@@ -151,11 +166,15 @@ class Traffic:
             item.place.free()
             item.place = None
 
-    def let_go(self, item: Item) -> None:
-        """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
+    def release(self, item: Item) -> None:
+        """Lets go of the item's device copy, whatever its state; nothing may be in flight."""
         if item.device is not None:
             item.device = None
             self.device_bytes -= item.size_bytes
+
+    def let_go(self, item: Item) -> None:
+        """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
+        self.release(item)
         if item.place is not None:
             item.place.free()
             item.place = None

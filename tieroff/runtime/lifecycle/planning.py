@@ -6,19 +6,23 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tieroff.core.explain.describe import ready
 from tieroff.core.plan import Plan
-from tieroff.core.seams import PlanSource
+from tieroff.core.seams import Fit, Made, PlanSource
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.step.feedback import Span
-from tieroff.runtime.step.kinds import Planned, Recording, StepKind
+from tieroff.runtime.step.kinds import Asked, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.recorded import Recorded
 from tieroff.units import NS_PER_S, format_seconds
 
 log = logging.getLogger("tieroff")
+news = logging.getLogger("tieroff.news")  # the little that a terminal shows
+
+_DIVIDED = "the device budget is divided otherwise among the models now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,46 +41,85 @@ class Observed:
 
 
 class StepPlanning:
-    """Plans kinds of steps after their measured step, and again when planned steps show that a plan no longer fits."""
+    """Plans kinds of steps after their measured step, and again when planned steps show that a plan no longer fits.
 
-    def __init__(self, custody: Custody, plans: PlanSource, recomputation: Recomputation) -> None:
+    Args:
+        steps_done: gives the number of the last step that is over.
+    """
+
+    def __init__(
+        self, custody: Custody, plans: PlanSource, recomputation: Recomputation, steps_done: Callable[[], int]
+    ) -> None:
         self._custody, self._plans, self._recomputation = custody, plans, recomputation
+        self._steps_done = steps_done
 
     def plan(self, kind: StepKind, recorded: Recorded) -> None:
-        """Plans a kind whose measured step has just ended.
+        """Asks for a plan of a kind whose measured step has just ended; `look` adopts it.
 
         Raises:
             InfeasiblePlanError: some op does not fit.
             StoreError: a drive is full.
         """
+        if kind.asked is not None:
+            return
         trace = recorded.trace.with_durations(self._custody.executor.clock.times.durations_ns())
         self._custody.backend.keep_freed(0)  # planning takes memory too
         wanted = self._plans.bring_back(trace, recorded.update_at - 1, recorded.used_below)
-        try:
-            plan = self._plans.plan(wanted, kind.feedback.rates)
-        except InfeasiblePlanError:
-            if wanted is trace:
-                raise
-            wanted = trace  # less than the whole budget was left, or the policy has other uses for it
-            plan = self._plans.plan(wanted, kind.feedback.rates)
-        if self._recomputation.begin(plan.recompute):
-            kind.advance(Recording())
-            return
-        self._reserve(plan)
-        self._adopt(kind, recorded, wanted, plan)
+        traces = (wanted,) if wanted is trace else (wanted, trace)
+        pending = self._plans.plan(traces, kind.feedback.rates)
+
+        def take() -> None:
+            made = pending.take()
+            if self._recomputation.begin(made.plan.recompute):
+                kind.advance(Recording())
+                return
+            self._reserve(made.plan)
+            self._adopt(kind, recorded, traces[made.index], made)
+            self._tell(traces[made.index], made.plan)
+
+        kind.asked = Asked(pending, take)
+        self.look(kind)
+
+    def _tell(self, trace: Trace, plan: Plan) -> None:
+        asked = self._custody.settings.device_budget
+        written = asked.written() if asked is not None else ""
+        limit = asked.resolve(trace.peak_bytes) if asked is not None and not asked.is_least else None
+        news.info("%s", ready(trace, plan, self._steps_done(), written if isinstance(written, str) else "", limit))
+
+    def look(self, kind: StepKind) -> None:
+        """Does what follows from what was asked about a kind, once the answer is due.
+
+        Raises:
+            InfeasiblePlanError, StoreError: as `plan` does.
+        """
+        asked = kind.asked
+        if asked is not None and asked.pending.is_due:
+            kind.asked = None
+            asked.take()
 
     def compare(self, observed: Observed) -> None:
-        """Plans again when a step that followed its plan shows that the plan was made for other durations or links.
+        """Asks for another plan when a step that followed its plan shows that it was made for other durations or links.
 
         The measured step runs with everything moved out, its caches cold; planned ones are nearer to the truth. Later the
         machine itself may change.
         """
         kind, stage, feedback = observed.kind, observed.stage, observed.kind.feedback
-        if stage is not kind.stage or not feedback.take(observed.times.durations_ns(), observed.spans):
+        if stage is not kind.stage or kind.asked is not None:
+            return
+        if not feedback.take(observed.times.durations_ns(), observed.spans):
             return
         reason = feedback.look(stage.made_for, self._plans.machine_at)
         trace = stage.trace.with_durations(feedback.typical_ns)
-        forecast = self._plans.forecast(stage.plan, trace, feedback.rates_now())
+        pending = self._plans.forecast(stage.plan, trace, feedback.rates_now())
+
+        def take() -> None:
+            self._judge(observed, reason, trace, pending.take())
+
+        kind.asked = Asked(pending, take)
+        self.look(kind)
+
+    def _judge(self, observed: Observed, reason: str, trace: Trace, forecast: tuple[int, int] | None) -> None:
+        kind, stage, feedback = observed.kind, observed.stage, observed.kind.feedback
         if reason and not (forecast and feedback.holds(*forecast)):
             self._plan_again(kind, stage, trace, reason)
             return
@@ -87,27 +130,72 @@ class StepPlanning:
             predicted, took = format_seconds(stage.plan.step_ns / NS_PER_S), format_seconds(observed.step_s())
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
 
+    def fit(self, kind: StepKind) -> None:
+        """Plans again when a step is about to begin whose plan does not suit the device budget any more.
+
+        A step waits for its plan where the one that it has needs more than there is now; where no plan needs less, it runs on
+        demand, as all of its kind after it do. A plan that could use more room is followed until there is another.
+        """
+        stage = kind.stage
+        fit = self._plans.fit(stage.plan if isinstance(stage, Planned) else None)
+        if not isinstance(stage, Planned) or fit is Fit.SUITS:
+            return
+        if fit is Fit.ABOVE:
+            self._bring_within(kind)
+        elif kind.asked is None:
+            self._plan_again(kind, stage, stage.trace, _DIVIDED)
+        if kind.stage is not stage:
+            self._plans.fit(kind.stage.plan if isinstance(kind.stage, Planned) else None)
+
+    def may_follow(self, kind: StepKind) -> bool:
+        """Returns whether a step may follow the plan of a kind, which needs no more than there is now."""
+        return isinstance(kind.stage, Planned) and self._plans.fit(kind.stage.plan) is not Fit.ABOVE
+
+    def _bring_within(self, kind: StepKind) -> None:
+        self._wait(kind)  # for a forecast, or for a plan that was asked for when the part was another
+        stage = kind.stage
+        if not isinstance(stage, Planned) or self._plans.fit(stage.plan) is not Fit.ABOVE:
+            return
+        self._plan_again(kind, stage, stage.trace, _DIVIDED)
+        self._wait(kind)
+        now = kind.stage
+        if now is stage or (isinstance(now, Planned) and self._plans.fit(now.plan) is Fit.ABOVE):
+            log.warning("no plan of this step fits in its part of the budget now: these steps run with transfers on demand")
+            kind.advance(Unplanned())
+            kind.retraces = max(kind.retraces, 1)  # such a kind is not tried again when it comes back
+
+    def _wait(self, kind: StepKind) -> None:
+        while kind.asked is not None:
+            asked, kind.asked = kind.asked, None
+            asked.take()
+
     def _plan_again(self, kind: StepKind, stage: Planned, trace: Trace, reason: str) -> None:
         self._custody.backend.keep_freed(0)  # planning takes memory too
-        try:
-            plan = self._plans.plan(trace, kind.feedback.plan_again())
-            self._reserve(plan)
-        except (InfeasiblePlanError, StoreError) as error:
-            # The process, or the drive, has less room than when the plan was made, which still runs.
-            log.warning("%s, but the step could not be planned again, and keeps its plan: %s", reason, error)
-            return
-        if plan is stage.plan:
-            return  # it was given, and stays
-        if self._recomputation.begin(plan.recompute):
-            kind.advance(Recording())
-            return
-        log.info("%s: the step was planned again", reason)
-        self._adopt(kind, stage.recorded, trace, plan)
+        pending = self._plans.plan((trace,), kind.feedback.plan_again())
 
-    def _adopt(self, kind: StepKind, recorded: Recorded, trace: Trace, plan: Plan) -> None:
-        forecast = self._plans.forecast(plan, trace, kind.feedback.rates)
-        kind.feedback.slack = forecast[0] / forecast[1] if forecast and forecast[1] else 0.0
-        kind.adopt(recorded, trace, plan)
+        def take() -> None:
+            try:
+                made = pending.take()
+                self._reserve(made.plan)
+            except (InfeasiblePlanError, StoreError) as error:
+                # The process, or the drive, has less room than when the plan was made, which still runs.
+                log.warning("%s, but the step could not be planned again, and keeps its plan: %s", reason, error)
+                return
+            if made.plan is stage.plan:
+                return  # it was given, and stays
+            if self._recomputation.begin(made.plan.recompute):
+                kind.advance(Recording())
+                return
+            log.info("%s: the step was planned again", reason)
+            self._adopt(kind, stage.recorded, trace, made)
+
+        kind.asked = Asked(pending, take)
+        self.look(kind)
+
+    def _adopt(self, kind: StepKind, recorded: Recorded, trace: Trace, made: Made) -> None:
+        kind.feedback.slack = made.forecast[0] / made.forecast[1] if made.forecast and made.forecast[1] else 0.0
+        kind.adopt(recorded, trace, made.plan)
+        self._custody.backend.return_freed()  # holes that steps without a plan left in the heap, or planning
 
     def _reserve(self, plan: Plan) -> None:
         for store in self._custody.stores.values():

@@ -108,7 +108,7 @@ class Readings:
         self._last = stats = unread.figures()
         kind = unread.kind
         if unread.timeline is not None and unread.stage is not None:
-            kind.ran = Ran(unread.stage.trace, unread.stage.plan, unread.timeline())
+            kind.ran = Ran(unread.stage.trace, unread.stage.plan, unread.timeline)
         for seen in self.watchers:
             seen(stats, kind.planned.plan if kind.planned is not None else None)
         self._history.append(stats.figures(unread.number))

@@ -44,7 +44,10 @@ def repair(custody: Custody) -> None:
     called at any time outside of a forward and a backward, and more than once.
     """
     executor = custody.executor
+    executor.state.subclass_calls.restore()
     _release(executor.state.lock)
+    executor.shards.show()
+    executor.shards.is_beginning = False
     for store in custody.stores.values():
         store.repair()
     if custody.stepper is not None:

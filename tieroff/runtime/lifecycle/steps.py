@@ -1,17 +1,39 @@
-"""Steps: when one begins and ends, and what kind it is."""
+"""Steps: when one begins and ends, and what kind it is.
+
+[Note: aside]
+In a kind of step whose plan moves nothing, the first step puts everything on the device, and those after it need nothing of the
+engine. So it stands aside: accesses of parameters give the homes without a line of Python, gradients have no hooks but
+one (of the last to arrive, which says that there was a backward), and no walk looks after modules, homes or state. A forward
+that begins compares its signature and what a `Watch` sees of the model with what they were, and asks whether the plan still is
+within its part of a shared budget; `optimizer.step` ends the step. All else comes back before a step of another kind, before a
+changed model is looked at, before a model sleeps, after an exception, and before an update that belongs to no step, or to one
+of a kind that was never updated.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable
 from typing import Any
 
+import torch
+
 from tieroff.core.seams import PlanSource
+from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
+from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.experience import Experience, Shapes
-from tieroff.runtime.hooks.forward.inputs import shapes_of, signature_of, storages_of
+from tieroff.runtime.hooks.forward.inputs import (
+    Signature,
+    is_given_gradients,
+    leaves_of,
+    shapes_of,
+    signature_of,
+    storages_of,
+    structure_of,
+)
 from tieroff.runtime.hooks.parameters.access import install
+from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.lifecycle.planning import StepPlanning
 from tieroff.runtime.lifecycle.readings import Readings
@@ -25,6 +47,8 @@ log = logging.getLogger("tieroff")
 
 # Kinds of steps (signatures) whose traces and plans are kept.
 _KINDS_KEPT = 16
+# Steps that a kind runs on demand before a plan of its own is worth a trace, if others say what its ops need.
+_FORESEEN_STEPS = 4
 # Steps in a row that must leave a plan before the kind is traced again; doubled each time.
 _MISMATCHES_BEFORE_RETRACE = 2
 _RECORDINGS_AT_MOST = 6
@@ -32,19 +56,31 @@ _RECORDINGS_AT_MOST = 6
 _WARMUP_STEPS = 8
 
 
-class KnownKinds(OrderedDict[Hashable, StepKind]):
+class KnownKinds(OrderedDict[Signature, StepKind]):
     """The kinds of steps that ran, by signature; the one that ran last is at the end."""
 
-    def enter(self, signature: Hashable) -> StepKind:
-        """Returns the kind of a step that begins, in the stage that this step is for."""
+    def enter(self, signature: Signature, *, is_covered: bool, is_passed_through: bool) -> StepKind:
+        """Returns the kind of a step that begins, in the stage that this step is for.
+
+        Args:
+            signature: of the step.
+            is_covered: inputs at least as large were traced, so it is known what the ops of this step need.
+            is_passed_through: gradients flow through it to another model.
+        """
         kind = self.get(signature)
         if kind is None:
-            kind = self[signature] = StepKind()
-            if len(self) > _KINDS_KEPT:
+            kind = StepKind(is_passed_through=is_passed_through)
+            if is_covered and self._has_traced_like(signature):
+                kind.advance(Unplanned())
+                kind.foreseen = _FORESEEN_STEPS
+            elif len(self) >= _KINDS_KEPT:
                 kind.advance(Unplanned())  # of so many kinds, only one that comes again soon is worth a trace
+            self[signature] = kind
+            if len(self) > _KINDS_KEPT:
                 self.popitem(last=False)
-        elif isinstance(kind.stage, Unplanned) and not kind.retraces:
+        elif isinstance(kind.stage, Unplanned) and not kind.retraces and not kind.foreseen:
             kind.advance(Recording())
+        kind.foreseen = max(kind.foreseen - 1, 0)
         self.move_to_end(signature)
         if isinstance(kind.stage, Planned) and kind.mismatches >= _MISMATCHES_BEFORE_RETRACE << kind.retraces:
             log.info("the step has left its plan %d times in a row: it is traced again", kind.mismatches)
@@ -52,6 +88,11 @@ class KnownKinds(OrderedDict[Hashable, StepKind]):
             kind.retraces += 1
             kind.mismatches = 0
         return kind
+
+    def _has_traced_like(self, signature: Signature) -> bool:
+        """Returns whether a kind was traced that differs from this one in sizes only."""
+        structure = structure_of(signature)
+        return any(kind.recorded is not None and structure_of(known) == structure for known, kind in self.items())
 
 
 class Steps:
@@ -69,38 +110,85 @@ class Steps:
         self.kinds = KnownKinds()
         self.last: StepKind | None = None
         self.recomputation = Recomputation(custody.model, custody.executor.gate, custody.executor.clock)
-        self._planning = StepPlanning(custody, plans, self.recomputation)
+        self._planning = StepPlanning(custody, plans, self.recomputation, lambda: self._steps_done)
         self.readings = Readings(custody, self._planning)
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_updated = True  # the step that runs was updated, or there is none
+        self._aside: StepKind | None = None  # see [Note: aside]
+        self._watch: Watch | None = None
         self._steps_done = 0
+        self._watched: list[Any] = []  # handles of hooks on the inputs of the step that runs
 
     # -- a step begins ---------------------------------------------------------------------------------------------
 
-    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def stays_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True when a forward on these inputs is of the kind that nothing moves in, the model as it was, and the budget too."""
+        kind, watch = self._aside, self._watch
+        if kind is None or watch is None or is_torn(self._custody) or not watch.is_same:
+            return False
+        signature = signature_of(self._custody.model, args, kwargs, watch.trained)
+        return self.kinds.get(signature) is kind and self._planning.may_follow(kind)
+
+    def begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins: of a new step, or one more of the step that runs."""
-        custody, executor = self._custody, self._custody.executor
+        self.come_back()
         self._mend()
-        signature = signature_of(custody.model, args, kwargs)
-        with executor.state.lock:  # other threads may read parameters
+        with self._custody.executor.state.lock:  # other threads may read parameters
             self._begin_forward(signature, args, kwargs)
 
-    def _begin_forward(self, signature: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        custody, executor = self._custody, self._custody.executor
-        executor.gradients.sweep()
-        if self._kind is not None and not self._is_updated and self._was_skipped():
-            self._finish_step(self._kind)
+    def begin_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of which `stays_aside` is true begins."""
+        kind = self._aside
+        assert kind is not None
+        self._end_skipped()
         if self._is_updated or self._kind is None:
             self._end_last_op()
+            self._kind = self.last = kind
+            self._custody.executor.begin_aside()
+            self._begin_update()
+            if kind.is_passed_through:
+                self._watch_inputs((args, kwargs))
+
+    def come_back(self) -> None:
+        """The engine looks after everything again; see [Note: aside]."""
+        if self._aside is not None:
+            self._watch = None
+            self._custody.come_back()
+            self._aside = None  # last: an exception may come between any two lines
+
+    def _end_skipped(self) -> None:
+        if self._kind is not None and not self._is_updated and self._was_skipped():
+            self._finish_step(self._kind)
+
+    def _begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        custody, executor = self._custody, self._custody.executor
+        executor.gradients.sweep()
+        custody.is_asleep = False
+        self._end_skipped()
+        if self._is_updated or self._kind is None:
+            if self._traced is not None:
+                self._traced.next_inputs((args, kwargs))
+            self._end_last_op()
             self.check_model()
-            self._start_step(signature)
+            self._start_step(signature, shapes_of((args, kwargs)), is_passed_through=is_given_gradients((args, kwargs)))
+            self._watch_inputs((args, kwargs))
         if executor.state.mode is not Mode.PASS:
             self._note_input(shapes_of((args, kwargs)))
             executor.saved_tensors.fixed = (
                 storages_of((args, kwargs)) | storages_of(list(custody.model.buffers())) | custody.device_storages()
             )
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Notes when a backward passes through to the inputs: of a frozen model nothing else shows it where nothing moves."""
+        for handle in self._watched:
+            handle.remove()
+        given = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        self._watched = [leaf.register_hook(self._note_backward) for leaf in given]
+
+    def _note_backward(self, _gradient: torch.Tensor) -> None:
+        self._custody.executor.state.saw_backward = True
 
     def _note_input(self, shapes: Shapes) -> None:
         """Before a forward on inputs of these shapes, in whatever mode."""
@@ -114,26 +202,34 @@ class Steps:
             on_demand.release_all()
 
     def check_model(self) -> None:
-        """Adopts what somebody changed from outside: parameters replaced, converted, frozen, assigned."""
+        """Adopts what somebody changed from outside: parameters replaced, converted, assigned, frozen or not."""
+        self._custody.hook_gradients()
         if not self._custody.has_changed() or self._custody.has_substitutes():
             return
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
-        install(self._custody.model, self._custody.executor.gate)
-        self._custody.register()
+        with torch.inference_mode(False):  # a forward that infers may be the first to see it
+            install(self._custody.model, self._custody.executor.gate)
+            self._custody.register()
         self.forget()
 
     def _was_skipped(self) -> bool:
         """True when the step's backward is over and its gradients were cleared without an update (GradScaler, or none)."""
-        saw_backward, stepper = self._custody.executor.state.saw_backward, self._custody.stepper
+        executor, stepper = self._custody.executor, self._custody.stepper
+        saw_backward = executor.state.saw_backward
         if stepper is None or not saw_backward:
             return saw_backward
+        if executor.shards and not executor.state.saw_gradient:
+            return False  # FSDP2 sums whole gradients over several backwards before it reduces them (no gradient sync)
         return all(p.grad is None for group in stepper.optimizer.param_groups for p in group["params"])
 
-    def _start_step(self, signature: Hashable) -> None:
+    def _start_step(self, signature: Signature, shapes: Shapes, *, is_passed_through: bool) -> None:
         custody = self._custody
-        kind = self.kinds.enter(signature)
+        is_covered = custody.executor.on_demand.experience.covers(shapes)
+        kind = self.kinds.enter(signature, is_covered=is_covered, is_passed_through=is_passed_through)
+        self._planning.look(kind)
         if custody.stepper is not None:
             custody.stepper.state.take_over()
+        self._planning.fit(kind)
         custody.place_for(kind)
         recorder = None
         if isinstance(kind.stage, Recording):
@@ -142,12 +238,44 @@ class Steps:
         self._kind = self.last = kind
         custody.executor.begin(kind, recorder)
         custody.keep_freed(kind)
-        if custody.stepper is not None:
-            custody.stepper.begin()
-        self._is_updated = False
-        self.recomputation.spent_ns = 0
+        self._begin_update()
         if self._traced is not None:
             self._traced.start(is_recomputing=bool(self.recomputation.slots))
+        elif kind.moves_nothing and custody.may_stand_aside():
+            self._aside = kind
+            self._watch = custody.stand_aside(kind)
+
+    def _begin_update(self) -> None:
+        if self._custody.stepper is not None:
+            self._custody.stepper.begin()
+        self._is_updated = False
+        self.recomputation.spent_ns = 0
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Sends everything below that can move. The step that ran last ends, if it was updated.
+
+        Raises:
+            StateError: a forward or a backward runs.
+        """
+        if self._custody.executor.gate.depth or current_graph_task() != -1:
+            raise StateError("tieroff.sleep was called in the middle of a forward or backward; call it between steps")
+        self._mend()
+        if self._is_updated:
+            self._end_last_op()
+        self._custody.sleep()
+
+    def wake(self) -> None:
+        """Brings back what the plan of the step that ran last keeps on the device; without a plan nothing stays there."""
+        self._custody.check_alive()
+        if not self._custody.is_asleep:
+            return
+        self._custody.is_asleep = False
+        if self.last is not None and isinstance(self.last.stage, Planned) and self._kind is None:
+            self._planning.look(self.last)
+            self._planning.fit(self.last)
+            self._custody.place_for(self.last)
 
     # -- a step ends -----------------------------------------------------------------------------------------------
 
@@ -159,11 +287,22 @@ class Steps:
         """
         self._custody.check_alive()
         self._mend()
+        if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._kind.stage.recorded.is_updated:
+            self._diverge_in_update()
         if self._kind is None or self._is_updated:
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
+            self.come_back()
             self._end_last_op()
             self._custody.backend.keep_freed(0)
             self._custody.executor.state.mode = Mode.IDLE
+
+    def _diverge_in_update(self) -> None:
+        """A step is updated whose kind never was: its optimizer state lies below."""
+        self.come_back()
+        executor = self._custody.executor
+        if executor.state.mode in (Mode.PLANNED, Mode.PASS):
+            executor.clock.diverge(lambda: "an update")
+            executor.gate.intercept(True)
 
     def before_closure(self) -> None:
         """The optimizer runs its closure by itself: a step that was updated in part has no plan."""
@@ -191,13 +330,15 @@ class Steps:
     def broke(self) -> None:
         """An exception left a forward, a backward or an update: what the step had begun is cleared; the next begins anew."""
         self._is_updated, self._kind = True, None
+        self.come_back()
         repair(self._custody)
         self._custody.executor.abandon()
         self._custody.executor.context.lower_all()  # user code runs next
         self.close()
 
     def close(self) -> None:
-        """Takes the hooks off layers of a step that was traced."""
+        """Takes the hooks off inputs, and off layers of a step that was traced."""
+        self._watch_inputs(())
         if self._traced is not None:
             self._traced.end_spans()
             self._traced = None
@@ -205,7 +346,7 @@ class Steps:
     def _finish_step(self, kind: StepKind) -> None:
         self._is_updated = True
         if self._traced is not None:
-            self._traced.end_spans()
+            self._traced.end_update()
         self._steps_done += 1
         self.readings.note(kind, self._steps_done, self.recomputation.spent_ns)
         if self._steps_done == _WARMUP_STEPS:
@@ -225,11 +366,14 @@ class Steps:
         if mode is Mode.PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
             self.readings.observe(kind, kind.stage)
         keys = tuple(executor.state.record.keys)
-        is_whole = self._custody.stepper is None or ("end",) in keys  # or skipped by a GradScaler, or broken off
+        # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
+        is_whole = self._custody.stepper is None or ("end",) in keys or kind.is_passed_through
         if mode is not Mode.DEMAND or not is_whole or self._custody.has_changed():
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)
+        elif isinstance(kind.stage, Measuring) and kind.asked is not None:
+            return  # it was measured, and its plan is under way
         elif isinstance(kind.stage, Measuring) and keys == kind.stage.recorded.keys:
             self._planning.plan(kind, kind.stage.recorded)
         elif isinstance(kind.stage, Measuring):
@@ -237,9 +381,9 @@ class Steps:
             kind.advance(Recording())
 
     def _keep_recording(self, kind: StepKind, traced: TracedStep) -> None:
-        kind.retraces += 1
         if not traced.is_watched:
             return
+        kind.retraces += 1
         if kind.retraces > _RECORDINGS_AT_MOST:
             log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
             kind.advance(Unplanned())
@@ -252,5 +396,6 @@ class Steps:
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""
+        self.come_back()
         self.kinds.clear()
         self._custody.executor.on_demand.experience = Experience()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from typing import Any
 
 from tieroff.core.seams import PlanSource, Recorder, Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
-from tieroff.errors import CaptureError
+from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.experience import Shapes
-from tieroff.runtime.hooks.forward.compiled import compiled_count, find_compiled
+from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
+from tieroff.runtime.hooks.forward.inputs import storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
 from tieroff.runtime.step.kinds import sums_no_gradients
-from tieroff.runtime.step.recorded import Recorded, update_of
+from tieroff.runtime.step.recorded import Recorded, is_updated, update_of
 
 log = logging.getLogger("tieroff")
 
@@ -27,15 +29,19 @@ class TracedStep:
 
     Attributes:
         shapes: of the inputs of its forwards.
-        is_watched: False when the recorder could not start.
     """
 
     def __init__(self, custody: Custody, plans: PlanSource, recorder: Recorder) -> None:
         self._custody, self._plans, self._recorder = custody, plans, recorder
         self.shapes: list[Shapes] = []
         self._spans: ModuleSpans | None = None
-        self.is_watched = True
+        self._has_started = True
         self._compiled_before = compiled_count()
+
+    @property
+    def is_watched(self) -> bool:
+        """False when the recorder could not start, or made room for another model's."""
+        return self._has_started and not self._recorder.is_cut
 
     def start(self, *, is_recomputing: bool) -> None:
         """Begins to watch; `is_recomputing`: some layers run again already, so none is looked for."""
@@ -43,8 +49,9 @@ class TracedStep:
         try:
             self._recorder.start()
         except CaptureError as error:
-            log.warning("%s; this step runs on demand", error)
-            record.recorder, self.is_watched = None, False
+            level = logging.INFO if isinstance(error, RecorderBusyError) else logging.WARNING
+            log.log(level, "%s; this step runs on demand", error)
+            record.recorder, self._has_started = None, False
             return
         for item in custody.executor.homes:
             record.bind(item)
@@ -58,6 +65,17 @@ class TracedStep:
         if self._spans is not None:
             self._spans.remove()
 
+    def end_update(self) -> None:
+        """The update is over: what user code does before the next step (loading data, say) is not traced."""
+        self.end_spans()
+        if self.is_watched:
+            self._recorder.stop()
+
+    def next_inputs(self, values: Any) -> None:
+        """The next step begins with these inputs, which user code has made beside what was left of this one."""
+        if self.is_watched:
+            self._recorder.made(storages_in(values))
+
     @property
     def has_compiled(self) -> bool:
         """True when code was compiled since the step began, which takes memory of its own."""
@@ -66,7 +84,10 @@ class TracedStep:
     def finish(self) -> Recorded:
         """Returns what the step showed, once it is over; it was watched."""
         custody, record = self._custody, self._custody.executor.state.record
-        keys, recorder, subjects = tuple(record.keys), self._recorder, self._subjects()
+        keys, recorder = tuple(record.keys), self._recorder
+        subjects = self._subjects(is_updated=is_updated(keys))
+        if advice := advice_of(custody.model):
+            recorder.meta["advice"] = advice
         trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
         trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)
         index = {subject.key: i for i, subject in enumerate(subjects)}
@@ -89,9 +110,9 @@ class TracedStep:
             scratch_bytes=recorder.scratch_bytes,
         )
 
-    def _subjects(self) -> list[Subject]:
+    def _subjects(self, *, is_updated: bool) -> list[Subject]:
         homes, gradients = self._custody.executor.homes, self._custody.executor.gradients
-        persistent = (*homes.parameters.values(), *homes.states.values())
+        persistent = (*homes.parameters.values(), *(homes.states.values() if is_updated else ()))
         subjects = [Subject(item.key, item.name, item.size_bytes, item.kind, is_persistent=True) for item in persistent]
         return subjects + gradients.recorded_subjects()
 

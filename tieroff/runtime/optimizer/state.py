@@ -8,7 +8,8 @@ import torch
 
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.homes import HomeItem, local_of, why_unmovable
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
 from tieroff.runtime.settings import Settings
 from tieroff.storage.nvme.pages import MappedFiles
@@ -65,11 +66,16 @@ class OptimizerState:
                 item.settle_below(context.traffic, mapped)
 
     def forget_strangers(self) -> None:
-        """Ends the care for state of parameters that left the optimizer."""
+        """Ends the care for state of parameters that left the optimizer; those that only left the model are named so."""
         self._buckets.all()  # positions of those that it has now
-        for key, item in [(key, item) for key, item in self._items.items() if key[0] not in self._buckets.position]:
-            item.detach(self._context.traffic)
-            del self._items[key]
+        is_traced = self._context.state.record.recorder is not None
+        for (param, key), item in list(self._items.items()):
+            if param in self._buckets.position:
+                if is_traced:
+                    item.name = self._name_of(param, key)
+            else:
+                item.detach(self._context.traffic)
+                del self._items[param, key]
 
     def adopt(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Takes state tensors that are new, or were replaced, under the engine's care; returns their items."""
@@ -77,7 +83,7 @@ class OptimizerState:
         if not self._is_covered:
             return []
         adopted: list[HomeItem] = []
-        device, position = context.traffic.backend.device, self._buckets.position
+        device = context.traffic.backend.device
         for param, key, tensor in self.tensors_of(bucket):
             known = self._items.get((id(param), key))
             if known is not None and known.tensor is tensor and known.is_current():
@@ -88,16 +94,19 @@ class OptimizerState:
             size_bytes = local_bytes(tensor)
             if size_bytes < self._min_bytes or tensor.device != device or why_unmovable(tensor):
                 continue
-            owner = context.homes.names.get(id(param))
-            name = f"{key} of {owner or f'parameter {position[id(param)]} of the optimizer, outside the model'}"
             tier = context.traffic.spill.tier_for(size_bytes)
-            item = HomeItem(("state", name), name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
+            name = self._name_of(id(param), key)
+            item = HomeItem(("state", id(param), key), name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
             context.runner.assign(item)
             item.adopt(context.traffic)
             self._items[id(param), key] = item
             context.state.record.bind(item, is_new=False)
             adopted.append(item)
         return adopted
+
+    def _name_of(self, param: int, key: str) -> str:
+        owner = self._context.homes.names.get(param)
+        return f"{key} of {owner or f'parameter {self._buckets.position[param]} of the optimizer, outside the model'}"
 
     def lower(self) -> None:
         """Sends state that was updated in backward to its lower tier, because user code runs next."""

@@ -170,7 +170,7 @@ class BucketUpdate:
         # All fetches begin before the first is awaited.
         for known in needed:
             known.refresh(context.traffic)
-            if known.state is State.LOWER:
+            if known.state is State.LOWER and not known.stays_below:
                 context.traffic.counts.faults += 1
                 context.traffic.send(known, Event.FETCH)
         for known in needed:

@@ -2,20 +2,25 @@
 
 | stage     | what its next step is for                        | next stages                                           |
 |-----------|--------------------------------------------------|-------------------------------------------------------|
-| Recording | every event and tensor is traced                 | Recording, Measuring, Unplanned (never repeats)       |
+| Recording | every event and tensor is traced                 | Recording, Measuring, Unplanned (never repeats, or    |
+|           |                                                  | foreseen before its first step)                       |
 | Measuring | the same events again give durations             | Planned; Recording (it differed, or layers now rerun);|
 |           |                                                  | Unplanned (as below)                                  |
 | Planned   | it runs as planned                               | Planned (a new plan); Recording (it kept leaving it); |
-|           |                                                  | Unplanned (its optimizer runs forwards in an update)  |
-| Unplanned | it runs on demand: no plan, and none is made     | Recording (the kind came back)                        |
+|           |                                                  | Unplanned (its optimizer runs forwards in an update;  |
+|           |                                                  | its part of the budget shrank, and none fits in it)   |
+| Unplanned | it runs on demand: no plan, and none is made     | Recording (the kind came back; if kinds of the same   |
+|           |                                                  | structure say what it needs, a few times)             |
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan
+from tieroff.core.seams import Pending
 from tieroff.core.tensor import TensorClass
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
@@ -59,7 +64,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """Steps do not repeat, or are too rare: all of them run on demand."""
+    """Steps do not repeat, are too rare, or are foreseen by others' traces: all of them run on demand."""
 
 
 Stage = Recording | Measuring | Planned | Unplanned
@@ -72,37 +77,74 @@ _NEXT: dict[type[Stage], tuple[type[Stage], ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ran:
-    """What the last step that followed a plan did; a newer plan may wait for its first step."""
+    """What the last step that followed a plan did; a newer plan may wait for its first step.
+
+    Attributes:
+        make_timeline: returns what it did when; thousands of objects, so it is called when somebody asks.
+    """
 
     trace: Trace
     plan: Plan
-    timeline: Timeline
+    make_timeline: Callable[[], Timeline]
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """What the step did when."""
+        return self.make_timeline()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked of the planner.
+
+    Attributes:
+        take: takes the answer, for which it waits, and does what follows from it.
+    """
+
+    pending: Pending[object]
+    take: Callable[[], None]
 
 
 class StepKind:
     """One kind of step.
 
     Attributes:
+        asked: what is under way about this kind; void once it is in another stage.
+        is_passed_through: gradients flow through it to another model, which may be all that is updated after it.
         stage: see the table of the module; `advance` changes it.
         recorded: what its last recorded step showed, or None.
         planned: the last plan of this kind, or None; kept while the kind is traced again.
         ran: see there; None before the first planned step.
         retraces: how often it was traced.
+        foreseen: steps that it still runs on demand, by what traces of other kinds say, before it is traced itself.
         mismatches: steps in a row that left their plan.
         feedback: what planned steps showed of the plan.
     """
 
-    __slots__ = ("feedback", "mismatches", "planned", "ran", "recorded", "retraces", "stage")
+    __slots__ = (
+        "asked",
+        "feedback",
+        "foreseen",
+        "is_passed_through",
+        "mismatches",
+        "planned",
+        "ran",
+        "recorded",
+        "retraces",
+        "stage",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_passed_through: bool = False) -> None:
+        self.is_passed_through = is_passed_through
         self.stage: Stage = Recording()
         self.recorded: Recorded | None = None
         self.planned: Planned | None = None
         self.ran: Ran | None = None
-        self.retraces = self.mismatches = 0
+        self.retraces = self.mismatches = self.foreseen = 0
         self.feedback = Feedback()
+        self.asked: Asked | None = None
 
     def advance(self, stage: Stage) -> None:
         """Enters a stage.
@@ -113,7 +155,7 @@ class StepKind:
         if type(stage) not in _NEXT[type(self.stage)]:
             before, after = type(self.stage).__name__, type(stage).__name__
             raise StateError(f"a kind of step cannot go from {before} to {after}; this is a bug in tieroff")
-        self.stage = stage
+        self.stage, self.asked = stage, None
         if isinstance(stage, Measuring):
             self.recorded = stage.recorded
         elif isinstance(stage, Planned):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from tieroff.core.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recorded:
     """The events and tensors of a recorded step.
 
@@ -34,10 +35,20 @@ class Recorded:
     leaves_gradients: bool
     scratch_bytes: int
 
-    @property
+    @functools.cached_property  # asked in every step
     def update_at(self) -> int:
         """The tick at which the update begins; the number of ticks when there is none."""
         return update_of(self.keys)
+
+    @functools.cached_property
+    def is_updated(self) -> bool:
+        """False for a step that another model's update ends; optimizer state is no part of it."""
+        return is_updated(self.keys)
+
+
+def is_updated(keys: tuple[Hashable, ...]) -> bool:
+    """True when some bucket is updated in the step, after backward or, "early", in the midst of it."""
+    return any(isinstance(key, tuple) and key[0] in ("bucket", "early") for key in keys)
 
 
 def update_of(keys: tuple[Hashable, ...]) -> int:

@@ -172,6 +172,16 @@ class AioEngine:
 
         return self._submit(direction, size_bytes, run)
 
+    def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
+        """Returns the checksum of two adjoining ranges: that of the first followed by zeros, and that of the second."""
+        shift, power = _CRC32_ONE, _CRC32_BYTE  # x^(8 * second_bytes), by repeated squaring
+        while second_bytes:
+            if second_bytes & 1:
+                shift = _crc32_product(shift, power)
+            power = _crc32_product(power, power)
+            second_bytes >>= 1
+        return _crc32_product(first, shift) ^ second
+
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""
         if os.getpid() != self._pid:
@@ -213,6 +223,21 @@ class AioEngine:
                 raise
             else:
                 transfer.end(0)
+
+
+# Polynomials over GF(2) modulo that of CRC-32, as zlib writes them: bit 31 is the coefficient of x^0.
+_CRC32_POLYNOMIAL = 0xEDB88320
+_CRC32_ONE = 1 << 31
+_CRC32_BYTE = 1 << (31 - 8)  # x^8
+
+
+def _crc32_product(first: int, second: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            product ^= second
+        second = (second >> 1) ^ (_CRC32_POLYNOMIAL if second & 1 else 0)
+    return product
 
 
 async def _end_tasks() -> None:

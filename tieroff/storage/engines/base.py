@@ -64,8 +64,20 @@ class Transfer(Timed, Protocol):
         """Takes it back if nothing of it has started; returns whether it did."""
 
 
-class Engine(Protocol):
-    """Moves bytes asynchronously, first in, first out per direction.
+class Mover(Protocol):
+    """Moves bytes between memory and files asynchronously, first in, first out per direction."""
+
+    def read(
+        self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool, is_mapped: bool
+    ) -> Transfer:
+        """Starts to read into memory. `is_mapped`: dirty pages of the range are written back first."""
+
+    def write(self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool) -> Transfer:
+        """Starts to write from memory; the rest of the last block becomes zeros."""
+
+
+class Engine(Mover, Protocol):
+    """A mover between memory of the host and files, and within that memory.
 
     In a forked child every call but close() raises StateError.
     """
@@ -82,19 +94,14 @@ class Engine(Protocol):
     def thread_count(self) -> int:
         """Threads that move bytes."""
 
-    def read(
-        self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool, is_mapped: bool
-    ) -> Transfer:
-        """Starts to read into memory. `is_mapped`: dirty pages of the range are written back first."""
-
-    def write(self, file: OpenFile, offset: int, address: int, size_bytes: int, *, with_checksum: bool) -> Transfer:
-        """Starts to write from memory; the rest of the last block becomes zeros."""
-
     def verify(self, file: OpenFile, offset: int, size_bytes: int) -> Transfer:
         """Starts to read what lies there for its checksum alone; the bytes go nowhere."""
 
     def copy(self, target_address: int, source_address: int, size_bytes: int, direction: Direction) -> Transfer:
         """Starts to copy memory; the ranges do not overlap."""
+
+    def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
+        """Returns the checksum of two adjoining ranges from those of each, and the size of the second."""
 
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins its threads. Idempotent."""

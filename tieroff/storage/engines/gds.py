@@ -243,6 +243,10 @@ class GdsEngine:
         _check_process(self._pid)
         return self._host.copy(target_address, source_address, size_bytes, direction)
 
+    def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
+        """Returns the checksum of two adjoining ranges."""
+        return self._host.joined_checksum(first, second, second_bytes)
+
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""
         if os.getpid() != self._pid:

@@ -59,6 +59,10 @@ class _NativeBase:
         """Starts to copy memory."""
         return self.native.copy(target_address, source_address, size_bytes, direction is Direction.IN)
 
+    def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
+        """Returns the checksum of two adjoining ranges."""
+        return _native.crc32c_combine(first, second, second_bytes)
+
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""
         self.native.close()

@@ -24,8 +24,9 @@ log = logging.getLogger("tieroff")
 # Address space, which costs nothing, for what is in use and for gaps between it.
 _RESERVED_OF_MEMORY = 4
 TORCH_ALLOCATES_IN = "libc10.so"
-# Below it, memory stays in the C library's heap, which wastes less of it than whole pages would.
-_SERVED_FROM_BYTES = 1 << 20
+# Below it, memory stays in the C library's heap, which wastes less of it than whole pages would. From there on the C library
+# would map and unmap each block.
+_SERVED_FROM_BYTES = 128 << 10
 _NOTHING_BYTES = 2**64 - 1
 
 

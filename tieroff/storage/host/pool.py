@@ -16,7 +16,7 @@ from tieroff.storage.host.slabs import PopulatedSlabs, Slab, Slabs
 from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 from tieroff.storage.memory import PAGE_BYTES, align_up
 from tieroff.storage.space import SpaceStore
-from tieroff.storage.store import Block
+from tieroff.storage.store import Block, By
 from tieroff.storage.transfers import StoreTransfer
 from tieroff.units import format_bytes
 
@@ -120,10 +120,10 @@ class HostStore(SpaceStore):
         del self._slabs[len(self.areas) :]  # one that has no area yet is nobody's
         super()._recount()
 
-    def _submit_write(self, block: Block, source_address: int) -> Transfer:
+    def _submit_write(self, block: Block, source_address: int, by: By | None) -> Transfer:
         return self.engine.copy(self.address(block), source_address, block.size_bytes, Direction.OUT)
 
-    def _submit_read(self, block: Block, target_address: int) -> Transfer:
+    def _submit_read(self, block: Block, target_address: int, by: By | None) -> Transfer:
         return self.engine.copy(target_address, self.address(block), block.size_bytes, Direction.IN)
 
     def _place(self, block: Block) -> tuple[str, int]:
@@ -151,7 +151,7 @@ class HostHome(HomeMemory):
     block: Block
     slab: Slab
 
-    def write(self, source_address: int, keep: object) -> StoreTransfer:
+    def write(self, source_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to copy a new value in; it is visible as it arrives."""
         return self.store.write(self.block, source_address, (self, keep))
 
@@ -164,7 +164,7 @@ class HostHome(HomeMemory):
         """
         check_published(self.block)
 
-    def read(self, target_address: int, keep: object) -> StoreTransfer:
+    def read(self, target_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to copy out what the memory holds now."""
         return self.store.read_home(self.block, target_address, (self, keep))
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tieroff.storage.homes import HomeMemory, check_published
 from tieroff.storage.memory import Mapping
-from tieroff.storage.store import Block
+from tieroff.storage.store import Block, By
 from tieroff.storage.transfers import StoreTransfer
 
 
@@ -39,10 +39,10 @@ class HomeStore(Protocol):
     def allocate(self, size_bytes: int) -> Block:
         """Returns an extent."""
 
-    def write(self, block: Block, source_address: int, keep: object) -> StoreTransfer:
+    def write(self, block: Block, source_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to write an extent."""
 
-    def read_home(self, block: Block, target_address: int, keep: object) -> StoreTransfer:
+    def read_home(self, block: Block, target_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to read an extent that user code may have written into."""
 
     def verify(self, place: MappedExtents) -> None:
@@ -66,13 +66,13 @@ class FileHome(HomeMemory):
     store: HomeStore
     place: MappedExtents
 
-    def write(self, source_address: int, keep: object) -> StoreTransfer:
+    def write(self, source_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to write a new value; the memory shows the old one until publish()."""
         if self.place.shadow is None:
             shadow = self.store.allocate(self.size_bytes)
             shadow.is_home = True
             self.place.shadow = shadow
-        return self.store.write(self.place.shadow, source_address, (self, keep))
+        return self.store.write(self.place.shadow, source_address, (self, keep), by)
 
     def publish(self) -> None:
         """Switches the memory to the value of the last write(); while checksums are on, waits until it is read back.
@@ -85,13 +85,13 @@ class FileHome(HomeMemory):
         self.store.verify(self.place)
         self.store.switch(self.place)
 
-    def read(self, target_address: int, keep: object) -> StoreTransfer:
+    def read(self, target_address: int, keep: object, by: By | None = None) -> StoreTransfer:
         """Starts to read what the memory shows; changed pages are written to the drive first.
 
         While checksums are on, a value that is not the published one is read until two reads agree, see
         [Note: values that user code may change].
         """
-        return self.store.read_home(self.place.shown, target_address, (self, keep))
+        return self.store.read_home(self.place.shown, target_address, (self, keep), by)
 
     def trim(self) -> None:
         """Drops its pages from memory and page cache; the value stays. Blocks while changed pages are written."""

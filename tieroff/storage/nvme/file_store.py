@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.engines.base import Engine, OpenFile, Transfer
+from tieroff.storage.engines.base import Engine, Mover, OpenFile, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import place_home
 from tieroff.storage.memory import Mapping, align_up, write_back
@@ -22,7 +22,7 @@ from tieroff.storage.nvme.file_home import FileHome, MappedExtents
 from tieroff.storage.nvme.pages import PageReturner, return_pages
 from tieroff.storage.nvme.shares import share_out
 from tieroff.storage.space import SpaceStore
-from tieroff.storage.store import Block
+from tieroff.storage.store import Block, By
 from tieroff.storage.transfers import UNCHECKED, Check, StoreTransfer
 from tieroff.units import format_bytes
 
@@ -203,11 +203,11 @@ class FileStore(SpaceStore):
             self._freed.append(old)
             self._drain()
 
-    def _home_check(self, block: Block, target_address: int) -> Check:
+    def _home_check(self, block: Block, target_address: int, by: By | None) -> Check:
         written = block.written
         if not self._is_checking or not isinstance(written, StoreTransfer) or not written.has_succeeded():
             return UNCHECKED
-        return Check(written.checksum, functools.partial(self._submit_read, block, target_address))
+        return Check(written.checksum, functools.partial(self._submit_read, block, target_address, by))
 
     def trim(self, place: MappedExtents) -> None:
         """Drops the pages of a home from memory and page cache.
@@ -327,13 +327,16 @@ class FileStore(SpaceStore):
 
     # Transfers.
 
-    def _submit_write(self, block: Block, source_address: int) -> Transfer:
-        return self.engine.write(
+    def _submit_write(self, block: Block, source_address: int, by: By | None) -> Transfer:
+        return self._mover(by).write(
             self.files[block.area], block.offset, source_address, block.size_bytes, with_checksum=self._is_checking
         )
 
-    def _submit_read(self, block: Block, target_address: int) -> Transfer:
-        return self.engine.read(
+    def _mover(self, by: By | None) -> Mover:
+        return self.engine if by is None else by(self.engine)
+
+    def _submit_read(self, block: Block, target_address: int, by: By | None) -> Transfer:
+        return self._mover(by).read(
             self.files[block.area],
             block.offset,
             target_address,

@@ -35,9 +35,11 @@ class Queue {
   Claim take();
 
   [[nodiscard]] bool is_closed() const;
+  void check_open() const;  // throws StateError once it is closed
 
  private:
   Claim take_locked();
+  void check_open_locked() const;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -55,6 +57,7 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   void submit(TransferPtr transfer);
+  void check_open() const { queue_.check_open(); }  // throws StateError
   std::optional<bool> cancel(const TransferPtr& transfer) { return queue_.cancel(transfer); }
 
   // What waits ends with ECANCELED; what has started goes on. Idempotent.

@@ -36,6 +36,21 @@ def find_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
+def advice_of(model: torch.nn.Module) -> str:
+    """Returns what makes the ops of a model smaller that is compiled as a whole; "" for any other."""
+    if next(find_compiled(model), None) is not model:
+        return ""
+    inner = getattr(model, "_orig_mod", model)
+    lists = {n: m for n, m in inner.named_modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))}
+    is_list = lists.pop("", None) is not None
+    largest = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default="" if is_list else "blocks")
+    blocks = f"model.{largest}" if largest else "model"
+    return (
+        "the model is compiled as a whole, and one compiled call is one op: compile its blocks instead, "
+        f"`for block in {blocks}: block.compile()` before tieroff.wrap (regional compilation)"
+    )
+
+
 def compiled_count() -> int:
     """Returns how many graphs this process has compiled so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+Signature = tuple[Any, ...]
 
-def signature_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the signature of a kind of step: shapes and types of the inputs, modes of model and autocast."""
+
+def trained_of(model: torch.nn.Module) -> bytes:
+    """Returns which of a model's parameters get a gradient: a byte each."""
+    return bytes(parameter.requires_grad for parameter in model.parameters())
+
+
+def signature_of(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: bytes | None = None
+) -> Signature:
+    """Returns the signature of a kind of step: inputs (shapes, types, who gets gradients), modes of model and autocast.
+
+    A model that steps in turn with others (a discriminator) has a kind of step of its own, and one through which gradients
+    flow to another model, perhaps with its own parameters frozen meanwhile.
+
+    Args:
+        model: its modes and parameters count.
+        args, kwargs: the inputs.
+        trained: what `trained_of` gives, where that is known; it walks the model.
+    """
     leaves = leaves_of((args, kwargs))
     described = tuple(
-        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves
+        (leaf.dtype, tuple(leaf.shape), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        for leaf in leaves
     )
     kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta")}
-    return (*described, model.training, *(torch.is_autocast_enabled(kind) for kind in sorted(kinds)))
+    trained = trained if trained is not None else trained_of(model)
+    return (*described, trained, model.training, *(torch.is_autocast_enabled(kind) for kind in sorted(kinds)))
+
+
+def is_given_gradients(values: Any) -> bool:
+    """True when gradients flow through some input, to whatever made it."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves_of(values))
+
+
+def structure_of(signature: Signature) -> Signature:
+    """Returns what a signature says but for sizes: steps that share it differ at most in how large their inputs are."""
+    return tuple((part[0], len(part[1]), part[2]) if isinstance(part, tuple) else part for part in signature)
 
 
 def leaves_of(values: Any) -> list[Any]:
@@ -29,13 +59,16 @@ def leaves_of(values: Any) -> list[Any]:
     return found
 
 
+def storages_in(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Yields the storages of all plain tensors in a nested structure; one twice that two of them share."""
+    for leaf in leaves_of(values):
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()
+
+
 def storages_of(values: Any) -> set[int]:
     """Returns the identities of the storages of all plain tensors in a nested structure."""
-    return {
-        leaf.untyped_storage()._cdata
-        for leaf in leaves_of(values)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and type(leaf) in (torch.Tensor, torch.nn.Parameter)
-    }
+    return {storage._cdata for storage in storages_in(values)}
 
 
 def shapes_of(values: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -47,3 +80,32 @@ def shapes_of(values: Any) -> tuple[tuple[int, ...], ...] | None:
         elif not isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None))):
             return None
     return tuple(shapes)
+
+
+def makes_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True where a backward may follow: not under no_grad, nor of a frozen model (a teacher) on plain inputs."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(parameter.requires_grad for parameter in model.parameters()) or is_given_gradients((args, kwargs))
+
+
+def to_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the inputs on an accelerator; for the CPU as they are."""
+    if device.type == "cpu":
+        return args, kwargs
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
+
+    args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
+    return args, kwargs
+
+
+def as_computed(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the inputs in the type that the model computes in."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
+    return args, kwargs

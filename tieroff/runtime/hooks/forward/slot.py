@@ -10,17 +10,40 @@ from typing import Any
 
 import torch
 
+from tieroff.errors import StateError
+
+# The two ways that are right, in the order of how small a budget they allow.
+_COMPILED_OUTSIDE = (
+    "torch.compile was called on a model that tieroff.wrap has already: in compiled code no tensor could move. Compile its "
+    "blocks, which allows a small budget: `for block in model.blocks: block.compile()`, then `tieroff.wrap(model, optimizer)`. "
+    "Or compile the whole first: `model = tieroff.wrap(torch.compile(model), optimizer)`"
+)
+
+
+def _refuse_to_be_compiled() -> None:
+    """Raises when compiled code runs, not while torch compiles, where an exception means that the code is left uncompiled."""
+    raise StateError(_COMPILED_OUTSIDE)
+
+
+# What `torch.compiler.disable` sets, which would import all of torch._dynamo; the text is shown with fullgraph=True.
+_refuse_to_be_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+_refuse_to_be_compiled._torchdynamo_disable_msg = _COMPILED_OUTSIDE  # type: ignore[attr-defined]
+
 
 class ForwardSlot:
     """Stands in for a module instance's `forward`, or for another of its methods that begins a step.
 
     A copy or a pickle of the module gets its class's own again.
+
+    Attributes:
+        had_own: what the instance had in this place before, or None.
+        inner: the method that it stands in for.
     """
 
     def __init__(self, module: torch.nn.Module, around: Callable[..., Any], method: str = "forward") -> None:
         self._module = module
         self._method = method
-        self._had_own = module.__dict__.get(method)
+        self.had_own = module.__dict__.get(method)
         self.inner = getattr(module, method)
         self._around = around
         self._is_removed = False
@@ -34,6 +57,8 @@ class ForwardSlot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_removed:  # somebody else's forward has it inside
             return self.inner(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_to_be_compiled()
         return self._around(self.inner, args, kwargs)
 
     def remove(self) -> None:
@@ -41,8 +66,8 @@ class ForwardSlot:
         self._is_removed = True
         if self._module.__dict__.get(self._method) is not self:
             return
-        if self._had_own is not None:
-            self._module.__dict__[self._method] = self._had_own
+        if self.had_own is not None:
+            self._module.__dict__[self._method] = self.had_own
         else:
             del self._module.__dict__[self._method]
 

@@ -10,9 +10,17 @@ where the home stays on the device. The copy in the home's own type may go as so
 also where nothing moves: they are made again in backward, which sees a home that was written meanwhile. Gradients of one
 backward are summed in the compute type and reach the home in its own, which is what FSDP2 does on one rank. The cast belongs
 to nobody: a write to it would be lost, so it is an error (of one through `.data`, in the recorded step).
+
+[Note: threads beside the step]
+One thread runs the steps. What others read, they read where it lies: parameters do not move while a forward of theirs runs,
+and what they read in a forward of the step's thread (branches in a pool of threads) does not move before the next step. They
+make no events, so the step follows its plan. A signal handler that runs while the engine moves something is such a reader too.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -23,7 +31,7 @@ from tieroff.runtime.execution.fetch import ParameterFetch
 from tieroff.runtime.hooks.parameters.casting import Casts
 from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.hooks.parameters.mint import Mints
-from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.items.parameter import ParameterItem, ShardItem
 from tieroff.runtime.tensors import bytes_of
 
 
@@ -38,6 +46,7 @@ class Gate:
         live: device values by their storage.
         casts: of the running forward.
         mints: tensors through which gradients reach homes.
+        beside: how many wrapped forwards the calling thread runs beside the step.
     """
 
     def __init__(self, context: StepContext, compute_dtype: torch.dtype | None = None) -> None:
@@ -49,6 +58,8 @@ class Gate:
         self.live = LiveValues()
         self.casts = Casts(compute_dtype)
         self.mints = Mints(context.homes)
+        self.beside = _Depth()
+        self._lent: list[ParameterItem] = []
 
     def intercept(self, is_needed: bool) -> None:
         """Enables or disables interception of parameter reads; it is always on when there is a compute type."""
@@ -57,8 +68,12 @@ class Gate:
     def value_for(self, home: torch.Tensor) -> torch.Tensor:
         """Returns what item access gives for a home: itself, lifted, or its value in the type that is computed with."""
         item = self._context.homes.parameter(home)
+        if isinstance(item, ShardItem):
+            return home  # FSDP2 asks for its bytes when it gathers them
         if item is None and not self.casts.applies_to(home):
             return home
+        if self.beside.count or self.is_apart():
+            return self._where_it_lies(item, home)
         if item is None and self.depth and not isinstance(home, torch.nn.Parameter):
             return home.to(self.casts.dtype)  # it stands in for a parameter, for one call
         if self.depth == 0:
@@ -72,6 +87,32 @@ class Gate:
             with temporarily_clear_interpreter_stack():
                 return self._fetched(item, home)
         return self._fetched(item, home)
+
+    def is_apart(self) -> bool:
+        """True for a thread beside the step; a backward is of the step, in whatever thread."""
+        return threading.get_ident() != self._context.state.thread and current_graph_task() == -1
+
+    def is_interrupting(self) -> bool:
+        """True in a signal handler that runs while the engine moves something; see [Note: threads beside the step]."""
+        owned: bool = self._context.state.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
+
+    def _where_it_lies(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
+        """Returns what a thread beside the step gets for a home: itself, which is not moved while the thread may use it."""
+        if item is not None and item.is_shown_below and not self.beside.count:
+            with self._context.state.lock:
+                item.readers += 1
+                self._lent.append(item)
+        dtype = self.casts.dtype
+        if dtype is None or not self.casts.applies_to(home):
+            return home
+        with self._context.state.lock:
+            return self.mints.on(home.detach().to(dtype), home, item)
+
+    def take_back(self) -> None:
+        """A step begins: what threads read in the one before may move."""
+        while self._lent:
+            self._lent.pop().readers -= 1
 
     def _fetched(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
         dtype = self.casts.dtype
@@ -87,17 +128,19 @@ class Gate:
 
     def _cast(self, item: ParameterItem | None, home: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         kept: ParameterItem | Stays = item if item is not None else Stays(home, dtype)
-        value = kept.cast() if isinstance(kept, Stays) else self._as_computed(kept, self.fetch.home(kept).detach())
+        value = kept.cast() if isinstance(kept, Stays) else self._as_computed(kept, self.fetch.home)
         self.live.add(kept, value)
         if self.depth and not value.is_inference():
             self.casts.give(kept.name, value, self._context.state.record.recorder)
         return self.mints.on(value, home, item)
 
-    def _as_computed(self, item: ParameterItem, value: torch.Tensor) -> torch.Tensor:
-        """Returns a fetched value in the type that is computed with; the copy it was made from may leave."""
+    def _as_computed(self, item: ParameterItem, fetch: Callable[[ParameterItem], torch.Tensor]) -> torch.Tensor:
+        """Returns what is fetched in the type that is computed with; the copy that the cast was made from may leave."""
+        value = fetch(item).detach()
         if not self.casts.applies_to(value):
             return value
         cast = value.to(self.casts.dtype)
+        del value  # a copy that something holds stays
         if not item.is_lifted:
             item.may_be_written = False  # nobody else has seen that copy
         self.fetch.dismiss(item)
@@ -107,10 +150,9 @@ class Gate:
         """Returns, as a 1-d uint8 tensor, the device bytes of a parameter that autograd saved and backward asks for."""
         if isinstance(item, Stays):
             return bytes_of(item.cast())
-        value = self.fetch.saved(item)
-        computed = self._as_computed(item, value)
+        computed = self._as_computed(item, self.fetch.saved)
         self.live.add(item, computed)
-        return item.device if item.device is not None and computed is value else bytes_of(computed)
+        return item.device if item.device is not None and computed.dtype is item.dtype else bytes_of(computed)
 
     def check_casts(self) -> None:
         """Checks that the running forward did not write to a cast; see `Casts.check`."""
@@ -120,3 +162,9 @@ class Gate:
         """The running forward is over."""
         if self.casts.forget():
             self.live.sweep()
+
+
+class _Depth(threading.local):
+    """A count of each thread's own."""
+
+    count = 0

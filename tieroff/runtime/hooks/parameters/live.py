@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.items.parameter import ParameterItem
 
 
 class Stays:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.items.homes import ParameterItem
+from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.table import HomeTable
 
 

@@ -88,8 +88,11 @@ def layers_of(model: torch.nn.Module, patterns: Collection[str]) -> list[tuple[s
     named = [(path, module) for path, module in model.named_modules() if path]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path, _ in named):
-            few = ", ".join(path for path, _ in named[:8])
-            raise StateError(f"[plan] recompute_layers: expected names or patterns of modules such as {few}, got {pattern!r}")
+            few = ", ".join(path for path, _ in named[:8]) or "none, since this model has none inside"
+            raise StateError(
+                f"[plan] recompute_layers: expected names or patterns of modules such as {few}, got {pattern!r}; "
+                'write a pattern such as "layers.*", or leave the key out'
+            )
     found: list[tuple[str, torch.nn.Module]] = []
     inside: set[torch.nn.Module] = set()
     for path, module in named:

@@ -1,0 +1,179 @@
+"""Activations that people write behind autograd's back after it saved them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tieroff
+from tests.support.twins import Setting, adam, assert_same, follow
+
+pytestmark = pytest.mark.timeout(120)
+TOLD = "it stays on the device from now on"
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu-floor": {"nvme": True},
+    "delayed-auto-90": {"policy": "auto", "device": "90%", "delayed": True},
+    "cpu-demand": {"policy": "demand", "device": "90%"},
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def each(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
+    return Setting(tmp_path, **SETTINGS[request.param])
+
+
+class Written(nn.Module):
+    """Layers of which one output is changed between the op that saved it and the op that reads it next."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(8)])
+
+    def change(self, h: torch.Tensor) -> None:
+        if self.how == "data":
+            h.data[:, ::2] = 0
+        elif self.how == "numpy":
+            h.detach().numpy()[:, 3] = 0.25
+        else:
+            h.data.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            h = torch.sigmoid(layer(x))
+            x = h
+            if index == 2:
+                if self.how == "data, nobody reads it":
+                    x = h.sum(0, keepdim=True).expand(64, 16) + self.shift
+                self.change(h)
+        return x
+
+
+def step_on(*shape: int) -> Callable[[Any, Any, int], Any]:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.randn(*shape)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def run(
+    make: Callable[[], Any], step: Any, setting: Setting, caplog: pytest.LogCaptureFixture, steps: int = 7
+) -> tuple[Any, int]:
+    """Asserts equal bits after every step; returns how the last one ran, and how many activations were found written."""
+
+    def made() -> tuple[Any, Any]:
+        model = make()
+        return model, adam(model)
+
+    with caplog.at_level(logging.INFO, "tieroff"):
+        plain, wrapped = follow(made, step, steps), follow(made, step, steps, setting)
+    assert_same(plain.seen, wrapped.seen)
+    return wrapped, sum(TOLD in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "data, nobody reads it"])
+def test_an_activation_written_after_it_was_saved(how: str, each: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    wrapped, found = run(lambda: Written(how), step_on(64, 16), each, caplog)
+    assert found == 1
+    assert wrapped.phase in ("planned", "on demand")
+    assert caplog.text.count("traced again") == 0
+
+
+def test_a_written_activation_in_steps_that_leave_their_plan(each: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        out = step_on(64, 16)(model, optimizer, index)
+        if index % 3 == 2:
+            with torch.no_grad():
+                model.layers[0].weight.clamp_(-1, 1)
+            model(torch.randn(64, 16)).sum().backward()
+            model(torch.randn(64, 16)).sum().backward()
+        return out
+
+    _, found = run(lambda: Written("data"), step, each, caplog, steps=9)
+    assert found >= 1
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner, self.out = kind(8, 8, num_layers=2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.inner(x)[0])
+        return out
+
+
+class InPlace(nn.Module):
+    """Ops in place, views, dropout, a checkpoint, and a cache that is filled without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.noise = nn.Sequential(nn.ReLU(inplace=True), nn.RReLU(), nn.Dropout(0.3), nn.Softmax(-1))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.noise(self.norm(self.first(x)))
+        parts = torch.zeros_like(h)
+        for i in range(4):
+            parts[:, 2 * i : 2 * i + 2] = h[:, 2 * i : 2 * i + 2] * (i + 1)
+        h = checkpoint(self.second, parts, use_reentrant=False)
+        with torch.no_grad():
+            cache = torch.empty(4, *h.shape)
+            for i in range(4):
+                cache[i].copy_(self.third(h))
+        left, right = h[:, :4], h[:, 4:]
+        left = left.sigmoid_().mul(right)
+        out: torch.Tensor = self.third(torch.cat([left, right], -1)) + cache.mean(0)
+        return out
+
+
+ORDINARY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lstm": (lambda: Recurrent(nn.LSTM), (4, 5, 8)),
+    "gru": (lambda: Recurrent(nn.GRU), (4, 5, 8)),
+    "rnn": (lambda: Recurrent(nn.RNN), (4, 5, 8)),
+    "in place": (InPlace, (16, 8)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (4, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_nobody_writes_does_not_stay(name: str, setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    make, shape = ORDINARY[name]
+    wrapped, found = run(make, step_on(*shape), setting, caplog, steps=5)
+    assert found == 0
+    assert wrapped.phase == "planned"
+
+
+def test_generation_beside_training_keeps_nothing(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=32, bos_token_id=0, eos_token_id=1
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    setting.wrap(model, optimizer)
+    with caplog.at_level(logging.INFO, "tieroff"):
+        for _ in range(5):
+            tokens = torch.randint(2, 32, (2, 8))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert TOLD not in caplog.text
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)

@@ -1,0 +1,230 @@
+"""What people keep of a wrapped model's tensors, share with other processes, or put in their place: it follows, or stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+
+import tieroff
+from tests.support.twins import Setting, adam, assert_same, check_twins, follow, loss_of, sgd
+from tests.support.twins import usual_step as usual
+from tieroff.errors import StateError
+
+# Each backend, policy and tier. What people keep counts against a budget, so none of these is small.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu-floor": {"nvme": True},
+    "delayed-floor": {"delayed": True},
+    "cpu-auto-95": {"policy": "auto", "device": "95%", "nvme": True},
+    "delayed-auto-100": {"policy": "auto", "device": "100%", "delayed": True},
+}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def layers_and(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, Any]:
+    """Layers enough that half of what a step takes is more than any op needs."""
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())])
+    return model, make(model)
+
+
+def layers_and_sgd() -> tuple[Any, Any]:
+    return layers_and(sgd)
+
+
+def layers_and_adam() -> tuple[Any, Any]:
+    return layers_and(adam)
+
+
+@pytest.fixture(params=SETTINGS)
+def each(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
+    return Setting(tmp_path, **SETTINGS[request.param])
+
+
+ALIASES: dict[str, Callable[[Any], list[Any]]] = {
+    "data": lambda model: [p.data for p in model.parameters()],
+    "views": lambda model: [p.detach().view(-1) for p in model.parameters()],
+    "numpy": lambda model: [p.detach().numpy() for p in model.parameters()],
+    "state_dict": lambda model: list(model.state_dict().values()),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+@pytest.mark.parametrize("at", [0, 4])
+def test_aliases_follow_their_parameters_whatever_the_plan(kind: str, at: int, each: Setting) -> None:
+    torch.manual_seed(0)
+    model, optimizer = layers_and_sgd()
+    each.wrap(model, optimizer)
+    kept: list[Any] = []
+    for index in range(8):
+        if index == at:
+            kept = ALIASES[kind](model)
+        usual(model, optimizer)
+        for alias, p in zip(kept, model.parameters(), strict=bool(kept)):
+            assert torch.equal(torch.as_tensor(alias).reshape(-1), p.detach().reshape(-1))
+    with torch.no_grad():
+        for alias in kept:
+            alias *= 0.5  # and what is written there is the parameter's
+    seen = [torch.as_tensor(alias).clone() for alias in kept]
+    usual(model, optimizer)
+    tieroff.unwrap(model)
+    usual(model, optimizer)
+    for alias, p, before in zip(kept, model.parameters(), seen, strict=True):
+        assert torch.equal(torch.as_tensor(alias).reshape(-1), p.detach().reshape(-1)), "after unwrap"
+        assert not torch.equal(torch.as_tensor(alias), before)
+
+
+def test_parameters_move_again_once_nobody_holds_them(setting: Setting) -> None:
+    model, optimizer = layers_and_adam()
+    setting.wrap(model, optimizer)
+    for _ in range(5):
+        usual(model, optimizer)
+    moved = tieroff.engine(model).stats().moved_bytes_by_class["parameter"]
+    kept = [p.data for p in model.parameters()]
+    usual(model, optimizer)
+    stats = tieroff.engine(model).stats()
+    assert (stats.phase, stats.moved_bytes_by_class["parameter"]) == ("planned", 0)
+    kept.clear()
+    for _ in range(2):
+        usual(model, optimizer)
+    assert tieroff.engine(model).stats().moved_bytes_by_class["parameter"] == moved > 0
+    tieroff.unwrap(model)
+
+
+def average_by_hand(model: Any, optimizer: Any, index: int) -> Any:
+    """An exponential moving average over a list of `p.data` that was taken once."""
+    kept = model.__dict__.setdefault("kept", [p.data for p in model.parameters()])
+    averages = model.__dict__.setdefault("averages", [p.clone() for p in kept])
+    usual(model, optimizer)
+    for average, value in zip(averages, kept, strict=True):
+        average.lerp_(value, 0.1)
+    return [average.clone() for average in averages]
+
+
+def test_an_average_over_kept_data(each: Setting) -> None:
+    check_twins(layers_and_adam, average_by_hand, each, steps=7, moves=(), phase=_phase(each))
+
+
+def _phase(setting: Setting) -> str:
+    return "nothing moved" if setting.device == "100%" else "planned"
+
+
+def keep_gradient_data(model: Any, optimizer: Any, index: int) -> Any:
+    """`p.grad.data` kept over an accumulation."""
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    kept = [p.grad.data for p in model.parameters()]
+    loss_of(model).backward()
+    out = [alias.clone() for alias in kept]
+    optimizer.step()
+    return out
+
+
+def test_aliases_of_gradients_over_an_accumulation(each: Setting) -> None:
+    check_twins(layers_and_adam, keep_gradient_data, each, steps=6, moves=(), phase=_phase(each))
+
+
+def check(step: Any, setting: Setting) -> None:
+    """Asserts equal bits after every step, however the steps ran."""
+    assert_same(follow(layers_and_adam, step, 8).seen, follow(layers_and_adam, step, 8, setting).seen)
+
+
+# -- other memory ------------------------------------------------------------------------------------------------------
+
+
+def binary_connect(model: Any, optimizer: Any, index: int) -> Any:
+    """Forward and backward on other weights, which are put back before the update."""
+    optimizer.zero_grad()
+    kept = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data.sign() * 0.1
+    loss = loss_of(model)
+    loss.backward()
+    for p, value in zip(model.parameters(), kept, strict=True):
+        p.data = value
+    optimizer.step()
+    return loss
+
+
+def adversarial(model: Any, optimizer: Any, index: int) -> Any:
+    """A second backward on perturbed weights, which are put back from a copy (FGM)."""
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    backup = [p.data.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.add_(0.5 * p.grad / p.grad.norm())
+    loss = loss_of(model)
+    loss.backward()
+    for p, value in zip(model.parameters(), backup, strict=True):
+        p.data = value
+    optimizer.step()
+    return loss
+
+
+def halve_before_update(model: Any, optimizer: Any, index: int) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    if index >= 4:
+        for p in model.parameters():
+            p.data = p.data * 0.5
+    optimizer.step()
+    return loss
+
+
+def halve_state(model: Any, optimizer: Any, index: int) -> Any:
+    loss = usual(model, optimizer)
+    if index >= 4:
+        for state in optimizer.state.values():
+            state["exp_avg"].data = state["exp_avg"].data * 0.5
+    return loss
+
+
+@pytest.mark.parametrize("step", [binary_connect, adversarial, halve_before_update, halve_state])
+def test_assigned_memory_is_the_value(step: Any, each: Setting) -> None:
+    check(step, each)
+
+
+def test_assigned_memory_between_forward_and_backward_is_refused(each: Setting) -> None:
+    model, optimizer = layers_and_adam()
+    each.wrap(model, optimizer)
+    for _ in range(5):
+        usual(model, optimizer)
+    if tieroff.engine(model).stats().phase == "planned":
+        loss = loss_of(model)
+        for p in model.parameters():
+            p.data = p.data * 0.5
+        with pytest.raises(StateError, match="between the forward that used it and backward"):
+            loss.backward()
+    tieroff.unwrap(model)
+
+
+# -- other processes ---------------------------------------------------------------------------------------------------
+
+
+def send(model: Any, optimizer: Any, index: int) -> Any:
+    """The values go to another process, as to a worker that plays games with them; checkpoints go on."""
+    loss = usual(model, optimizer)
+    if index == 4:
+        queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        queue.put(dict(model.state_dict()))
+        queue.get()
+    return loss, [value.clone() for value in model.state_dict().values()]
+
+
+def share(model: Any, optimizer: Any, index: int) -> Any:
+    """The memory of a state dict becomes that of other processes too, and what is kept of it follows."""
+    loss = usual(model, optimizer)
+    if index == 4:
+        model.__dict__["shared"] = {name: value.share_memory_() for name, value in model.state_dict().items()}
+    return loss, [value.clone() for value in model.__dict__.get("shared", {}).values()]
+
+
+@pytest.mark.parametrize("step", [send, share])
+def test_shared_values_stay_those_of_the_model(step: Any, each: Setting) -> None:
+    check(step, each)

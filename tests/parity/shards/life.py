@@ -1,0 +1,193 @@
+"""Scenes from the life of a model whose shards lie below.
+
+Run in every rank, as `torchrun … -m tests.parity.shards.life FOLDER SCENE…`. A scene returns what it found;
+rank 0 prints that of all ranks as a JSON list.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import tieroff
+from tests.parity.shards.program import CASES, Block, adam, begin, blocks, config_of, local, look, one_dim, shard, tell, usual
+from tieroff.errors import StateError
+from tieroff.runtime.items.movable import local_of
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def made(folder: Path, *, wraps: bool) -> Made:
+    torch.manual_seed(0)
+    model = shard(blocks(), one_dim())
+    optimizer = adam(model.parameters())
+    if wraps:
+        tieroff.wrap(model, optimizer, config_of(CASES["nvme"], folder))
+    return model, optimizer
+
+
+def steps(pair: Made, first: int, count: int) -> None:
+    for index in range(first, first + count):
+        torch.manual_seed(100 * index + dist.get_rank())
+        usual(*pair, index, 33)
+
+
+def differ(plain: Made, wrapped: Made) -> list[str]:
+    ours, theirs = dict(look(*wrapped)), dict(look(*plain))
+    return [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
+
+
+def too_late(folder: Path) -> Any:
+    pair = made(folder, wraps=False)
+    steps(pair, 0, 1)
+    try:
+        tieroff.wrap(*pair, config_of(CASES["nvme"], folder))
+    except StateError as error:
+        said = str(error)
+    config = config_of(CASES["nvme"], folder)
+    config["plan"]["cover"] = ["optimizer"]
+    tieroff.wrap(*pair, config)
+    steps(pair, 1, 4)
+    plain = made(folder, wraps=False)
+    steps(plain, 0, 5)
+    return {"error": said, "differ": differ(plain, pair), "moved": tieroff.engine(pair[0]).stats().moved_bytes_by_class}
+
+
+def wrapped_again(folder: Path) -> Any:
+    """Unwrapped before the first forward, and again between steps."""
+    pair = made(folder, wraps=True)
+    tieroff.unwrap(pair[0])
+    for index in range(2):
+        tieroff.wrap(*pair, config_of(CASES["nvme"], folder))
+        steps(pair, 4 * index, 4)
+        moved = tieroff.engine(pair[0]).stats().moved_bytes_by_class
+        tieroff.unwrap(pair[0])
+    plain = made(folder, wraps=False)
+    steps(plain, 0, 8)
+    return {"differ": differ(plain, pair), "moved": moved}
+
+
+def loaded(folder: Path) -> Any:
+    """`load_state_dict` gives shards of odd sizes other tensors: they are taken over."""
+    pairs = made(folder, wraps=False), made(folder, wraps=True)
+    for pair in pairs:
+        steps(pair, 0, 4)
+        kept = copy.deepcopy(pair[0].state_dict()), copy.deepcopy(pair[1].state_dict())
+        steps(pair, 4, 2)
+        pair[0].load_state_dict(kept[0])
+        pair[1].load_state_dict(kept[1])
+        steps(pair, 6, 4)
+    stats = tieroff.engine(pairs[1][0]).stats()
+    return {"differ": differ(*pairs), "moved": stats.moved_bytes_by_class, "phase": stats.phase}
+
+
+def broken_off(folder: Path) -> Any:
+    """A loss that raises between forward and backward, in every rank."""
+    pairs = made(folder, wraps=False), made(folder, wraps=True)
+    for model, optimizer in pairs:
+        steps((model, optimizer), 0, 4)
+        for _ in range(2):
+            model(torch.ones(12, 5, 33))
+        steps((model, optimizer), 4, 4)
+    stats = tieroff.engine(pairs[1][0]).stats()
+    return {"differ": differ(*pairs), "moved": stats.moved_bytes_by_class, "phase": stats.phase}
+
+
+def copied(folder: Path) -> Any:
+    """Copies of shards are plain tensors; used as a module's own, they are refused."""
+    model, _ = pair = made(folder, wraps=True)
+    steps(pair, 0, 4)
+    before = dict(look(*pair))
+    copies = {name: copy.deepcopy(parameter) for name, parameter in model.named_parameters()}
+    different = [name for name, value in copies.items() if not torch.equal(local(value), before[name])]
+    block = next(model.children())
+    assert isinstance(block, Block)
+    own, other = block.up.weight, copies["0.up.weight"]
+    assert isinstance(own, DTensor)
+    assert isinstance(other, DTensor)
+    steps(pair, 4, 1)
+    extension: Any = local_of(other)
+    try:
+        extension.fsdp_pre_all_gather(None, other.shape, other.stride(), block.up, None)
+    except StateError as error:
+        said = str(error)
+    return {"differ": different, "follows": torch.equal(local(other), local(own)), "error": said}
+
+
+def saved(folder: Path) -> Any:
+    """Two ranks write a checkpoint of the wrapped model."""
+    pair = made(folder, wraps=True)
+    steps(pair, 0, 4)
+    model, optimizer = get_state_dict(*pair)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder.parent / "checkpoint"))
+    return whole(pair)
+
+
+def resumed(folder: Path) -> Any:
+    """Any number of ranks loads it into a wrapped model."""
+    pair = made(folder, wraps=True)
+    model, optimizer = get_state_dict(*pair)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder.parent / "checkpoint"))
+    set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer)
+    del model, optimizer  # what somebody holds does not move
+    found = whole(pair)
+    steps(pair, 4, 4)
+    return found | {"moves": tieroff.engine(pair[0]).stats().moved_bytes_by_class["parameter"]}
+
+
+def whole(pair: Made) -> dict[str, list[str]]:
+    """Returns every bit of parameters and optimizer state."""
+    model, optimizer = pair
+    found = {}
+    for name, parameter in model.named_parameters():
+        state = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
+        for key, value in {"value": parameter, **state}.items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{key} of {name}"] = [number.hex() for number in full.detach().double().flatten().tolist()]
+    return found
+
+
+def raising(folder: Path) -> Any:
+    pair = made(folder, wraps=True)
+    steps(pair, 0, 3)
+    if dist.get_rank() == 1:
+        raise RuntimeError("rank 1 cannot go on")
+    steps(pair, 3, 3)
+
+
+def killed(folder: Path) -> Any:
+    pair = made(folder, wraps=True)
+    steps(pair, 0, 3)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    steps(pair, 3, 3)
+
+
+SCENES: dict[str, Callable[[Path], Any]] = {
+    scene.__name__: scene for scene in (too_late, wrapped_again, loaded, broken_off, copied, saved, resumed, raising, killed)
+}
+
+
+def main() -> None:
+    """Runs `FOLDER SCENE…` of the command line."""
+    own, names = begin()
+    for name in names:
+        tell(SCENES[name](own))
+    gc.collect()  # torch's gloo thread may still hold the last collective's tensors, and would die in freeing them
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

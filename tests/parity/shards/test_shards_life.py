@@ -1,0 +1,60 @@
+"""The life of a model whose shards lie below: wrapped late or twice, loaded, copied, saved and resumed, ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.parity.shards.launched import Found, launch, told_by
+
+pytestmark = pytest.mark.timeout(300)
+
+SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, project: Path) -> Found:
+    return told_by(project, tmp_path_factory.mktemp("life"), 2, SCENES, "life")
+
+
+def test_wrap_after_fsdp2s_first_forward_says_what_to_do_and_leaves_the_model_usable(told: Found) -> None:
+    for found in told["too_late"]:
+        assert "call tieroff.wrap right after fully_shard" in found["error"]
+        assert found["differ"] == []
+        assert found["moved"]["parameter"] == 0 < found["moved"]["optimizer"]
+
+
+@pytest.mark.parametrize("scene", ["wrapped_again", "loaded", "broken_off"])
+def test_shards_have_the_numbers_of_plain_fsdp2(told: Found, scene: str) -> None:
+    for found in told[scene]:
+        assert found["differ"] == []
+        assert found["moved"]["parameter"] > 0
+        assert found["moved"]["gradient"] > 0
+        assert found.get("phase", "planned") == "planned"
+
+
+def test_copies_of_shards_are_tensors_of_their_own_and_are_not_gathered(told: Found) -> None:
+    for found in told["copied"]:
+        assert found["differ"] == []
+        assert not found["follows"]
+        assert "got a copy of it" in found["error"]
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_two_ranks_is_that_of_one_and_of_four_bit_for_bit(tmp_path: Path, project: Path) -> None:
+    (saved, _) = told_by(project, tmp_path, 2, ("saved",), "life")["saved"]
+    for ranks in (1, 4):
+        for found in told_by(project, tmp_path, ranks, ("resumed",), "life")["resumed"]:
+            assert found.pop("moves") > 0
+            assert found == saved
+
+
+@pytest.mark.parametrize("scene", [pytest.param("raising", marks=pytest.mark.long), "killed"])
+def test_a_rank_that_ends_ends_all_and_leaves_nothing(tmp_path: Path, project: Path, scene: str) -> None:
+    known = set(psutil.Process().children(recursive=True))
+    done = launch(project, tmp_path, 2, (scene,), "life")
+    assert done.returncode != 0
+    assert ("rank 1 cannot go on" if scene == "raising" else "SIGKILL") in done.stderr
+    assert set(psutil.Process().children(recursive=True)) <= known

@@ -1,0 +1,325 @@
+"""Programs of user actions on a model of a few parameters: run plain and wrapped, they must show the same numbers.
+
+A `Person` owns one model, its optimizer and whatever a person keeps besides (aliases, snapshots, a loss whose backward has not
+run), and knows one method per action. The same actions on a plain and on a wrapped `Person` are compared after each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 6
+
+
+class Planned(Exception):
+    """Raised by the program's own forward or hook."""
+
+
+class Small(nn.Module):
+    """Three layers, the last of them twice."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        if self.fails:
+            raise Planned
+        self.seen += 1
+        out: torch.Tensor = self.third(torch.relu(self.third(h)))
+        return out
+
+
+class Person:
+    """One side of a program.
+
+    Attributes:
+        wrap, unwrap: what a wrapped side does; None on the plain one.
+        said: what the last action showed.
+    """
+
+    def __init__(self, optimizer: str, wrap: Callable[[Any, Any], Any] | None, unwrap: Callable[[Any], Any] | None) -> None:
+        torch.manual_seed(0)
+        self.model = Small()
+        self.extra = nn.Parameter(torch.randn(WIDTH))
+        parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(parameters, 1e-2) if optimizer == "adamw" else torch.optim.SGD(parameters, 1e-2, momentum=0.9)
+        )
+        self.wrap, self.unwrap = wrap, unwrap
+        self.aliases: list[Any] = []
+        self.saved: list[Any] = []
+        self.pending: torch.Tensor | None = None
+        self.hooks: list[Any] = []
+        self.said: Any = None
+        self.draws = 0
+        if wrap is not None:
+            wrap(self.model, self.optimizer)
+
+    def act(self, name: str, number: int) -> None:
+        """Does one action; `number` says on which parameter, or in which of its ways."""
+        self.draws += 1
+        torch.manual_seed(self.draws)
+        self.said = None
+        getattr(self, name)(number)
+
+    def look(self) -> dict[str, Any]:
+        """Returns copies of everything that a person could print."""
+        shown = {f"parameter {name}": p.detach().clone() for name, p in self.model.named_parameters()}
+        shown |= {f"gradient of {n}": p.grad.detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        for index, entries in self.optimizer.state_dict()["state"].items():
+            shown |= {f"{key} of {index}": copy.deepcopy(value) for key, value in entries.items()}
+        shown |= {f"alias {i}": torch.as_tensor(alias).detach().clone() for i, alias in enumerate(self.aliases)}
+        shown["buffer"] = self.model.seen.clone()
+        shown["said"] = self.said.detach().clone() if isinstance(self.said, torch.Tensor) else self.said
+        return shown
+
+    def end(self) -> None:
+        """The program is over."""
+        self.pending = None
+        if self.unwrap is not None:
+            self.unwrap(self.model)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def _parameter(self, number: int) -> nn.Parameter:
+        parameters = list(self.model.parameters())
+        return parameters[number % len(parameters)]
+
+    def _batch(self, number: int) -> torch.Tensor:
+        return torch.randn(4 if number % 4 else 3, WIDTH)
+
+    def _loss(self, number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(self._batch(number)).square().mean()
+        return loss
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        loss = self._loss(number)
+        loss.backward()
+        self.optimizer.step()
+        self.said = loss
+
+    def accumulate(self, number: int) -> None:
+        loss = self._loss(number)
+        loss.backward()
+        self.said = loss
+
+    def forward(self, number: int) -> None:
+        self.pending = self.said = self._loss(number)
+
+    def backward(self, number: int) -> None:
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.backward()
+
+    def update(self, number: int) -> None:
+        self.optimizer.step()
+
+    def clear(self, number: int) -> None:
+        self.optimizer.zero_grad(set_to_none=bool(number % 2))
+
+    def clip(self, number: int) -> None:
+        # One gradient after the other: over several, torch's sums depend on where they lie.
+        for p in self.model.parameters():
+            if p.grad is not None:
+                nn.utils.clip_grad_norm_([p], 0.01)
+
+    def evaluate(self, number: int) -> None:
+        with torch.no_grad() if number % 2 else torch.inference_mode():
+            self.said = self.model(self._batch(number)).clone()
+
+    def fail_in_forward(self, number: int) -> None:
+        self.model.fails = True
+        try:
+            self._loss(number)
+        except Planned:
+            self.said = "failed"
+        finally:
+            self.model.fails = False
+
+    def fail_in_backward(self, number: int) -> None:
+        def fail(grad: torch.Tensor) -> None:
+            raise Planned
+
+        p = self.model.second.weight
+        if not p.requires_grad:
+            return
+        handle = p.register_hook(fail)
+        try:
+            self._loss(number).backward()
+        except Planned:
+            self.said = "failed"
+        finally:
+            handle.remove()
+
+    def hook(self, number: int) -> None:
+        p = self._parameter(number)
+        if self.hooks:
+            self.hooks.pop().remove()
+        elif p.requires_grad:
+            self.hooks.append(p.register_hook(lambda grad: grad * 0.5))
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def write_data(self, number: int) -> None:
+        if self.pending is None:
+            self._parameter(number).data.mul_(0.5)
+
+    def write_in_place(self, number: int) -> None:
+        if self.pending is None:
+            with torch.no_grad():
+                self._parameter(number).add_(0.01)
+
+    def write_gradient(self, number: int) -> None:
+        grad = self._parameter(number).grad
+        if grad is not None:
+            grad.data.mul_(0.5) if number % 2 else grad.mul_(0.5)
+
+    def assign_data(self, number: int) -> None:
+        p = self._parameter(number)
+        if self.pending is None:
+            p.data = p.data * 0.5
+
+    def assign_slice(self, number: int) -> None:
+        """`p.data` becomes a part of a larger tensor that is kept."""
+        p = self._parameter(number)
+        if self.pending is None:
+            flat = torch.cat([p.data.reshape(-1), p.data.reshape(-1)])
+            self.aliases.append(flat)
+            p.data = flat[p.numel() :].view_as(p.data)
+
+    def assign_gradient(self, number: int) -> None:
+        p = self._parameter(number)
+        p.grad = None if number % 3 == 0 else torch.full_like(p, 0.01)
+
+    def write_state(self, number: int) -> None:
+        entries = self.optimizer.state.get(self._parameter(number), {})
+        for key, value in entries.items():
+            if key != "step" and isinstance(value, torch.Tensor):
+                if number % 2:
+                    value.mul_(0.5)
+                else:
+                    value.data = value.data * 0.5
+
+    # -- aliases ---------------------------------------------------------------------------------------------------
+
+    def alias(self, number: int) -> None:
+        p = self._parameter(number // 5)
+        made = (
+            lambda: p.data,
+            lambda: p.detach().view(-1),
+            lambda: p.detach().numpy(),
+            lambda: p.grad.data if p.grad is not None else p.data,
+            lambda: next((v.data for v in self.optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)), p.data),
+        )
+        self.aliases.append(made[number % 5]())
+
+    def alias_all(self, number: int) -> None:
+        self.aliases.extend(self.model.state_dict().values() if number % 2 else [p.data for p in self.model.parameters()])
+
+    def write_alias(self, number: int) -> None:
+        if self.aliases and self.pending is None:
+            alias = self.aliases[number % len(self.aliases)]
+            alias *= 0.5
+
+    def drop_alias(self, number: int) -> None:
+        if self.aliases:
+            del self.aliases[number % len(self.aliases)]
+
+    def drop_aliases(self, number: int) -> None:
+        self.aliases.clear()
+
+    def share(self, number: int) -> None:
+        """What sending a `state_dict()` to another process does to its storages."""
+        shared = list(self.model.state_dict().values())
+        shared[number % len(shared)].share_memory_()
+        if number % 2:
+            self.aliases.append(shared[number % len(shared)])
+
+    # -- a model's life --------------------------------------------------------------------------------------------
+
+    def save(self, number: int) -> None:
+        self.saved = [copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())]
+
+    def load(self, number: int) -> None:
+        if self.saved and self.pending is None:
+            if number % 3:
+                self.model.load_state_dict(self.saved[0])
+            if number % 3 != 1 and len(self.saved[1]["param_groups"]) == len(self.optimizer.param_groups):
+                self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+
+    def load_assigned(self, number: int) -> None:
+        if self.saved and self.pending is None:
+            self.model.load_state_dict({k: v.clone() for k, v in self.saved[0].items()}, assign=True)
+
+    def copy(self, number: int) -> None:
+        twin = copy.deepcopy(self.model)
+        loss = twin(self._batch(number)).square().mean()
+        loss.backward()
+        self.said = loss + sum(p.grad.sum() for p in twin.parameters() if p.grad is not None)
+
+    def freeze(self, number: int) -> None:
+        p = self._parameter(number)
+        if self.pending is None:
+            p.requires_grad_(not p.requires_grad)
+
+    def rate(self, number: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + number % 3)
+
+    def add_group(self, number: int) -> None:
+        if len(self.optimizer.param_groups) == 1:
+            self.extra.grad = torch.ones_like(self.extra)
+            self.optimizer.add_param_group({"params": [self.extra], "lr": 0.1})
+        self.said = self.extra
+
+    def rewrap(self, number: int) -> None:
+        if self.unwrap is not None and self.wrap is not None:
+            self.unwrap(self.model)
+            self.wrap(self.model, self.optimizer)
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def _in_thread(self, work: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+    def read_in_thread(self, number: int) -> None:
+        self.said = self._in_thread(lambda: torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]))
+
+    def evaluate_in_thread(self, number: int) -> None:
+        self.said = self._in_thread(lambda: self._without_grad(number))
+
+    def _without_grad(self, number: int) -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = self.model(self._batch(number))
+            return out
+
+    def backward_in_thread(self, number: int) -> None:
+        loss = self._loss(number)
+        self._in_thread(loss.backward)
+        self.said = loss
+
+    def step_in_thread(self, number: int) -> None:
+        self._in_thread(lambda: self.step(number))
+
+
+ACTIONS = tuple(
+    name
+    for name, value in vars(Person).items()
+    if callable(value) and not name.startswith("_") and name not in ("act", "look", "end")
+)

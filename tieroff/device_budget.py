@@ -1,0 +1,87 @@
+"""A device budget as people write it: bytes, a share of a step's peak, or the least."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tieroff.errors import ConfigError
+from tieroff.units import parse_bytes
+
+_LEAST = "min"
+# Text without a unit up to here is meant as a share: no step runs in so few bytes.
+LIKELY_SHARE = re.compile(r"\s*(100|[1-9][0-9]?|0?\.[0-9]+|[1-9][0-9]?\.[0-9]+)\s*")
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """A limit on the device tier: bytes, a share of a trace's peak, or the least that a step runs in.
+
+    Attributes:
+        size_bytes: the limit, or None when it is another one.
+        share: the limit over the trace's peak of live bytes with nothing moved (0.25 is a quarter), or None.
+        is_least: the limit is the least that each kind of step runs in.
+    """
+
+    size_bytes: int | None = None
+    share: float | None = None
+    is_least: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.size_bytes is not None) + (self.share is not None) + self.is_least != 1:
+            raise ConfigError(f'expected bytes, a share or "{_LEAST}", got {self.size_bytes!r} and {self.share!r}')
+
+    @classmethod
+    def parse(cls, value: int | str | DeviceBudget) -> DeviceBudget:
+        """Returns the budget that an integer or text such as "6GiB", "25%" or "min" stands for.
+
+        Raises:
+            ConfigError: the value has another form, the share is zero, or it is text such as "50" that lacks its "%".
+        """
+        if isinstance(value, DeviceBudget):
+            return value
+        if isinstance(value, float):
+            share = f"{value * 100:.12g}%" if 0 < value <= 1 else f"{value:.12g}%"
+            raise ConfigError(f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}", got {value!r}; write "{share}"')
+        if isinstance(value, str) and value.strip().lower() == _LEAST:
+            return cls(is_least=True)
+        if isinstance(value, str) and LIKELY_SHARE.fullmatch(value):
+            text = value.strip()
+            raise ConfigError(
+                f'expected bytes with a unit, a share like "25%" or "{_LEAST}", got {value!r}, which would be {text} bytes; '
+                f'for a share of the peak write "{text}%", for bytes a unit: "{text}GiB"'
+            )
+        match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            try:
+                return cls(size_bytes=parse_bytes(value))
+            except ConfigError:
+                wanted = f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}"'
+                raise ConfigError(f'{wanted}, got {value!r}; write "{_meant(value)}"') from None
+        if float(match[1]) == 0:
+            raise ConfigError(f'expected a share above 0%, got {value!r}; write "{_LEAST}" for the least that a step runs in')
+        return cls(share=float(match[1]) / 100)
+
+    def resolve(self, peak_bytes: int) -> int:
+        """Returns the limit in bytes for a step whose live bytes peak at `peak_bytes` with nothing moved.
+
+        Of the least that a step runs in nothing is known here: 0, which whoever asks has to raise.
+        """
+        return self.size_bytes if self.size_bytes is not None else int((self.share or 0.0) * peak_bytes)
+
+    def written(self) -> int | str:
+        """Returns the value that `parse` reads as this budget: integer bytes or text such as "25%" or "min"."""
+        if self.is_least:
+            return _LEAST
+        return self.size_bytes if self.size_bytes is not None else f"{(self.share or 0.0) * 100:.12g}%"
+
+
+def _meant(value: object) -> str:
+    """Returns the budget that a wrong one was probably meant to be."""
+    text = str(value[0]) if isinstance(value, (list, tuple)) and len(value) == 1 else str(value)
+    number = re.match(r"\s*-?([0-9]+(?:[.,][0-9]+)?)\s*([a-zA-Z%]?)", text)
+    if number is None or text.startswith("-"):
+        return _LEAST
+    unit, figure = number[2].upper(), number[1].replace(",", ".")
+    return f"{figure}{unit}iB" if unit in ("K", "M", "G", "T") else f"{figure}%"

@@ -1,0 +1,217 @@
+"""A line: tensors of one direction, moved piece by piece through slots of pinned memory, by a thread."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from tieroff.runtime.backend.staging.transfer import Part, StagedTransfer, StreamPart
+from tieroff.runtime.backend.stamp import Anchor, EventStamp
+from tieroff.storage.engines.base import Transfer
+
+SLOTS = 4
+"""Slots of a direction: two for the drive's queue, one for the copy under way, one on its way from one to the other."""
+
+Move = Callable[[int, int, int], Transfer]
+
+
+@dataclass(slots=True)
+class Slot:
+    """Pinned memory for one piece.
+
+    Attributes:
+        address: its first byte, on a page.
+        memory: the same as a 1-d uint8 tensor.
+        user: the second stage of the last piece that passed; None where there was none.
+    """
+
+    address: int
+    memory: torch.Tensor
+    user: Part | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """What is asked of a line: one tensor.
+
+    Attributes:
+        transfer: what the asker holds.
+        tensor: 1-d uint8, on the device; None once no piece of it is under way. The threads keep jobs for a moment longer, and
+            the one that let go of its memory last may not be the one that waited for the copies from it.
+        ready: behind compute's last use of the tensor's memory.
+        anchor: what the device's times are counted from.
+        move: starts the engine's transfer between the file and memory, called with (first byte of the tensor, address,
+            size in bytes).
+        piece_bytes: what moves at once: whole blocks of the file, that fit a slot.
+    """
+
+    transfer: StagedTransfer
+    tensor: torch.Tensor | None
+    ready: torch.Event
+    anchor: Anchor
+    move: Move
+    piece_bytes: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """A range of a job's tensor.
+
+    Attributes:
+        job: whose.
+        begin, end: first byte, and the one behind the last.
+        slot: where it stays between the stages.
+        first: what the first stage started; None where that failed, or was left out behind a failure.
+    """
+
+    job: Job
+    begin: int
+    end: int
+    slot: Slot
+    first: Part | None = None
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """The piece in the device's memory."""
+        assert self.job.tensor is not None
+        return self.job.tensor[self.begin : self.end]
+
+    @property
+    def on_host(self) -> torch.Tensor:
+        """The piece in its slot."""
+        return self.slot.memory[: self.end - self.begin]
+
+    def move(self) -> Transfer:
+        """Starts the engine's transfer between slot and file."""
+        moved = self.job.move(self.begin, self.slot.address, self.end - self.begin)
+        self.job.transfer.note_moved(moved)
+        return moved
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> StreamPart:
+        """Starts the device's copy between slot and tensor."""
+        if self.begin == 0:
+            stream.wait_event(self.job.ready)
+        with stream, torch.no_grad():
+            target.copy_(source, non_blocking=True)
+            return StreamPart(EventStamp(stream, self.job.anchor))
+
+
+class Line(ABC):
+    """One direction: its slots, its stream and a thread for each stage. See [Note: two stages].
+
+    Args:
+        stream: the device's, for copies of this direction.
+        memory: its slots side by side; on a page, whole pages each.
+        name: of the threads.
+    """
+
+    def __init__(self, stream: torch.Stream, memory: torch.Tensor, name: str) -> None:
+        self._stream = stream
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # nothing interrupts its put
+        self._begun: SimpleQueue[Piece | None] = SimpleQueue()
+        self._slots: SimpleQueue[Slot] = SimpleQueue()  # those between whose stages no piece lies
+        for part in memory.chunk(SLOTS):
+            self._slots.put(Slot(part.data_ptr(), part))
+        stages = (self._run_first_stage, self._run_second_stage)
+        self._threads = [threading.Thread(target=stage, name=name, daemon=True) for stage in stages]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Has a tensor moved, behind those that were asked for before."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Returns when everything that was asked for has passed, and the threads have ended."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    @abstractmethod
+    def _begin(self, piece: Piece) -> Part:
+        """The first stage."""
+
+    @abstractmethod
+    def _carry_on(self, piece: Piece) -> Part:
+        """The second stage; the first has ended well."""
+
+    def _run_first_stage(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._begin_pieces(job)
+            del job  # what its asker keeps: the next one may be long in coming
+        self._begun.put(None)
+
+    def _begin_pieces(self, job: Job) -> None:
+        for begin in range(0, job.transfer.size_bytes, job.piece_bytes):
+            slot = self._free_slot()
+            if begin == 0 and not job.transfer.claim():  # it was taken back
+                self._slots.put(slot)
+                job.tensor = None
+                return
+            piece = Piece(job, begin, min(begin + job.piece_bytes, job.transfer.size_bytes), slot)
+            self._try_to_begin(piece)
+            self._begun.put(piece)
+
+    def _free_slot(self) -> Slot:
+        slot = self._slots.get()
+        if slot.user is not None:
+            slot.user.wait()
+            slot.user = None
+        return slot
+
+    def _try_to_begin(self, piece: Piece) -> None:
+        if piece.job.transfer.errno:
+            return
+        try:
+            piece.first = self._begin(piece)
+        except Exception as error:  # noqa: BLE001  the thread goes on; whoever waits for the tensor gets it
+            piece.job.transfer.fail(error)
+
+    def _run_second_stage(self) -> None:
+        while (piece := self._begun.get()) is not None:
+            self._pass(piece)
+            del piece  # as above
+
+    def _pass(self, piece: Piece) -> None:
+        transfer, is_last = piece.job.transfer, piece.end == piece.job.transfer.size_bytes
+        if piece.first is not None:
+            self._try_to_carry_on(piece, piece.first)
+        self._slots.put(piece.slot)
+        if is_last:
+            piece.job.tensor = None
+            transfer.end()
+
+    def _try_to_carry_on(self, piece: Piece, first: Part) -> None:
+        transfer = piece.job.transfer
+        try:
+            first.wait()
+            if not transfer.errno:
+                last = piece.slot.user = self._carry_on(piece)
+                transfer.note_last(last)
+        except Exception as error:  # noqa: BLE001  as above
+            transfer.fail(error)
+
+
+class OutLine(Line):
+    """From the device to files."""
+
+    def _begin(self, piece: Piece) -> Part:
+        return piece.copy(piece.on_host, piece.on_device, self._stream)
+
+    def _carry_on(self, piece: Piece) -> Part:
+        return piece.move()
+
+
+class InLine(Line):
+    """From files to the device."""
+
+    def _begin(self, piece: Piece) -> Part:
+        return piece.move()
+
+    def _carry_on(self, piece: Piece) -> Part:
+        return piece.copy(piece.on_device, piece.on_host, self._stream)

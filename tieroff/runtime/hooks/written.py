@@ -1,0 +1,134 @@
+"""Activations that are written behind autograd's back after it saved them: they are kept.
+
+[Note: writes behind autograd's back]
+A write through `.data` or NumPy moves no version, so a plain run's backward computes with what was written, and so must ours.
+While a step is recorded every op is seen. One that is about to write elements that were saved, through a tensor that counts its
+versions apart, or that reads a saved tensor and finds another checksum than when it was saved, shows such a write: the saved
+tensor stays on the device from then on, in this step and in all of its kind. It keeps its place in the trace and in the plan,
+so nothing is traced again for it. Steps that were never recorded, or that left their plan, keep every activation of a model
+that does this.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+import zlib
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.tensors import view_of
+
+log = logging.getLogger("tieroff")
+
+# Of larger tensors a checksum takes parts, of this many bytes in all.
+_SUMMED_BYTES_MAX = 4 << 20
+_PART_BYTES = 4096
+
+
+class View(Protocol):
+    """What is known of a saved tensor."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    probe: torch.Tensor
+    version: int
+
+
+class _Saved:
+    """One storage of which views were saved in the step that is recorded."""
+
+    def __init__(self, storage: torch.UntypedStorage, item: ActivationItem) -> None:
+        self.ref, self.item = StorageWeakRef(storage), item
+        self.views: list[tuple[weakref.ref[Any], int | None]] = []  # with their checksums
+
+
+class WrittenActivations:
+    """Finds them in recorded steps, and knows them in others."""
+
+    def __init__(self) -> None:
+        self._kept: set[tuple[int, int]] = set()  # (ordinal, bytes)
+        self._saved: dict[int, _Saved] = {}  # by storage
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._saved.clear()
+
+    def is_kept(self, item: ActivationItem, *, is_ordered: bool) -> bool:
+        """True for an activation that is known to be written so.
+
+        Args:
+            item: was just saved for the first time.
+            is_ordered: ordinals of this step are those of a recorded one.
+        """
+        return bool(self._kept) and (not is_ordered or (item.ordinal, item.size_bytes) in self._kept)
+
+    def note(self, storage: torch.UntypedStorage, item: ActivationItem, view: View, *, is_complete: bool) -> None:
+        """A view was saved in a step that is recorded; `is_complete`: its op does not write it any more."""
+        known = self._saved.get(storage._cdata)
+        if known is None or known.item is not item:
+            known = self._saved[storage._cdata] = _Saved(storage, item)
+        known.views.append((weakref.ref(view), _checksum(storage, view) if is_complete else None))
+
+    def found(self, tensor: torch.Tensor, is_written: bool) -> ActivationItem | None:
+        """An op is about to use a tensor. Returns the activation that it shows to be written behind autograd's back."""
+        storage = tensor.untyped_storage()
+        known = self._saved.get(storage._cdata)
+        if known is None or known.ref.expired() or not known.item.packs or known.item.is_kept:
+            return None
+        with _disable_current_modes():
+            for ref, checksum in known.views:
+                view: Any = ref()
+                if view is None or view.probe._version != view.version:
+                    continue  # nobody wants it any more, or autograd will say that it was written
+                if is_written and not _count_together(view.probe, tensor) and _overlap(view, tensor):
+                    return self._keep(known.item)
+                if checksum is not None and checksum != _checksum(storage, view):
+                    return self._keep(known.item)
+        return None
+
+    def _keep(self, item: ActivationItem) -> ActivationItem:
+        self._kept.add((item.ordinal, item.size_bytes))
+        log.info("%s is written through .data or NumPy after it was saved: it stays on the device from now on", item.name)
+        return item
+
+
+def _checksum(storage: torch.UntypedStorage, view: View) -> int:
+    """Returns a checksum of a view's elements; on an accelerator, where only ops write, always 0."""
+    if storage.device.type != "cpu":
+        return 0
+    with torch.no_grad(), _disable_current_modes():
+        whole = view_of(torch.empty(0, dtype=torch.uint8).set_(storage), view.dtype, tuple(view.size), view.stride, view.offset)
+        flat = whole.contiguous().view(-1).view(torch.uint8) if whole.dim() else whole.view(1).view(torch.uint8)
+        if flat.numel() > _SUMMED_BYTES_MAX:
+            parts = flat[: flat.numel() // _PART_BYTES * _PART_BYTES].view(-1, _PART_BYTES)
+            flat = parts[:: -(-flat.numel() // _SUMMED_BYTES_MAX)].contiguous()
+        return zlib.crc32(flat.numpy().data)
+
+
+def _count_together(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """True when a write to the one moves the version of the other."""
+    if tensor.is_inference() or probe._version != tensor._version:
+        return False
+    version = probe._version
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((tensor,), (version + 1,))
+    try:
+        return probe._version != version
+    finally:
+        set_version((tensor,), (version,))
+
+
+def _overlap(view: View, tensor: torch.Tensor) -> bool:
+    """True when both have an element of their storage in common."""
+    if view.dtype.itemsize != tensor.element_size():
+        return True
+    mask = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
+    mask.as_strided(view.size, view.stride, view.offset).fill_(True)
+    return bool(mask.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).any())

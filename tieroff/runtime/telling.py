@@ -1,0 +1,77 @@
+"""What an engine tells of its steps: an explanation, and a run for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tieroff.core.explain.describe import Explained, explain
+from tieroff.core.io.run_folder import Run
+from tieroff.core.plan import Plan
+from tieroff.core.seams import PlanSource
+from tieroff.core.timeline import Timeline
+from tieroff.core.trace import Trace
+from tieroff.errors import StateError
+from tieroff.runtime.custody import Custody
+from tieroff.runtime.lifecycle.steps import Steps
+from tieroff.runtime.step.kinds import StepKind
+
+
+class Telling:
+    """Words and documents on the steps of one engine."""
+
+    def __init__(self, custody: Custody, steps: Steps, plans: PlanSource) -> None:
+        self._custody, self._steps, self._plans = custody, steps, plans
+
+    def explain(self, *, detail: bool) -> str:
+        """Returns the text of `Engine.explain`."""
+        if self._steps.last is None:
+            return "No training step has run yet: nothing is known of this model's tensors."
+        for kind in self.kinds():
+            if kind.planned is not None:
+                return self._explain(kind, kind.planned.trace, kind.planned.plan, detail=detail)
+        return "The first two steps are traced and measured, with everything moved out; the plan is made beside the next ones."
+
+    def kinds(self) -> Iterator[StepKind]:
+        """Yields the kinds of steps, the one that ran last first."""
+        if self._steps.last is not None:
+            yield self._steps.last
+        yield from reversed(self._steps.kinds.values())
+
+    def _explain(self, kind: StepKind, trace: Trace, plan: Plan, *, detail: bool) -> str:
+        stats = self._steps.readings.last
+        measured = stats.figures() if stats is not None else None
+        is_cpu, dtype = self._custody.backend.device.type == "cpu", self._custody.settings.compute_dtype
+        compute_type = "bf16" if dtype is torch.bfloat16 else ""
+        stepper = self._custody.stepper
+        leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
+        may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
+        step = Explained(trace, plan, measured, self._custody.unmoved_by_reason(), is_cpu, compute_type, may_update)
+        return "\n".join(explain(step, detail=detail))
+
+    def run(self) -> Run:
+        """Returns what the last planned step was and did.
+
+        Raises:
+            StateError: no step has run under a plan yet.
+        """
+        for kind in self.kinds():
+            if kind.planned is not None and kind.planned.plan.moves_nothing:
+                trace, plan, timeline = kind.planned.trace, kind.planned.plan, Timeline((), (), ())
+            elif kind.ran is not None:
+                trace, plan, timeline = kind.ran.trace, kind.ran.plan, kind.ran.timeline
+            else:
+                continue
+            explanation = self._explain(kind, trace, plan, detail=True)
+            machine = self._plans.machine_of(trace)
+            return Run(
+                trace,
+                plan,
+                timeline,
+                self._custody.settings.config_toml,
+                tuple(self._steps.readings.history),
+                machine,
+                explanation,
+            )
+        raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")

@@ -1,0 +1,80 @@
+"""What a person is told: where a device budget is too small for a kind of step, and on a terminal when there is a plan."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+
+from tieroff.core.place import user_frame
+from tieroff.device_budget import DeviceBudget
+from tieroff.errors import BudgetWarning
+from tieroff.units import format_bytes, pasteable
+
+log = logging.getLogger("tieroff")
+
+NEWS = "tieroff.news"
+
+
+class Told:
+    """Says that a budget was raised: for the first kind of step, and for a later one that needs still more.
+
+    Args:
+        wanted: the budget that was asked for; None: no one did.
+        rank: of this process; rank 0 warns for all, the others log.
+    """
+
+    def __init__(self, wanted: DeviceBudget | None, rank: int) -> None:
+        self._wanted, self._rank = wanted, rank
+        self._told_bytes = 0
+
+    def raised(self, limit_bytes: int, device_bytes: int, why: Callable[[], str]) -> None:
+        """A kind of step is planned with more than was asked for.
+
+        Args:
+            limit_bytes: what was asked for.
+            device_bytes: what the step gets.
+            why: gives what needs it, as `InfeasiblePlanError.why` says.
+        """
+        if self._wanted is None or self._wanted.is_least or device_bytes <= max(limit_bytes, self._told_bytes):
+            return
+        self._told_bytes = device_bytes
+        written = self._wanted.written()
+        asked = f'"{written}" ({format_bytes(limit_bytes)})' if isinstance(written, str) else format_bytes(limit_bytes)
+        text = pasteable(device_bytes)
+        text = text if text.isdigit() else f'"{text}"'
+        meant = f' If a share was meant, write "{written}%".' if isinstance(written, int) and 0 < written <= 100 else ""
+        message = (
+            f"the device budget {asked} is below the least that this step runs in, and was raised to "
+            f'{format_bytes(device_bytes)}: {why()}. A budget of {text} or "min" asks for it without this warning; '
+            f"[budget] strict = true makes it an error.{meant}"
+        )
+        if self._rank:
+            log.warning("rank %d: %s", self._rank, message)
+            return
+        _, above = user_frame()
+        warnings.warn(message, BudgetWarning, stacklevel=above + 1)
+
+
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error, as long as the program has no handlers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("tieroff: %(message)s"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets nothing through once the program has set up logging, which shows the line itself."""
+        others = (logging.getLogger(), logging.getLogger("tieroff"))
+        return not any(logger.handlers for logger in others) and bool(super().filter(record))
+
+
+def show_on_terminal() -> None:
+    """Shows the news on standard error, if that is a terminal and the program has no handler for them."""
+    news = logging.getLogger(NEWS)
+    if news.hasHandlers() or not sys.stderr.isatty():
+        return
+    news.addHandler(Terminal())
+    if news.level == logging.NOTSET:
+        news.setLevel(logging.INFO)
