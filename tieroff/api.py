@@ -19,6 +19,7 @@ from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.session.build import build
+from tieroff.session.links import stand_in
 from tieroff.session.ranks import Ranks, on_wrap
 from tieroff.session.shared import Budget
 
@@ -96,6 +97,8 @@ def wrap(
     shared = budget if isinstance(budget, Budget) else None
     if (wanted := budget.wanted if isinstance(budget, Budget) else budget) is not None:
         loaded = loaded.with_device_budget(wanted)
+    if (stand := stand_in.get()) is not None:
+        loaded = stand.adapt(loaded)
     find_policy(loaded.plan.policy)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     if loaded.parallel.plan is not None:

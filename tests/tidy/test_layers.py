@@ -28,7 +28,8 @@ BELOW["api"] = {"session", "partition", *BELOW["session"]}
 BELOW["checkpoint"] = {"api", *BELOW["api"]}
 BELOW["__init__"] = {"api", "checkpoint", "integrations", *BELOW["api"]}  # what it loads when it is named
 BELOW["launch"] = {"api", *BELOW["api"]}
-BELOW["cli"] = {"__init__", "api", "launch", *BELOW["api"]}
+BELOW["rehearsal"] = {"session", *BELOW["session"]}
+BELOW["cli"] = {"__init__", "api", "launch", "rehearsal", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}
 BELOW["integrations"] = {"api", *BELOW["api"]}
 

@@ -33,6 +33,7 @@ FLOORS = {
         "resident"
     ),
     "session": "device ranks links rank_budget shared budgets told workshop planning given_plan build",
+    "rehearsal": "build costs cuda below figures script rehearse command",
 }
 
 

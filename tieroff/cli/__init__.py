@@ -16,6 +16,7 @@ from tieroff.cli.reporting import report
 from tieroff.launch import command as launching
 from tieroff.partition import command as partitioning
 from tieroff.probe.calibration import command as calibrating
+from tieroff.rehearsal import command as rehearsing
 
 app = typer.Typer(
     help="Trains PyTorch models within a memory budget.",
@@ -58,3 +59,4 @@ app.command()(reports_errors(calibrating.calibrate))
 app.command(context_settings=launching.SETTINGS)(reports_errors(launching.launch))
 app.command("partition")(reports_errors(partitioning.partition))
 app.command("calibrate")(reports_errors(calibrating.calibrate))
+app.command(context_settings=rehearsing.SETTINGS)(reports_errors(rehearsing.rehearse))

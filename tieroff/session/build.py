@@ -26,7 +26,7 @@ from tieroff.runtime.settings import Settings
 from tieroff.session.budgets import Budgets
 from tieroff.session.device import device_for
 from tieroff.session.given_plan import GivenPlan
-from tieroff.session.links import Links
+from tieroff.session.links import Links, stand_in
 from tieroff.session.planning import Planning, layers_to_recompute
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Budget
@@ -133,7 +133,11 @@ def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> R
         if budgets.host_bytes:
             stores[Tier.HOST] = HostStore(budgets.host_bytes, io, backend.slabs)
             opened.callback(stores[Tier.HOST].close)
-        if budgets.dirs:
+        stand = stand_in.get()
+        if stand is not None and budgets.nvme_bytes:
+            stores[Tier.NVME] = stand.drive(budgets.nvme_bytes, io)
+            opened.callback(stores[Tier.NVME].close)
+        elif budgets.dirs:
             rates = links.write_rates()
             files = FileStore(budgets.dirs, budgets.nvme_bytes, io, config.nvme.checksum, write_bytes_per_s=rates)
             opened.callback(files.close)

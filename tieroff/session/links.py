@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tieroff.config import Config
 from tieroff.core.machine import Machine, load_machine
 from tieroff.probe.machine import measure_machine
 from tieroff.session.ranks import Ranks
+from tieroff.storage.engines.base import Engine
+from tieroff.storage.store import Store
 
 log = logging.getLogger("tieroff")
 
 _MEASURE_S = 1.5
+
+
+class StandIn(Protocol):
+    """Another machine than this one, for which a training is only rehearsed."""
+
+    def adapt(self, config: Config) -> Config:
+        """Returns a script's config as that machine has it."""
+
+    def drive(self, size_bytes: int, engine: Engine) -> Store:
+        """Returns its NVMe tier."""
+
+
+stand_in: ContextVar[StandIn | None] = ContextVar("stand_in", default=None)
+"""Takes this machine's place; `tieroff rehearse` sets it."""
 
 
 class Links:

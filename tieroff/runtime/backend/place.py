@@ -7,7 +7,7 @@ from typing import Protocol
 from tieroff.core.tensor import Tier
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines.gds import GdsEngine
-from tieroff.storage.host.pool import HostStore
+from tieroff.storage.host.pool import HostHome, HostStore
 from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.store import Block, By, Home, Store
 
@@ -94,13 +94,13 @@ class HomePlace:
 
     @property
     def address(self) -> int | None:
-        return self.home.address if self.tier is Tier.HOST else None
+        return self.home.address if isinstance(self.home, HostHome) else None
 
     def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
         return self.home.write(source_address, keep, by)
 
     def publish(self) -> None:
-        if self.tier is not Tier.HOST:  # bytes in host memory show as they arrive, whoever copied them there
+        if not isinstance(self.home, HostHome):  # bytes in host memory show as they arrive, whoever copied them there
             self.home.publish()
 
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:

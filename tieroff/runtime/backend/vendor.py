@@ -43,6 +43,8 @@ class TorchSlab:
 class TorchSlabs:
     """Memory from PyTorch's allocator of pinned memory, which rounds sizes up to powers of two."""
 
+    is_backed = True
+
     def make(self, size_bytes: int) -> TorchSlab:
         return TorchSlab(size_bytes)
 

@@ -50,14 +50,14 @@ class HostStore(SpaceStore):
             ConfigError: more than the machine or its smallest cgroup limit has left.
         """
         super().__init__(capacity_bytes, engine, PAGE_BYTES)
-        limit = host_limit_bytes()
+        self._maker: Slabs = slabs if slabs is not None else PopulatedSlabs()
+        limit = host_limit_bytes() if self._maker.is_backed else capacity_bytes
         if capacity_bytes > limit:
             raise ConfigError(
                 f"[budget] host: {format_bytes(capacity_bytes)} is too much, the machine and its cgroups leave at most "
                 f"{format_bytes(limit)}; lower it, or give the container more memory"
             )
         self._slab_bytes = slab_bytes
-        self._maker: Slabs = slabs if slabs is not None else PopulatedSlabs()
         self._slabs: list[Slab] = []
         self._home_types: dict[int, Any] = {}
 
@@ -95,7 +95,7 @@ class HostStore(SpaceStore):
         return home
 
     def _make_slab(self, size_bytes: int) -> None:
-        left = host_limit_bytes()
+        left = host_limit_bytes() if self._maker.is_backed else size_bytes
         if size_bytes > left:  # asked before, since the system would end this process instead of refusing
             raise _no_memory(size_bytes, f"{format_bytes(left)} that the machine and its cgroups have left", errno.ENOMEM)
         try:

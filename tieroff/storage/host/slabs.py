@@ -24,7 +24,13 @@ class Slab(Protocol):
 
 
 class Slabs(Protocol):
-    """Makes slabs and takes them back."""
+    """Makes slabs and takes them back.
+
+    Attributes:
+        is_backed: False for address space alone, which takes nothing of the machine's memory.
+    """
+
+    is_backed: bool
 
     def make(self, size_bytes: int) -> Slab:
         """Returns a slab of this size, rounded up to pages, every page of it in memory.
@@ -40,6 +46,7 @@ class Slabs(Protocol):
 class PopulatedSlabs:
     """Ordinary memory, of which a forked child has a copy."""
 
+    is_backed = True
     _is_inherited = True
 
     def make(self, size_bytes: int) -> Mapping:
