@@ -107,6 +107,7 @@ class Gradients:
         name = f"gradient of {item.name}"
         tier = context.traffic.spill.tier_for(grad.numel() * grad.element_size())
         known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier, item.guard)
+        known.is_inner = isinstance(item, ShardItem)
         self._items[item.position] = known
         context.runner.born(known)
         known.adopt(context.traffic)

@@ -26,8 +26,10 @@ from tieroff.runtime.backend.place import HomePlace, Place
 from tieroff.runtime.items.hollow import (
     PLAIN,
     Guard,
+    address_of,
     guard_class,
     lies_on,
+    own_class,
     owners_of,
     restore_class,
     set_data,
@@ -38,6 +40,7 @@ from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.movable import is_dense
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.items.waiting import Factor, Waiting
 from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.storage.nvme.pages import MappedFiles
 
@@ -54,17 +57,21 @@ class HomeItem(Item):
         may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
         pins: calls that use the device copy just now; it stays.
         readers: threads besides the step's that use the tensor just now: it stays where it is.
+        is_inner: people hold another tensor that this one is inside of.
         is_let_go: the tensor lies on memory that the engine cannot move, until it is taken over again.
         times_assigned: how often user code gave the tensor other memory.
+        waiting: see [Note: factors that wait] in waiting.py; None: there are none.
     """
 
     __slots__ = (
+        "_arrived_version",
         "_hollow",
         "_lower_address",
         "_ref",
         "_value_address",
         "dtype",
         "guard",
+        "is_inner",
         "is_let_go",
         "is_lifted",
         "lower",
@@ -77,6 +84,7 @@ class HomeItem(Item):
         "value",
         "value_version",
         "version",
+        "waiting",
     )
 
     def __init__(
@@ -89,10 +97,11 @@ class HomeItem(Item):
         self.value: torch.Tensor | None = None
         self.value_version = 0
         self.is_lifted = True
-        self.may_be_written = self.is_let_go = False
+        self.may_be_written = self.is_let_go = self.is_inner = False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
-        self._value_address = self._lower_address = 0
+        self._value_address = self._lower_address = self._arrived_version = 0
         self._hollow: torch.Tensor | None = None
+        self.waiting: Waiting | None = None
         self.version = tensor._version
 
     @property
@@ -193,7 +202,10 @@ class HomeItem(Item):
             self.place = self.lower = None  # the memory goes back when its last tensor dies
 
     def source(self) -> torch.Tensor:
+        self.waiting = None  # they are in the device's bytes
         self.note()
+        if self.kind is TensorClass.GRADIENT and self.guard is not None:
+            self.guard.leaves(self)
         return super().source()
 
     def lift(self, traffic: Traffic) -> None:
@@ -206,13 +218,15 @@ class HomeItem(Item):
         tensor = self.tensor
         if tensor is None:
             return
-        if self._hollow is not None:
-            restore_class(tensor)
         if self.is_lifted:
+            restore_class(tensor)
             return
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
+        if self.waiting is not None and self.state is State.BOTH:
+            self.waiting.apply(self.value, self._arrived_version)
+        restore_class(tensor)
         set_data(tensor, self.value)
         self.is_lifted = True
         self.note()
@@ -232,15 +246,19 @@ class HomeItem(Item):
 
     def arrived(self) -> None:
         assert self.device is not None
-        self._set_value(view_of(self.device, self.dtype, self.size, self.stride, 0))
+        value = view_of(self.device, self.dtype, self.size, self.stride, 0)
+        self._set_value(value)
+        self._arrived_version = value._version
         self.note()
 
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
             if self._hollow is None:
-                if tensor.data_ptr() == self._value_address:  # else user code gave it other memory, which `refresh` takes
+                if address_of(tensor) == self._value_address:  # else user code gave it other memory, which `refresh` takes
                     tensor.data = self.lower
+                    if self.kind is TensorClass.GRADIENT and self.guard is not None and self.guard.watches(self):
+                        guard_class(self)
             elif self.is_current():  # else somebody gave it other memory, which is its own now
                 set_data(tensor, self._hollow)
                 guard_class(self)
@@ -291,7 +309,8 @@ class HomeItem(Item):
         if tensor is None or self.is_let_go:
             return
         if self._hollow is None:
-            if tensor.data_ptr() != (self._value_address if self.is_lifted else self._lower_address):
+            if address_of(tensor) != (self._value_address if self.is_lifted else self._lower_address):
+                restore_class(tensor)
                 self._follow(tensor, traffic)
             return
         if self.value is None or not self.is_lifted:
@@ -320,7 +339,7 @@ class HomeItem(Item):
         """User code gave the tensor its own memory below again, where its bytes count: what is up is void."""
         traffic.settle(self)
         traffic.release(self)
-        self.value, self.is_lifted, self.state = None, False, State.LOWER
+        self.value, self.is_lifted, self.state, self.waiting = None, False, State.LOWER, None
         self.times_assigned += 1
         self.note()
 
@@ -382,9 +401,37 @@ class HomeItem(Item):
         traffic.settle(self)
         if self.state in (State.BOTH, State.LOWER) and self.lower is not None and not self.was_written():
             traffic.flush()
-            return self.lower.detach()
+            if self.waiting is None:
+                return self.lower.detach()
+            copy = self.lower.detach().clone()
+            self.waiting.apply(copy, copy._version)
+            return copy
         with untouched():
             return self.living.detach().cpu()
+
+    def may_wait(self) -> bool:
+        """True when a factor may wait until the tensor comes up: nobody but the engine sees its bytes below."""
+        has_copy_below = self.state in (State.LOWER, State.ARRIVING, State.BOTH) and self.lower is not None
+        is_guarded = self.tensor is not None and own_class(self.tensor) is not type(self.tensor)
+        return has_copy_below and is_guarded and not self.is_lifted and not self.stays_below and self.is_current()
+
+    def wait_with(self, factor: Factor) -> None:
+        """The tensor is multiplied by a number when it comes up next."""
+        assert self.lower is not None
+        waiting = self.waiting if self.waiting is not None else Waiting((), self.lower._version)
+        self.waiting = waiting.and_then(factor)
+
+    def multiply_below(self, traffic: Mover) -> None:
+        """Somebody is about to use the bytes below as they are: what waits is done there."""
+        waiting, lower = self.waiting, self.lower
+        if waiting is None or lower is None or self.state not in (State.LOWER, State.ARRIVING, State.BOTH):
+            return
+        traffic.settle(self)
+        if self.device is not None:
+            traffic.send(self, Event.DROP)  # older than what will lie below
+        waiting.apply(lower, waiting.below_version)
+        self.waiting = None
+        self.note()
 
     def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
         """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
@@ -420,6 +467,8 @@ class HomeItem(Item):
         traffic.settle(self)
         if self._hollow is not None and not self.is_lifted and self.is_current():
             self.lift(traffic)
+        elif self._hollow is None and not self.is_lifted:
+            self.multiply_below(traffic)
         self.forsake(traffic)
 
     def forsake(self, traffic: Traffic) -> None:

@@ -88,7 +88,7 @@ def _reconcile(item: Item) -> None:
 
 def _give_up(item: HomeItem) -> None:
     """Somebody gave the tensor other memory, which is its own: it is taken over when the next step begins."""
-    item.leaving = item.arriving = item.device = item.value = None
+    item.leaving = item.arriving = item.device = item.value = item.waiting = None
     item.is_lifted, item.state = False, State.LOWER if item.place is not None else State.DEVICE
 
 

@@ -141,7 +141,13 @@ class BucketUpdate:
             if item.tensor is tensor:
                 item.refresh(context.traffic)
                 source = item.value if item.state in ON_DEVICE else item.lower
-                return tensor.detach() if source is None else source.detach().to(backend.device)
+                if source is None:
+                    return tensor.detach()
+                value = source.detach().to(backend.device)
+                if item.waiting is not None and not item.is_lifted:
+                    value = value.clone()
+                    item.waiting.apply(value, value._version)
+                return value
         return tensor.detach()
 
     @property
