@@ -42,6 +42,12 @@ def clip_twice(model: nn.Module) -> Tensor:
     return clip(model) + nn.utils.clip_grad_norm_(list(model.parameters())[:3], 1e-3)
 
 
+def clip_compiled(model: nn.Module) -> Tensor:
+    compiled = torch.compile(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01), backend="eager")
+    norm: Tensor = compiled(list(model.parameters()))
+    return norm
+
+
 def average(model: nn.Module) -> None:
     for gradient in gradients(model):
         gradient.mul_(0.5)
@@ -98,7 +104,17 @@ def replace_and_clip(model: nn.Module) -> Tensor:
     return clip(model)
 
 
-FREE = [clip, clip_in_lists, clip_ours, clip_largest, clip_twice, average, clip_some, clip_by_a_number_that_changes]
+FREE = [
+    clip,
+    clip_compiled,
+    clip_in_lists,
+    clip_ours,
+    clip_largest,
+    clip_twice,
+    average,
+    clip_some,
+    clip_by_a_number_that_changes,
+]
 NEEDING = [clip_and_look, clip_and_clamp, clamp_and_clip, clip_with_aliases, write_past_versions, replace_and_clip]
 
 

@@ -4,7 +4,7 @@
 A gradient that lies below is of a guarded class, where the recorded step showed that user code scales gradients. So the norm
 of one and its product with a number come here. The norm was taken on the device when the gradient was copied out, by the
 function that asks for it now. The factor waits until the gradient comes up for its update: [Note: factors that wait] in
-items/waiting.py. Any other function gets the bytes as it expects them. A norm counts only while those bytes are what lies
+items/gradient.py. Any other function gets the bytes as it expects them. A norm counts only while those bytes are what lies
 below: not where a version moved since, nor after user code got them, nor while somebody holds an alias.
 """
 
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.autograd import as_the_engine
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.gradient import Factor, GradientItem
 from tieroff.runtime.items.hollow import guarded, version_of
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.waiting import Factor
 from tieroff.runtime.step.recorded import Norm, Recorded
 
 _NORMS: frozenset[Any] = frozenset({torch.linalg.vector_norm, torch._foreach_norm})
@@ -58,11 +57,11 @@ class ScaledGradients:
         self._wanted = recorded.norms if recorded is not None else {}
         self.is_on = bool(self._wanted) or self._context.state.record.recorder is not None
 
-    def watches(self, item: HomeItem) -> bool:
-        """True when this tensor is guarded while it is shown below."""
-        return self.is_on and item.kind is TensorClass.GRADIENT and not item.is_inner
+    def watches(self, item: GradientItem) -> bool:
+        """True when this gradient is guarded while it is shown below."""
+        return self.is_on and not item.is_inner
 
-    def leaves(self, item: HomeItem) -> None:
+    def leaves(self, item: GradientItem) -> None:
         """A gradient is about to be copied out: takes the norms that user code will ask for."""
         wanted = self._wanted.get(item.key)
         if not wanted or item.value is None:
@@ -101,7 +100,7 @@ class ScaledGradients:
         others = iter(function(rest, order) if rest else ())
         return ([next(others) if answer is None else answer for answer in answers],)
 
-    def _norm(self, item: HomeItem, norm: Norm) -> torch.Tensor | None:
+    def _norm(self, item: GradientItem, norm: Norm) -> torch.Tensor | None:
         if item.waiting is not None:
             return None
         if self._context.state.record.recorder is not None:
@@ -147,10 +146,9 @@ class ScaledGradients:
             self._copied = copied = factor, factor._version, factor.detach().clone()
         return copied[2]
 
-    def _below(self, tensor: object) -> HomeItem | None:
+    def _below(self, tensor: object) -> GradientItem | None:
         item = guarded(tensor)
-        is_gradient = item is not None and item.kind is TensorClass.GRADIENT and not item.is_inner
-        return item if is_gradient and item.may_wait() else None
+        return item if isinstance(item, GradientItem) and not item.is_inner and item.may_wait() else None
 
 
 def _is_number(factor: Any) -> bool:

@@ -23,6 +23,7 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
 from tieroff.runtime.hooks.scaled import ScaledGradients
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import (
     assigns_data,
     guard_class,
@@ -71,11 +72,11 @@ class UserAccess:
         """Begins to serve the tensors of this engine."""
         self._context, self._gate, self._saved, self._scaled = context, gate, saved, scaled
 
-    def watches(self, item: HomeItem) -> bool:
+    def watches(self, item: GradientItem) -> bool:
         """True when functions that get this gradient while it is shown below are to go through the guard."""
         return self._scaled is not None and self._scaled.watches(item)
 
-    def leaves(self, item: HomeItem) -> None:
+    def leaves(self, item: GradientItem) -> None:
         """A gradient is about to be copied out."""
         if self._scaled is not None:
             self._scaled.leaves(item)
@@ -150,7 +151,8 @@ class UserAccess:
         with self._context.state.lock, as_the_engine():
             for item in shown:
                 self._scaled.used(item)
-                item.multiply_below(self._context.traffic)
+                if isinstance(item, GradientItem):
+                    item.multiply_below(self._context.traffic)
                 restore_class(item.tensor)
         try:
             return function(*args, **kwargs)

@@ -88,6 +88,7 @@ class _Below:
     """The `__torch_function__` of both classes."""
 
     @classmethod
+    @torch._compile._disable_dynamo  # compiled code breaks its graph here: where bytes lie is no part of it
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -29,7 +29,6 @@ from tieroff.runtime.items.hollow import (
     address_of,
     guard_class,
     lies_on,
-    own_class,
     owners_of,
     restore_class,
     set_data,
@@ -40,7 +39,6 @@ from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.movable import is_dense
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.items.waiting import Factor, Waiting
 from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.storage.nvme.pages import MappedFiles
 
@@ -57,21 +55,17 @@ class HomeItem(Item):
         may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
         pins: calls that use the device copy just now; it stays.
         readers: threads besides the step's that use the tensor just now: it stays where it is.
-        is_inner: people hold another tensor that this one is inside of.
         is_let_go: the tensor lies on memory that the engine cannot move, until it is taken over again.
         times_assigned: how often user code gave the tensor other memory.
-        waiting: see [Note: factors that wait] in waiting.py; None: there are none.
     """
 
     __slots__ = (
-        "_arrived_version",
         "_hollow",
         "_lower_address",
         "_ref",
         "_value_address",
         "dtype",
         "guard",
-        "is_inner",
         "is_let_go",
         "is_lifted",
         "lower",
@@ -84,7 +78,6 @@ class HomeItem(Item):
         "value",
         "value_version",
         "version",
-        "waiting",
     )
 
     def __init__(
@@ -97,11 +90,10 @@ class HomeItem(Item):
         self.value: torch.Tensor | None = None
         self.value_version = 0
         self.is_lifted = True
-        self.may_be_written = self.is_let_go = self.is_inner = False
+        self.may_be_written = self.is_let_go = False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
-        self._value_address = self._lower_address = self._arrived_version = 0
+        self._value_address = self._lower_address = 0
         self._hollow: torch.Tensor | None = None
-        self.waiting: Waiting | None = None
         self.version = tensor._version
 
     @property
@@ -202,10 +194,7 @@ class HomeItem(Item):
             self.place = self.lower = None  # the memory goes back when its last tensor dies
 
     def source(self) -> torch.Tensor:
-        self.waiting = None  # they are in the device's bytes
         self.note()
-        if self.kind is TensorClass.GRADIENT and self.guard is not None:
-            self.guard.leaves(self)
         return super().source()
 
     def lift(self, traffic: Traffic) -> None:
@@ -224,8 +213,7 @@ class HomeItem(Item):
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
-        if self.waiting is not None and self.state is State.BOTH:
-            self.waiting.apply(self.value, self._arrived_version)
+        self.about_to_show()
         restore_class(tensor)
         set_data(tensor, self.value)
         self.is_lifted = True
@@ -246,10 +234,14 @@ class HomeItem(Item):
 
     def arrived(self) -> None:
         assert self.device is not None
-        value = view_of(self.device, self.dtype, self.size, self.stride, 0)
-        self._set_value(value)
-        self._arrived_version = value._version
+        self._set_value(view_of(self.device, self.dtype, self.size, self.stride, 0))
         self.note()
+
+    def about_to_show(self) -> None:
+        """People are about to reach the value, which came up, through the tensor."""
+
+    def is_below_now(self) -> None:
+        """People reach the bytes below through the tensor from here on."""
 
     def freed(self) -> None:
         tensor = self.tensor
@@ -257,8 +249,7 @@ class HomeItem(Item):
             if self._hollow is None:
                 if address_of(tensor) == self._value_address:  # else user code gave it other memory, which `refresh` takes
                     tensor.data = self.lower
-                    if self.kind is TensorClass.GRADIENT and self.guard is not None and self.guard.watches(self):
-                        guard_class(self)
+                    self.is_below_now()
             elif self.is_current():  # else somebody gave it other memory, which is its own now
                 set_data(tensor, self._hollow)
                 guard_class(self)
@@ -339,7 +330,7 @@ class HomeItem(Item):
         """User code gave the tensor its own memory below again, where its bytes count: what is up is void."""
         traffic.settle(self)
         traffic.release(self)
-        self.value, self.is_lifted, self.state, self.waiting = None, False, State.LOWER, None
+        self.value, self.is_lifted, self.state = None, False, State.LOWER
         self.times_assigned += 1
         self.note()
 
@@ -401,37 +392,9 @@ class HomeItem(Item):
         traffic.settle(self)
         if self.state in (State.BOTH, State.LOWER) and self.lower is not None and not self.was_written():
             traffic.flush()
-            if self.waiting is None:
-                return self.lower.detach()
-            copy = self.lower.detach().clone()
-            self.waiting.apply(copy, copy._version)
-            return copy
+            return self.lower.detach()
         with untouched():
             return self.living.detach().cpu()
-
-    def may_wait(self) -> bool:
-        """True when a factor may wait until the tensor comes up: nobody but the engine sees its bytes below."""
-        has_copy_below = self.state in (State.LOWER, State.ARRIVING, State.BOTH) and self.lower is not None
-        is_guarded = self.tensor is not None and own_class(self.tensor) is not type(self.tensor)
-        return has_copy_below and is_guarded and not self.is_lifted and not self.stays_below and self.is_current()
-
-    def wait_with(self, factor: Factor) -> None:
-        """The tensor is multiplied by a number when it comes up next."""
-        assert self.lower is not None
-        waiting = self.waiting if self.waiting is not None else Waiting((), self.lower._version)
-        self.waiting = waiting.and_then(factor)
-
-    def multiply_below(self, traffic: Mover) -> None:
-        """Somebody is about to use the bytes below as they are: what waits is done there."""
-        waiting, lower = self.waiting, self.lower
-        if waiting is None or lower is None or self.state not in (State.LOWER, State.ARRIVING, State.BOTH):
-            return
-        traffic.settle(self)
-        if self.device is not None:
-            traffic.send(self, Event.DROP)  # older than what will lie below
-        waiting.apply(lower, waiting.below_version)
-        self.waiting = None
-        self.note()
 
     def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
         """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
@@ -467,8 +430,6 @@ class HomeItem(Item):
         traffic.settle(self)
         if self._hollow is not None and not self.is_lifted and self.is_current():
             self.lift(traffic)
-        elif self._hollow is None and not self.is_lifted:
-            self.multiply_below(traffic)
         self.forsake(traffic)
 
     def forsake(self, traffic: Traffic) -> None:

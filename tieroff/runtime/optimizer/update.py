@@ -9,6 +9,7 @@ import torch
 
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
@@ -144,10 +145,7 @@ class BucketUpdate:
                 if source is None:
                     return tensor.detach()
                 value = source.detach().to(backend.device)
-                if item.waiting is not None and not item.is_lifted:
-                    value = value.clone()
-                    item.waiting.apply(value, value._version)
-                return value
+                return item.scaled(value) if isinstance(item, GradientItem) and not item.is_lifted else value
         return tensor.detach()
 
     @property

@@ -16,6 +16,7 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import asks_no_data, own_class, restore_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 
@@ -70,8 +71,8 @@ def _in_child() -> None:
                 tensor.__class__ = _MISSING[own_class(tensor)]
             elif item.is_shown_below and not item.is_lifted and tensor is not None:
                 restore_class(tensor)  # nobody looks after it in the child: what waits is done now, in the child's own memory
-                if item.waiting is not None and item.lower is not None:
-                    item.waiting.apply(item.lower, item.waiting.below_version)
+                if isinstance(item, GradientItem):
+                    item.multiply_in_child()
 
 
 os.register_at_fork(after_in_child=_in_child)
