@@ -121,7 +121,7 @@ class Custody:
             self._gradient_hooks.add(parameter)
             item = known.pop(id(parameter), None)
             if item is not None and item.is_current():
-                item.position, item.key = position, ("param", position)
+                item.position, item.key, item.name = position, ("param", position), name
                 homes.parameters[id(parameter)] = item
                 continue
             if item is not None:
