@@ -11,7 +11,7 @@ from tests.parity.shards.launched import Found, launch, told_by
 
 pytestmark = pytest.mark.timeout(300)
 
-SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied")
+SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied", "used")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,12 @@ def test_copies_of_shards_are_tensors_of_their_own_and_are_not_gathered(told: Fo
         assert found["differ"] == []
         assert not found["follows"]
         assert "got a copy of it" in found["error"]
+
+
+def test_user_code_reaches_shards_gradients_and_state_wherever_they_lie(told: Found) -> None:
+    for found in told["used"]:
+        assert found["differ"] == []
+        assert found["moved"]["parameter"] > 0
 
 
 @pytest.mark.long

@@ -10,6 +10,13 @@ on that stream, so no `record_stream` is needed. The host does not wait, so the 
 the copy's event is over: the block knows of the copy (`Place.note`), and its store gives it to nobody else before. The compute
 stream is that of the model's device, whichever device is the current one, in the thread that asks.
 
+[Note: other streams than compute's]
+FSDP2 gathers and reduces on streams of its own, and calls the engine under them. The engine works as ever under compute's
+(`computing`), the one that was current when the step began, so that all its memory is that stream's in the allocator. What it
+fetched for an all-gather is ready for the stream that copies it once the fetch is over, without waiting for compute
+(`Completion.wait` under that stream), and is kept until compute itself is behind the all-gather. A reduced gradient is copied
+by the stream that reduced it, into compute's memory; only copies out wait for it (`wrote_elsewhere`), so backward goes on.
+
 Where an I/O engine takes device memory itself, no stream knows of its transfers. So the host waits at both ends: a thread
 waits for the event behind compute's work so far before it hands the memory to the engine, and `wait` returns when the
 engine has ended, before anything that comes later is issued to the compute stream.
@@ -17,10 +24,11 @@ engine has ended, before anything that comes later is issued to the compute stre
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
@@ -152,7 +160,10 @@ class AcceleratorBackend:
         self.slabs = self._vendor.slabs(device)
         self.has_host_tier = not self._vendor.is_integrated(device)
         self._out, self._in = torch.Stream(device), torch.Stream(device)
-        self._anchor = Anchor.now(torch.accelerator.current_stream(device))
+        self._compute = torch.accelerator.current_stream(device)
+        self._joined: torch.Stream | None = None
+        self._written: list[torch.Event] = []  # by other streams; see [Note: other streams than compute's]
+        self._anchor = Anchor.now(self._compute)
         self._staging: Staging | None = None
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
@@ -174,7 +185,7 @@ class AcceleratorBackend:
         return hollow
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
-        ready = self._ready()
+        ready = self._all_written()
         if place.address is not None:
             copy = self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
             place.note(copy)
@@ -198,7 +209,48 @@ class AcceleratorBackend:
         return place.read(target.data_ptr(), target, self._mover(target, ready))
 
     def begin_step(self) -> None:
-        self._anchor = Anchor.now(torch.accelerator.current_stream(self.device))
+        self._compute = torch.accelerator.current_stream(self.device)
+        self._anchor = Anchor.now(self._compute)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        if self._is_compute(torch.accelerator.current_stream(self.device)):
+            yield
+            return
+        with self._compute:
+            yield
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        current = torch.accelerator.current_stream(self.device)
+        if self._is_compute(current):
+            yield
+            return
+        current.wait_event(self._compute.record_event())
+        try:
+            yield
+        finally:
+            self._compute.wait_event(current.record_event())
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.computing():
+            copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        current = torch.accelerator.current_stream(self.device)
+        if not self._is_compute(current):
+            current.wait_event(self._compute.record_event())  # its memory was in use until there
+            # Of several reductions (HSDP) the first one's stream has allocated it, and the last one's reads it here.
+            tensor.record_stream(current)
+        with torch.no_grad():
+            copy.copy_(tensor)
+        return copy
+
+    def wrote_elsewhere(self) -> None:
+        current = torch.accelerator.current_stream(self.device)
+        if not self._is_compute(current):
+            self._written.append(current.record_event())
+
+    def _is_compute(self, stream: torch.Stream) -> bool:
+        return stream.stream_id == self._compute.stream_id
 
     def stamp(self) -> Stamp | None:
         return EventStamp(torch.accelerator.current_stream(self.device), self._anchor)
@@ -230,6 +282,20 @@ class AcceleratorBackend:
         event = torch.Event(self.device, blocking=True)  # a thread of the host that waits for it sleeps
         event.record(torch.accelerator.current_stream(self.device))
         return event
+
+    def _all_written(self) -> torch.Event:
+        """Returns an event behind that, and behind what other streams wrote."""
+        ready = self._ready()
+        self._written = [event for event in self._written if not event.query()]
+        if not self._written:
+            return ready
+        if self._joined is None:
+            self._joined = torch.Stream(self.device)
+        for event in (ready, *self._written):
+            self._joined.wait_event(event)
+        joined = torch.Event(self.device, blocking=True)
+        joined.record(self._joined)
+        return joined
 
     def _on_stream(self, stream: torch.Stream, ready: torch.Event, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
         stream.wait_event(ready)
