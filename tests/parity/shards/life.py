@@ -7,12 +7,15 @@ rank 0 prints that of all ranks as a JSON list.
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import tieroff
+from tests.fault.storage.faulty import FaultyEngine
 from tests.parity.shards.program import (
     CASES,
     Block,
@@ -39,6 +43,7 @@ from tests.parity.shards.program import (
 )
 from tieroff.errors import StateError
 from tieroff.runtime.items.movable import local_of
+from tieroff.storage.engines import choose
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -230,9 +235,40 @@ def killed(folder: Path) -> Any:
     steps(pair, 3, 3)
 
 
+def drive_failing(folder: Path) -> Any:
+    """Rank 1's drive takes no more writes in a planned step; each rank tells in a file what it has then, and raises."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the agent, while this rank still looks at what it has
+    plain = made(folder, wraps=False)
+    steps(plain, 0, 4)
+    before = dict(look(*plain))
+    steps(plain, 4, 1)
+    after = dict(look(*plain))
+    engines: list[FaultyEngine] = []
+
+    def choose_faulty(name: str, **measured: Any) -> FaultyEngine:
+        engines.append(FaultyEngine(choose(name, **measured)))
+        return engines[-1]
+
+    with mock.patch("tieroff.session.build.choose", choose_faulty):
+        pair = made(folder, wraps=True)
+    steps(pair, 0, 4)
+    shards = dict(pair[0].named_parameters())  # some modules have whole parameters where a step breaks off
+    if dist.get_rank() == 1:
+        engines[0].inject("write", "errno", errno=errno.EIO, count=0)
+    try:
+        steps(pair, 4, 1)
+    except Exception as error:
+        values = {name: local(shard) for name, shard in shards.items()}
+        values |= {f"{k} of {n}": local(v) for n, shard in shards.items() for k, v in pair[1].state[shard].items()}
+        torn = [n for n, value in values.items() if not torch.equal(value, before[n]) and not torch.equal(value, after[n])]
+        found = {"kind": type(error).__name__, "says": str(error), "torn": torn, "values": len(values)}
+        (folder / "found.json").write_text(json.dumps(found))
+        raise
+
+
 SCENES: dict[str, Callable[[Path], Any]] = {
     scene.__name__: scene
-    for scene in (too_late, wrapped_again, loaded, broken_off, copied, used, saved, resumed, raising, killed)
+    for scene in (too_late, wrapped_again, loaded, broken_off, copied, used, saved, resumed, raising, killed, drive_failing)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -64,3 +65,16 @@ def test_a_rank_that_ends_ends_all_and_leaves_nothing(tmp_path: Path, project: P
     assert done.returncode != 0
     assert ("rank 1 cannot go on" if scene == "raising" else "SIGKILL") in done.stderr
     assert set(psutil.Process().children(recursive=True)) <= known
+
+
+@pytest.mark.long
+def test_a_drive_that_fails_ends_every_rank_and_no_shard_is_torn(tmp_path: Path, project: Path) -> None:
+    done = launch(project, tmp_path, 2, ("drive_failing",), "life")
+    assert done.returncode != 0
+    other, failed = (json.loads((tmp_path / f"rank-{rank}" / "found.json").read_text()) for rank in range(2))
+    assert failed["kind"] == "StoreError"
+    assert "Input/output error" in failed["says"]
+    assert other["kind"] != "StoreError"  # of its collective: it was told, and waits for no time-out
+    for found in (other, failed):
+        assert found["torn"] == []
+        assert found["values"] > 0
