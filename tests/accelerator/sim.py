@@ -88,6 +88,7 @@ def _module(native: Any) -> types.ModuleType:
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream  # a context by itself
     module.manual_seed = module.manual_seed_all = native.seed_all
     module.get_rng_state = lambda device=NAME: _generator(device).get_state()
     module.set_rng_state = lambda state, device=NAME: _generator(device).set_state(state)

@@ -103,6 +103,8 @@ class Custody:
                 if buffer is not None and buffer.device != device and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
         for parameter in self.model.parameters():
+            if local_of(parameter) is not parameter:
+                continue  # whoever split it has put its parts where they belong
             if parameter.device != device and not parameter.is_meta and self._why_kept(parameter):
                 parameter.data = parameter.data.to(device)
 
@@ -215,7 +217,7 @@ class Custody:
         if local.numel() * local.element_size() < max(self.settings.min_bytes, 1):
             return "smaller than min_bytes"
         if parameter in shards:
-            return shards.why_kept(parameter, is_host=self.backend.device.type == "cpu")
+            return shards.why_kept(parameter)
         return why_unmovable(parameter)
 
     def _fingerprint_now(self) -> tuple[Any, ...]:

@@ -16,6 +16,13 @@ ahead (two per op, two per wait), which is more than any pause of the host lasts
 what is under way at once is bounded: events, blocks of pinned memory that wait for their last copy, and the time that
 somebody who stops the program waits. The device's memory does not depend on it, since that is given out in the order of issue.
 
+[Note: other streams than compute's]
+FSDP2 gathers and reduces on streams of its own, and calls the engine under them. The engine works as ever under compute's
+(`computing`), the one that was current when the step began, so that all its memory is that stream's in the allocator. What it
+fetched for an all-gather is ready for the stream that copies it once the fetch is over, without waiting for compute
+(`Completion.wait` under that stream), and is kept until compute itself is behind the all-gather. A reduced gradient is copied
+by the stream that reduced it, into compute's memory; only copies out wait for it (`wrote_elsewhere`), so backward goes on.
+
 Where an I/O engine takes device memory itself, no stream knows of its transfers. So the host waits at both ends: a thread
 waits for the event behind compute's work so far before it hands the memory to the engine, and `wait` returns when the
 engine has ended, before anything that comes later is issued to the compute stream.
@@ -23,11 +30,12 @@ engine has ended, before anything that comes later is issued to the compute stre
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
@@ -166,6 +174,8 @@ class AcceleratorBackend:
         self._compute, self._events = ComputeStreams(device), Events(device)
         self._anchor = Anchor(self._events, self._compute.current())
         self._ahead: deque[EventStamp] = deque()
+        self._joined: torch.Stream | None = None
+        self._written: list[torch.Event] = []  # by other streams; see [Note: other streams than compute's]
         self._staging: Staging | None = None
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
@@ -187,7 +197,7 @@ class AcceleratorBackend:
         return hollow
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
-        ready = self._ready()
+        ready = self._all_written()
         if place.address is not None:
             copy = self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
             place.note(copy)
@@ -213,6 +223,43 @@ class AcceleratorBackend:
     def begin_step(self) -> None:
         self._compute.begin_step()
         self._anchor = Anchor(self._events, self._compute.current(), self._anchor)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        if self._compute.has(torch.accelerator.current_stream(self.device)):
+            yield
+            return
+        with entry_of(self._compute.first):
+            yield
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        current = torch.accelerator.current_stream(self.device)
+        if self._compute.has(current):
+            yield
+            return
+        self._compute.lead(current)
+        try:
+            yield
+        finally:
+            self._compute.follow(current.record_event())
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.computing():
+            copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        current = torch.accelerator.current_stream(self.device)
+        if not self._compute.has(current):
+            self._compute.lead(current)  # the copy's memory was in use until there
+            # Of several reductions (HSDP) the first one's stream has allocated it, and the last one's reads it here.
+            tensor.record_stream(current)
+        with torch.no_grad():
+            copy.copy_(tensor)
+        return copy
+
+    def wrote_elsewhere(self) -> None:
+        current = torch.accelerator.current_stream(self.device)
+        if not self._compute.has(current):
+            self._written.append(current.record_event())
 
     def stamp(self) -> Stamp | None:
         stamp = self._anchor.stamp(self._compute.current())
@@ -252,6 +299,20 @@ class AcceleratorBackend:
         event = torch.Event(self.device, enable_timing=False)
         event.record(self._compute.current())
         return event
+
+    def _all_written(self) -> torch.Event:
+        """Returns an event behind that, and behind what other streams wrote."""
+        ready = self._ready()
+        self._written = [event for event in self._written if not event.query()]
+        if not self._written:
+            return ready
+        if self._joined is None:
+            self._joined = torch.Stream(self.device)
+        for event in (ready, *self._written):
+            self._joined.wait_event(event)
+        joined = torch.Event(self.device, blocking=True)
+        joined.record(self._joined)
+        return joined
 
     def _on_stream(self, stream: torch.Stream, ready: torch.Event, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
         stream.wait_event(ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -52,6 +53,18 @@ class Backend(Protocol):
 
     def begin_step(self) -> None:
         """A step begins: its stamps count from here."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, work is given to compute's stream, whichever stream others (FSDP2's hooks) are called under."""
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Inside, the caller's stream works on what compute has made so far; what compute does afterwards comes after that."""
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy that the caller's stream makes, in memory that is compute's from there on, as all that items have."""
+
+    def wrote_elsewhere(self) -> None:
+        """The caller's stream wrote memory of items: copies out that begin later come after that."""
 
     def stamp(self) -> Stamp | None:
         """Returns a stamp behind what compute was given so far; None where the host's clock is the device's.

@@ -31,6 +31,25 @@ class ComputeStreams:
             self._met = [*self._met, stream]
         return stream
 
+    @property
+    def first(self) -> torch.Stream:
+        """The one that the running step began on."""
+        return self._met[0]
+
+    def has(self, stream: torch.Stream) -> bool:
+        """True for one that the running step was seen to compute on."""
+        return stream in self._met
+
+    def lead(self, other: torch.Stream) -> None:
+        """Brings a stream that is none of them behind what they were given so far."""
+        for stream in self._met:
+            other.wait_event(stream.record_event())
+
+    def follow(self, event: torch.Event) -> None:
+        """Brings all of them behind an event of a stream that is none of them."""
+        for stream in self._met:
+            stream.wait_event(event)
+
     def begin_step(self) -> None:
         """A step begins on this thread's stream, behind what the last one did."""
         self.join()
@@ -47,10 +66,12 @@ class ComputeStreams:
                 stream.wait_event(event)
 
     def wait_event(self, event: torch.Event) -> None:
-        """Brings all of them, and what they are given next, behind an event."""
-        self.current()
-        for stream in self._met:
-            stream.wait_event(event)
+        """Brings all of them, and what they are given next, behind an event; under a stream that is none of them, that one."""
+        current = torch.accelerator.current_stream(self._device)
+        if self.has(current):
+            self.follow(event)
+        else:
+            current.wait_event(event)
 
 
 def entry_of(stream: torch.Stream) -> torch.Stream:

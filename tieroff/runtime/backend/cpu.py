@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -84,6 +85,20 @@ class CpuBackend:
 
     def begin_step(self) -> None:
         """Nothing to note."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """There are no streams."""
+        return nullcontext()
+
+    def lending(self) -> AbstractContextManager[None]:
+        """There are no streams."""
+        return nullcontext()
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def wrote_elsewhere(self) -> None:
+        """There are no streams."""
 
     def stamp(self) -> Stamp | None:
         """None: this is the host."""

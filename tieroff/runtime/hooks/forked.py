@@ -70,7 +70,7 @@ def _in_child() -> None:
             if is_missing and own_class(tensor) in _MISSING:
                 tensor.__class__ = _MISSING[own_class(tensor)]
             elif item.is_shown_below and not item.is_lifted and tensor is not None:
-                restore_class(tensor)  # nobody looks after it in the child: what waits is done now, in the child's own memory
+                restore_class(item)  # nobody looks after it in the child: what waits is done now, in the child's own memory
                 if isinstance(item, GradientItem):
                     item.multiply_in_child()
 

@@ -33,13 +33,24 @@ class Gradients:
         context.state.saw_backward = context.state.saw_gradient = True
         if context.state.mode is Mode.IDLE or context.state.mode is Mode.PASS:
             return
+        if not isinstance(item, ShardItem):
+            self._took_place(item)
+            return
+        backend = context.traffic.backend
+        if self._are_covered and item.leaf is not None:
+            with context.state.lock:
+                part_gradient(item.leaf, backend.copied)
+                backend.wrote_elsewhere()
+        with backend.computing():  # FSDP2 reduces under a stream of its own
+            self._took_place(item)
+
+    def _took_place(self, item: ParameterItem) -> None:
+        context = self._context
         context.clock.watch_backward()
         context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
         with context.state.lock:
             if not self._are_covered:
                 return
-            if isinstance(item, ShardItem) and item.leaf is not None:
-                part_gradient(item.leaf)
             grad = item.grad
             if grad is None:
                 return
@@ -48,7 +59,8 @@ class Gradients:
                 known.refresh(context.traffic)
             else:
                 known = self._take(item, grad)
-            if known is not None and not known.is_shown_below and _may_be_reduced():
+            is_reduced = isinstance(item, ShardItem)  # by FSDP2, which is done with it
+            if known is not None and not known.is_shown_below and not is_reduced and _may_be_reduced():
                 self._keep_until_reduced(known)
                 context.state.record.bind(known)
             elif known is not None and context.state.mode is Mode.DEMAND:
@@ -61,7 +73,7 @@ class Gradients:
         state = self._context.state
         state.saw_gradient = True
         if home in self._shards and state.mode in (Mode.DEMAND, Mode.PLANNED) and self._are_covered:
-            part_gradient(home)
+            part_gradient(home, self._context.traffic.backend.copied)
 
     def _keep_until_reduced(self, known: GradientItem) -> None:
         """Keeps a gradient up until its backward is over and DDP's reducer has read and written it.
@@ -107,7 +119,7 @@ class Gradients:
         name = f"gradient of {item.name}"
         tier = context.traffic.spill.tier_for(grad.numel() * grad.element_size())
         known = GradientItem(item.position, name, grad, tier, item.guard)
-        known.is_inner = isinstance(item, ShardItem)
+        known.is_part_of(item.leaf.grad if item.leaf is not None else None)
         self._items[item.position] = known
         context.runner.born(known)
         known.adopt(context.traffic)

@@ -58,8 +58,8 @@ class ScaledGradients:
         self.is_on = bool(self._wanted) or self._context.state.record.recorder is not None
 
     def watches(self, item: GradientItem) -> bool:
-        """True when this gradient is guarded while it is shown below."""
-        return self.is_on and not item.is_inner
+        """True when this gradient is guarded while it is shown below; a rank's part of one is not: norms are of the whole."""
+        return self.is_on and item.outer is None
 
     def leaves(self, item: GradientItem) -> None:
         """A gradient is about to be copied out: takes the norms that user code will ask for."""
@@ -148,7 +148,7 @@ class ScaledGradients:
 
     def _below(self, tensor: object) -> GradientItem | None:
         item = guarded(tensor)
-        return item if isinstance(item, GradientItem) and not item.is_inner and item.may_wait() else None
+        return item if isinstance(item, GradientItem) and item.outer is None and item.may_wait() else None
 
 
 def _is_number(factor: Any) -> bool:

@@ -35,6 +35,7 @@ from tieroff.runtime.items.hollow import (
     untouched,
 )
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.movable import local_of, with_local
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
 from tieroff.runtime.step.mode import Mode
@@ -115,10 +116,10 @@ class UserAccess:
         shown = [item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None and item.is_shown_below]
         if shown:
             return self._run_below(shown, function, args, kwargs)
-        if assigns_data(function):
+        if assigns_data(function) and local_of(args[0]) is args[0]:
             return self._assign(args[0], args[1])
         if self._on_host.count and function is torch.Tensor.detach:
-            return self.value_on_host(guarded(args[0]))
+            return with_local(args[0], self.value_on_host(guarded(args[0])))
         if function is torch.autograd.grad:
             args, kwargs, is_changed = _by_edges(args, kwargs)
             if is_changed:
@@ -142,7 +143,9 @@ class UserAccess:
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = {id(item): item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None}
         keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
-        with self._up(list(found.values()), keeps=keeps), self._saving():
+        assert self._context is not None
+        backend = self._context.traffic.backend
+        with self._up(list(found.values()), keeps=keeps), backend.lending(), self._saving():
             return function(*args, **kwargs)
 
     def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -153,7 +156,7 @@ class UserAccess:
                 self._scaled.used(item)
                 if isinstance(item, GradientItem):
                     item.multiply_below(self._context.traffic)
-                restore_class(item.tensor)
+                restore_class(item)
         try:
             return function(*args, **kwargs)
         finally:
@@ -168,7 +171,8 @@ class UserAccess:
         context, lock = self._context, self._context.state.lock
         is_outside = threading.get_ident() != self._thread and current_graph_task() == -1
         is_in_pass = self._is_in_pass and not is_outside
-        with lock, as_the_engine():
+        computing = context.traffic.backend.computing  # FSDP2 adds to gradients under a stream of its own
+        with lock, as_the_engine(), computing():
             raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
             unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
             self._check_room([item for item in raised if item.device is None])
@@ -185,7 +189,7 @@ class UserAccess:
         try:
             yield
         finally:
-            with lock, as_the_engine():
+            with lock, as_the_engine(), computing():
                 if keeps:
                     for item in items:
                         item.pins += 1

@@ -62,16 +62,14 @@ class GradientItem(HomeItem):
     """The gradient of a moved parameter.
 
     Attributes:
-        is_inner: people hold another tensor that this one is inside of (a DTensor).
         waiting: see [Note: factors that wait]; None: there are none.
     """
 
-    __slots__ = ("_arrived_version", "is_inner", "waiting")
+    __slots__ = ("_arrived_version", "waiting")
 
     def __init__(self, position: int, name: str, gradient: torch.Tensor, tier: Tier, guard: Guard | None) -> None:
         super().__init__(("gradient", position), name, TensorClass.GRADIENT, gradient, tier, guard)
         self.waiting: Waiting | None = None
-        self.is_inner = False
         self._arrived_version = 0
 
     def may_wait(self) -> bool:

@@ -236,9 +236,9 @@ class Traffic:
             self._free_device(item)
             item.state, _ = transition(item.state, Event.FETCH_FAILED)
             raise
-        item.arriving = None
         item.state, _ = transition(item.state, Event.ARRIVED)
         item.arrived()
+        item.arriving = None
 
     def _free_device(self, item: Item) -> None:
         if item.device is not None:

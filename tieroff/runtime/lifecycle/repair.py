@@ -125,7 +125,7 @@ def _put_on_device(item: Item) -> None:
     tensor = item.tensor
     if not item.is_lifted and item.state is State.DEVICE and tensor is not None:
         set_data(tensor, item.value)
-        restore_class(tensor)
+        restore_class(item)
         item.is_lifted = True
 
 
