@@ -210,7 +210,7 @@ class DeviceGroup(dist.ProcessGroup):
                     job.future.set_result(job.wanted)
             except Exception as error:  # whoever waits raises it
                 job.error = error
-                job.future.set_exception(error)
+                job.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as it does `set_result`
             finally:
                 job.done.release()
 

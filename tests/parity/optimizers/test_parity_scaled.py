@@ -115,7 +115,7 @@ FREE = [
     clip_some,
     clip_by_a_number_that_changes,
 ]
-NEEDING = [clip_and_look, clip_and_clamp, clamp_and_clip, clip_with_aliases, write_past_versions, replace_and_clip]
+NEEDING: list[Act] = [clip_and_look, clip_and_clamp, clamp_and_clip, clip_with_aliases, write_past_versions, replace_and_clip]
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -152,8 +152,9 @@ def assert_same(expected: Iterable[Tensor], found: Iterable[Tensor]) -> None:
 @pytest.mark.parametrize("act", FREE + NEEDING)
 def test_numbers_are_those_of_the_plain_run(act: Act, tmp_path: Path) -> None:
     expected, _ = train(act, None)
-    for tiers, backend, plan in ((NVME, "cpu", {}), (MIXED, "delayed", {"policy": "auto", "device": "60%"})):
-        found, stats = train(act, tmp_path, tiers, backend, **plan)
+    cases: list[tuple[Tiers, str, Any]] = [(NVME, "cpu", {}), (MIXED, "delayed", {"policy": "auto", "device": "60%"})]
+    for tiers, backend, budget in cases:
+        found, stats = train(act, tmp_path, tiers, backend, **budget)
         assert stats.phase == "planned" and stats.moved_bytes_by_class["gradient"] > 0
         assert_same(expected, found)
 
