@@ -277,6 +277,16 @@ def set_late_links(seconds: float) -> None:
     _native.set_late_links(seconds)
 
 
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """What a stream is given inside of `with` begins at its end; nobody may wait for it before."""
+    held = _native.hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        _native.let_go(held)
+
+
 def host_time_ns() -> int:
     """Returns by when, on the device's clock, all is over that this thread has waited for."""
     return int(_native.host_time_ns())

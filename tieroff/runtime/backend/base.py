@@ -67,7 +67,13 @@ class Backend(Protocol):
         """The caller's stream wrote memory of items: copies out that begin later come after that."""
 
     def stamp(self) -> Stamp | None:
-        """Returns a stamp behind what compute was given so far; None where the host's clock is the device's."""
+        """Returns a stamp behind what compute was given so far; None where the host's clock is the device's.
+
+        Blocks the host while the device is too far behind it.
+        """
+
+    def order_frees(self) -> None:
+        """Device memory is about to be freed: its next user comes behind all that compute was given so far."""
 
     def flush(self) -> None:
         """Blocks the host until the bytes of all copies that were waited for may be read by anybody on the host."""

@@ -104,6 +104,9 @@ class CpuBackend:
         """None: this is the host."""
         return None
 
+    def order_frees(self) -> None:
+        """Nothing to order: work ends before the next call."""
+
     def flush(self) -> None:
         """Nothing more to wait for: copies end on the host."""
 

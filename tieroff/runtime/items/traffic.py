@@ -242,6 +242,7 @@ class Traffic:
 
     def _free_device(self, item: Item) -> None:
         if item.device is not None:
+            self.backend.order_frees()
             item.freed()
             item.device = None
             self.device_bytes -= item.size_bytes
