@@ -58,6 +58,16 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one_and_of_four_bit_for_bit(tmp_pa
             assert found == saved
 
 
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_checkpoint_is_written_and_read_shard_by_shard(tmp_path: Path, project: Path) -> None:
+    shard_bytes = 2 << 20
+    for grown in told_by(project, tmp_path, 2, ("streamed",), "life")["streamed"]:
+        assert grown["all"] >= 24 * shard_bytes
+        # One shard from the drive, what the checkpoint's writer makes of it, and what Python and its threads take.
+        assert max(grown["save"], grown["load"]) <= 4 * shard_bytes
+
+
 @pytest.mark.parametrize("scene", [pytest.param("raising", marks=pytest.mark.long), "killed"])
 def test_a_rank_that_ends_ends_all_and_leaves_nothing(tmp_path: Path, project: Path, scene: str) -> None:
     known = set(psutil.Process().children(recursive=True))
