@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import pairwise
 from tests.support.twins import Setting
 
 
@@ -22,17 +23,24 @@ def each_setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
     return Setting(tmp_path, nvme=True) if request.param == "cpu" else Setting(tmp_path, delayed=True)
 
 
-# Each backend, policy, budget and tier, and not their product.
+# What the step is planned with: everything moved out, or a share of what it takes.
+_BUDGETS: dict[str, dict[str, Any]] = {
+    "floor": {},
+    "auto-100": {"policy": "auto", "device": "100%"},
+    "auto-80": {"policy": "auto", "device": "80%"},
+    "auto-50": {"policy": "auto", "device": "50%"},
+}
 _PLANNED: dict[str, dict[str, Any]] = {
-    "cpu-floor": {"nvme": True},
-    "cpu-auto-80": {"policy": "auto", "device": "80%", "nvme": True},
-    "delayed-floor": {"delayed": True},
-    "delayed-auto-100": {"policy": "auto", "device": "100%", "delayed": True},
-    "delayed-auto-50": {"policy": "auto", "device": "50%", "nvme": True, "delayed": True},
+    f"{'delayed' if delayed else 'cpu'}-{budget}-{'nvme' if nvme else 'host'}": {
+        "delayed": delayed,
+        "nvme": nvme,
+        **_BUDGETS[budget],
+    }
+    for delayed, budget, nvme in pairwise((False, True), tuple(_BUDGETS), (False, True))
 }
 
 
 @pytest.fixture(params=_PLANNED)
 def planned_setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
-    """Everything moved out, and plans for all, four fifths and half of what a step takes."""
+    """Each pair of a backend, a lower tier, and everything moved out or a plan for all, four fifths or half of a step."""
     return Setting(tmp_path, **_PLANNED[request.param])

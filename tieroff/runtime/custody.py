@@ -12,11 +12,11 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
+from tieroff.runtime.hooks.forked import guard_forks_of
 from tieroff.runtime.hooks.forward.inputs import trained_of
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
-from tieroff.runtime.items.forked import guard_forks_of
 from tieroff.runtime.items.hollow import own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
@@ -121,7 +121,7 @@ class Custody:
             self._gradient_hooks.add(parameter)
             item = known.pop(id(parameter), None)
             if item is not None and item.is_current():
-                item.position, item.key = position, ("param", position)
+                item.position, item.key, item.name = position, ("param", position), name
                 homes.parameters[id(parameter)] = item
                 continue
             if item is not None:

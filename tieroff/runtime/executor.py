@@ -19,6 +19,7 @@ from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.sharded import Shards
 from tieroff.runtime.hooks.saved import SavedTensors
+from tieroff.runtime.hooks.scaled import ScaledGradients
 from tieroff.runtime.hooks.user_access import UserAccess
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
@@ -38,6 +39,7 @@ class Executor:
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
         gate, shards, saved_tensors, gradients: the hooks.
+        scaled: answers user code that clips gradients which lie below.
         guard: serves user code that uses what lies below a device.
     """
 
@@ -54,10 +56,11 @@ class Executor:
         self.clock.at_backward_end.append(AfterBackward(self.context))
         self.gate = Gate(self.context, settings.compute_dtype)
         self.shards = Shards(self.context, self.gate)
+        self.scaled = ScaledGradients(self.context)
         self.gradients = Gradients(self.context, settings, self.shards)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
         self.saved_tensors.gathered = self.shards.gathered
-        self.guard.serve(self.context, self.gate, self.saved_tensors)
+        self.guard.serve(self.context, self.gate, self.saved_tensors, self.scaled)
 
     def begin(self, kind: StepKind, recorder: Recorder | None) -> None:
         """A new step of this kind begins."""
@@ -70,6 +73,7 @@ class Executor:
         else:
             state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
         self.guard.begin()
+        self.scaled.begin(kind.recorded)
         self.traffic.begin_step()
         self.clock.begin()
         self.runner.begin(planned)

@@ -10,7 +10,7 @@ from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import Event, State
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
 from tieroff.runtime.step.mode import Mode
 
@@ -31,7 +31,7 @@ class ParameterFetch:
         context = self._context
         context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
         with context.state.lock, torch.inference_mode(False):
-            item.refresh(context.traffic)
+            self._refresh(item)
             item.lift(context.traffic)
             item.may_be_written = self._may_be_written(item)
             context.state.record.bind(item)
@@ -84,7 +84,7 @@ class ParameterFetch:
         with context.state.lock, torch.inference_mode(False):
             if item.device is None and item.place is None:  # given back while a graph still needs it
                 return item.living.detach()
-            item.refresh(context.traffic)
+            self._refresh(item)
             if item.stays_below:
                 item.lift(context.traffic)  # drops what was fetched
             if item.is_lifted or (item.state is State.LOWER and item.stays_below):
@@ -98,6 +98,13 @@ class ParameterFetch:
                 context.on_demand.keep_read(item)
             context.clock.resume()
             return item.valid_value
+
+    def _refresh(self, item: ParameterItem) -> None:
+        """What was written since the last copy counts, also through `.data` while a copy of it was brought up ahead."""
+        item.refresh(self._context.traffic)
+        is_copy = item.state in (State.BOTH, State.ARRIVING) and not item.is_lifted and item.is_shown_below
+        if is_copy and self._may_be_written(item):
+            self._context.traffic.send(item, Event.DROP)
 
     def _may_be_written(self, item: ParameterItem) -> bool:
         """True when the step may write this parameter through `.data`, which no version shows.

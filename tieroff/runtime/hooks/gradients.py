@@ -11,7 +11,7 @@ from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.sharded import Shards
-from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.movable import why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_gradient
 from tieroff.runtime.settings import Settings
@@ -25,7 +25,7 @@ class Gradients:
         self._context, self._shards = context, shards
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
-        self._reduced: list[HomeItem] = []  # pinned: see `_keep_until_reduced`
+        self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
@@ -63,7 +63,7 @@ class Gradients:
         if home in self._shards and state.mode in (Mode.DEMAND, Mode.PLANNED) and self._are_covered:
             part_gradient(home)
 
-    def _keep_until_reduced(self, known: HomeItem) -> None:
+    def _keep_until_reduced(self, known: GradientItem) -> None:
         """Keeps a gradient up until its backward is over and DDP's reducer has read and written it.
 
         The reducer, no code of Python's, copies it into a bucket after our hook, and back in a callback at the end of backward.
@@ -90,13 +90,13 @@ class Gradients:
         """The backward broke off: no reducer will write the gradients that were kept for it."""
         self._release_reduced()
 
-    def _release_reduced(self) -> list[HomeItem]:
+    def _release_reduced(self) -> list[GradientItem]:
         kept, self._reduced = self._reduced, []
         for known in kept:
             known.pins -= 1
         return kept
 
-    def _take(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
+    def _take(self, item: ParameterItem, grad: torch.Tensor) -> GradientItem | None:
         context = self._context
         old = self._items.pop(item.position, None)
         if old is not None:
@@ -106,7 +106,8 @@ class Gradients:
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
         name = f"gradient of {item.name}"
         tier = context.traffic.spill.tier_for(grad.numel() * grad.element_size())
-        known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier, item.guard)
+        known = GradientItem(item.position, name, grad, tier, item.guard)
+        known.is_inner = isinstance(item, ShardItem)
         self._items[item.position] = known
         context.runner.born(known)
         known.adopt(context.traffic)

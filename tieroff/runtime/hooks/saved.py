@@ -17,6 +17,7 @@ from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
+from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
@@ -209,7 +210,7 @@ class SavedTensors:
         def unpack(packed: object) -> torch.Tensor:
             return packed if isinstance(packed, torch.Tensor) else self.unpack(packed)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(*with_hooks_around(pack, unpack)):
             yield
 
     def _used(self, tensor: torch.Tensor, is_written: bool) -> None:

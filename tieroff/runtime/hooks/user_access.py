@@ -15,16 +15,25 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
-from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
+from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
-from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, set_data, untouched
+from tieroff.runtime.hooks.scaled import ScaledGradients
+from tieroff.runtime.items.gradient import GradientItem
+from tieroff.runtime.items.hollow import (
+    assigns_data,
+    guard_class,
+    guarded,
+    leaves,
+    own_class,
+    restore_class,
+    set_data,
+    untouched,
+)
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
@@ -54,13 +63,23 @@ class UserAccess:
         self._context: StepContext | None = None
         self._gate: Gate | None = None
         self._saved: SavedTensors | None = None
+        self._scaled: ScaledGradients | None = None
         self._addressed: deque[HomeItem] = deque()  # pinned until the next step
         self._on_host = _Calls()  # of `state_dict`, under way in each thread
         self._thread = threading.get_ident()  # that runs the steps
 
-    def serve(self, context: StepContext, gate: Gate, saved: SavedTensors) -> None:
+    def serve(self, context: StepContext, gate: Gate, saved: SavedTensors, scaled: ScaledGradients) -> None:
         """Begins to serve the tensors of this engine."""
-        self._context, self._gate, self._saved = context, gate, saved
+        self._context, self._gate, self._saved, self._scaled = context, gate, saved, scaled
+
+    def watches(self, item: GradientItem) -> bool:
+        """True when functions that get this gradient while it is shown below are to go through the guard."""
+        return self._scaled is not None and self._scaled.watches(item)
+
+    def leaves(self, item: GradientItem) -> None:
+        """A gradient is about to be copied out."""
+        if self._scaled is not None:
+            self._scaled.leaves(item)
 
     def begin(self) -> None:
         """A step begins: addresses that were given out are not used any more."""
@@ -89,7 +108,13 @@ class UserAccess:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function with everything of ours among its arguments on the device."""
-        assert self._context is not None
+        assert self._context is not None and self._scaled is not None
+        answer = self._scaled.call(function, args, kwargs)
+        if answer is not None:
+            return answer[0]
+        shown = [item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None and item.is_shown_below]
+        if shown:
+            return self._run_below(shown, function, args, kwargs)
         if assigns_data(function):
             return self._assign(args[0], args[1])
         if self._on_host.count and function is torch.Tensor.detach:
@@ -105,7 +130,7 @@ class UserAccess:
     def value_on_host(self, item: HomeItem) -> torch.Tensor:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
         assert self._context is not None
-        with self._context.state.lock, _as_the_engine():
+        with self._context.state.lock, as_the_engine():
             return item.on_host(self._context.traffic)
 
     def _one_by_one(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,6 +145,22 @@ class UserAccess:
         with self._up(list(found.values()), keeps=keeps), self._saving():
             return function(*args, **kwargs)
 
+    def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a function on tensors that lie below and are shown there, as what they are: memory of the host."""
+        assert self._context is not None and self._scaled is not None
+        with self._context.state.lock, as_the_engine():
+            for item in shown:
+                self._scaled.used(item)
+                if isinstance(item, GradientItem):
+                    item.multiply_below(self._context.traffic)
+                restore_class(item.tensor)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for item in shown:
+                if not item.is_lifted and item.tensor is not None and item.is_current():
+                    guard_class(item)
+
     @contextlib.contextmanager
     def _up(self, items: list[HomeItem], *, keeps: bool) -> Iterator[None]:
         """Has these on the device, as plain tensors; see [Note: a call on what lies below]."""
@@ -127,7 +168,7 @@ class UserAccess:
         context, lock = self._context, self._context.state.lock
         is_outside = threading.get_ident() != self._thread and current_graph_task() == -1
         is_in_pass = self._is_in_pass and not is_outside
-        with lock, _as_the_engine():
+        with lock, as_the_engine():
             raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
             unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
             self._check_room([item for item in raised if item.device is None])
@@ -144,7 +185,7 @@ class UserAccess:
         try:
             yield
         finally:
-            with lock, _as_the_engine():
+            with lock, as_the_engine():
                 if keeps:
                     for item in items:
                         item.pins += 1
@@ -192,6 +233,8 @@ class UserAccess:
         """Lifts one; no tick, since where an earlier use left it up, nobody comes here."""
         assert self._context is not None and self._gate is not None
         context = self._context
+        if self._scaled is not None:
+            self._scaled.used(item)
         item.refresh(context.traffic)
         item.lift(context.traffic)
         self._note_raised(item, is_in_pass)
@@ -237,7 +280,7 @@ class UserAccess:
         """
         assert self._context is not None
         context, is_in_pass = self._context, self._is_in_pass  # asked before the engine turns gradients off
-        with context.state.lock, _as_the_engine():
+        with context.state.lock, as_the_engine():
             item = guarded(tensor)
             with untouched():
                 takes = value.device == tensor.device and item.may_take(value)
@@ -254,18 +297,6 @@ class UserAccess:
             item.forsake(context.traffic)
             with untouched():
                 tensor.data = value
-
-
-@contextlib.contextmanager
-def _as_the_engine() -> Iterator[None]:
-    """Moves tensors in whatever mode the program is."""
-    with contextlib.ExitStack() as stack:
-        if functorch_is_active():
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_disable_current_modes())
-        yield
 
 
 def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:

@@ -68,6 +68,12 @@ class Guard(Protocol):
     def value_on_host(self, item: Any) -> torch.Tensor:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
 
+    def watches(self, item: Any) -> bool:
+        """True when functions that get this gradient while it is shown below are to go through the guard."""
+
+    def leaves(self, item: Any) -> None:
+        """A gradient is about to be copied out."""
+
 
 _items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
 
@@ -82,6 +88,7 @@ class _Below:
     """The `__torch_function__` of both classes."""
 
     @classmethod
+    @torch._compile._disable_dynamo  # compiled code breaks its graph here: where bytes lie is no part of it
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -158,6 +165,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     with untouched():
         return tensor._version
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where a tensor's first element lies, whatever the tensor's class."""
+    if type(tensor) in PLAIN:
+        return tensor.data_ptr()
+    with untouched():
+        return tensor.data_ptr()
 
 
 def lies_on(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from tieroff.runtime.backend.place import HomePlace, Place
 from tieroff.runtime.items.hollow import (
     PLAIN,
     Guard,
+    address_of,
     guard_class,
     lies_on,
     owners_of,
@@ -206,13 +207,14 @@ class HomeItem(Item):
         tensor = self.tensor
         if tensor is None:
             return
-        if self._hollow is not None:
-            restore_class(tensor)
         if self.is_lifted:
+            restore_class(tensor)
             return
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
+        self.about_to_show()
+        restore_class(tensor)
         set_data(tensor, self.value)
         self.is_lifted = True
         self.note()
@@ -235,12 +237,19 @@ class HomeItem(Item):
         self._set_value(view_of(self.device, self.dtype, self.size, self.stride, 0))
         self.note()
 
+    def about_to_show(self) -> None:
+        """People are about to reach the value, which came up, through the tensor."""
+
+    def is_below_now(self) -> None:
+        """People reach the bytes below through the tensor from here on."""
+
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
             if self._hollow is None:
-                if tensor.data_ptr() == self._value_address:  # else user code gave it other memory, which `refresh` takes
+                if address_of(tensor) == self._value_address:  # else user code gave it other memory, which `refresh` takes
                     tensor.data = self.lower
+                    self.is_below_now()
             elif self.is_current():  # else somebody gave it other memory, which is its own now
                 set_data(tensor, self._hollow)
                 guard_class(self)
@@ -291,7 +300,8 @@ class HomeItem(Item):
         if tensor is None or self.is_let_go:
             return
         if self._hollow is None:
-            if tensor.data_ptr() != (self._value_address if self.is_lifted else self._lower_address):
+            if address_of(tensor) != (self._value_address if self.is_lifted else self._lower_address):
+                restore_class(tensor)
                 self._follow(tensor, traffic)
             return
         if self.value is None or not self.is_lifted:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 
@@ -22,7 +23,7 @@ class HomeTable:
     """
 
     parameters: dict[int, ParameterItem] = field(default_factory=dict)
-    gradients: dict[int, HomeItem] = field(default_factory=dict)
+    gradients: dict[int, GradientItem] = field(default_factory=dict)
     states: dict[tuple[int, str], HomeItem] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 

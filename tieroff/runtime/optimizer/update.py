@@ -9,6 +9,7 @@ import torch
 
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
@@ -141,7 +142,10 @@ class BucketUpdate:
             if item.tensor is tensor:
                 item.refresh(context.traffic)
                 source = item.value if item.state in ON_DEVICE else item.lower
-                return tensor.detach() if source is None else source.detach().to(backend.device)
+                if source is None:
+                    return tensor.detach()
+                value = source.detach().to(backend.device)
+                return item.scaled(value) if isinstance(item, GradientItem) and not item.is_lifted else value
         return tensor.detach()
 
     @property
