@@ -264,7 +264,18 @@ def _huge_pages(name: str) -> str:
 
 def _clock(name: str) -> str:
     found = load(name)
-    heads = ("model", "budget", "device", "peak", "moved per step", "compute", "stalls", "predicted", "measured", "of predicted")
+    heads = (
+        "model",
+        "budget",
+        "device",
+        "peak",
+        "moved per step",
+        "compute",
+        "stalls",
+        "predicted",
+        "measured",
+        "of predicted",
+    )
     cells = [
         (
             row["model"],
