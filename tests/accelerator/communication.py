@@ -57,7 +57,7 @@ class DeviceWork(dist.Work):
         self._job: _Job | None = job
         self._future = job.future
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:  # type: ignore[override]
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Returns a future of what the collective fills."""
         return self._future
 
@@ -136,18 +136,6 @@ class DeviceGroup(dist.ProcessGroup):
 
         return self._begin(run, inputs, outputs, self._others_share() * _bytes(inputs))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DeviceWork:
-        return self.allgather_into_tensor_coalesced([output], [input], opts)
-
-    def reduce_scatter_single(  # type: ignore[override]
-        self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions
-    ) -> DeviceWork:
-        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
-
-    # What versions of PyTorch before 2.13 look for.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-
     def alltoall_base(  # type: ignore[override]
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: dist.AllToAllOptions
     ) -> DeviceWork:
@@ -210,7 +198,7 @@ class DeviceGroup(dist.ProcessGroup):
                     job.future.set_result(job.wanted)
             except Exception as error:  # whoever waits raises it
                 job.error = error
-                job.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as it does `set_result`
+                job.future.set_exception(error)  # type: ignore[arg-type]  # its stub says a result
             finally:
                 job.done.release()
 

@@ -82,7 +82,9 @@ def test_a_planned_step_is_issued_while_the_device_does_nothing(wrapped: Loop) -
             thread.join(POLL_S)
         waits = thread.waits
     assert waits == 0
-    stats = tieroff.engine(wrapped.model).stats()
+    engine = tieroff.engine(wrapped.model)
+    stats = engine.stats()
+    assert len(engine.explain().splitlines()) == 5  # of device memory in pieces it has nothing to say
     assert (stats.phase, stats.fallbacks) == ("planned", 0)
     assert stats.moved_bytes["d2h"] > 0
 

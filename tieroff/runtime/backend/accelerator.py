@@ -283,6 +283,10 @@ class AcceleratorBackend:
     def return_freed(self) -> None:
         """Nothing to return: the budget is about the device's memory."""
 
+    def allocated_most(self) -> tuple[int, int]:
+        memory = torch.accelerator
+        return memory.max_memory_reserved(self.device), memory.max_memory_allocated(self.device)
+
     def gave(self, device: torch.Tensor) -> bool:
         return True
 

@@ -130,6 +130,9 @@ class CpuBackend:
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
 
+    def allocated_most(self) -> None:
+        """None: the C library's allocator does not say."""
+
     def gave(self, device: torch.Tensor) -> bool:
         return self._pool is not None and self._pool.owns(device.data_ptr())
 
