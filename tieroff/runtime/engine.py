@@ -29,7 +29,7 @@ from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.parameters.fsdp2 import fsdp_roots
 from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.recompute.layers import layers_of
-from tieroff.runtime.hooks.unattached import Unattached, check_shares
+from tieroff.runtime.hooks.unattached import Unattached, check_shares, inside
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import repair
@@ -141,6 +141,7 @@ class Engine:
         Raises:
             StateError: there is one already, or this one cannot be stepped in parts or as a whole.
         """
+        optimizer = inside(optimizer)
         self._custody.check_alive()
         if self._custody.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one: tieroff.unwrap(model) to take another")
