@@ -1,6 +1,8 @@
-"""A parameter as an item: the whole of it, or the shard that this rank has."""
+"""A parameter as an item: the whole of it, or the shard that this rank has; and its gradient."""
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -9,6 +11,8 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.items.hollow import Guard, set_data
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
+from tieroff.runtime.items.residency import State
+from tieroff.runtime.tensors import owners_by
 
 
 class ParameterItem(HomeItem):
@@ -57,6 +61,32 @@ class ShardItem(ParameterItem):
 
     def is_current(self) -> bool:
         return super().is_current() and local_of(self._parameter) is self.tensor
+
+
+class GradientItem(HomeItem):
+    """A gradient. The next one of its parameter takes its item over when it is dead; see `Traffic.retire`."""
+
+    __slots__ = ()
+
+    def __init__(self, of: ParameterItem, tensor: torch.Tensor, tier: Tier) -> None:
+        name = f"gradient of {of.name}"
+        super().__init__(("gradient", of.position), name, TensorClass.GRADIENT, tensor, tier, of.guard)
+
+    def begin_again(self, tensor: torch.Tensor, guard: Guard | None) -> bool:
+        """Stands for another tensor of the same kind from here on; False, with nothing done, where it cannot.
+
+        It must not be in flight, and its own tensor dead. What somebody holds of that one's memory below is his.
+        """
+        if (self.dtype, self.size, self.stride) != (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())):
+            return False
+        if self.lower is None if self.place is not None else self.lower is not None:
+            return False
+        if self.lower is not None and owners_by(self._lower_storage) > 1:
+            return False
+        self._ref, self.version = weakref.ref(tensor), tensor._version
+        self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
+        self.guard, self.pins, self.readers, self.state = guard, 0, 0, State.DEVICE
+        return True
 
 
 def part_from_others(local: torch.Tensor) -> None:
