@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.table import settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
@@ -167,7 +170,7 @@ class Custody:
         if isinstance(item, ShardItem):
             executor.shards.take(item)
         executor.homes.parameters[id(parameter)] = item
-        item.settle_below(executor.traffic, mapped)
+        settle_below(item, executor.traffic, mapped)
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
@@ -245,8 +248,8 @@ class Custody:
         """
         homes, traffic = self.executor.homes, self.executor.traffic
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
-        items = [*homes.parameters.values(), *homes.states.values()]
-        targets = [(item, _tier_between_steps(item, kind)) for item in items]
+        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
+        targets = [(item, tier) for item in items if not _lies(item, tier := _tier_between_steps(item, kind))]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
             if tier is not None:
@@ -338,6 +341,15 @@ class Custody:
         self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()
+
+
+def _lies(item: HomeItem, tier: Tier | None) -> bool:
+    """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
+    if tier is None:
+        is_there = item.is_lifted and item.place is None and item.device is not None
+    else:
+        is_there = item.device is None and item.tier is tier and item.place is not None
+    return is_there and item.is_as_left()
 
 
 def _tier_between_steps(item: HomeItem, kind: StepKind) -> Tier | None:

@@ -74,7 +74,9 @@ class Executor:
             state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
         self.guard.begin()
         self.scaled.begin(kind.recorded)
-        self.traffic.begin_step()
+        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED)
+        if not self.runner.follows(planned):
+            self.traffic.forget_spares()  # another plan may have their tensors elsewhere
         self.clock.begin()
         self.runner.begin(planned)
         self.saved_tensors.begin()
@@ -109,6 +111,7 @@ class Executor:
         """The step broke off with an exception: what is left of it is cleared; whatever was moved stays valid."""
         self._stop()
         self.runner.begin(None)  # items that come before the next step are in no plan
+        self.traffic.forget_spares()
         self.traffic.backend.keep_freed(0)
         self.traffic.spill.fills_in_order = True
         self.state.kind = None

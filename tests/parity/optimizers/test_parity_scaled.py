@@ -104,7 +104,7 @@ def replace_and_clip(model: nn.Module) -> Tensor:
     return clip(model)
 
 
-FREE = [
+FREE: list[Act] = [
     clip,
     clip_compiled,
     clip_in_lists,

@@ -180,6 +180,11 @@ class AcceleratorBackend:
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
 
+    @property
+    def copies_near(self) -> bool:
+        """False: the device's streams copy."""
+        return False
+
     def use_staging(self, size_bytes: int) -> None:
         """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
         if size_bytes:

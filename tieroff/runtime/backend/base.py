@@ -24,6 +24,7 @@ class Backend(Protocol):
         name: for people.
         device: where it computes.
         slabs: makes host memory that its copies reach.
+        copies_near: near places are copied to and from at once, by the thread that asks; see `Place.is_near`.
         has_host_tier: False where the device's memory is the host's, so that moving to host memory would gain nothing.
     """
 
@@ -31,6 +32,9 @@ class Backend(Protocol):
     device: torch.device
     slabs: Slabs
     has_host_tier: bool
+
+    @property
+    def copies_near(self) -> bool: ...
 
     def use_staging(self, size_bytes: int) -> None:
         """Makes the host memory through which bytes pass on their way to files; 0 makes none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 
 import torch
 
@@ -21,15 +22,19 @@ class ParameterFetch:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._written: frozenset[Hashable] = frozenset()
+        self._written_by_plan: frozenset[Hashable] = frozenset()
 
     def begin(self, kind: StepKind) -> None:
         """A step of this kind begins."""
         self._written = kind.recorded.written if kind.recorded is not None else frozenset()
+        self._written_by_plan = kind.stage.recorded.written if isinstance(kind.stage, Planned) else self._written
 
     def home(self, item: ParameterItem) -> torch.Tensor:
         """Lifts the home itself to the device, and returns it."""
         context = self._context
         context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
+        if context.state.mode is Mode.PLANNED and not torch.is_inference_mode_enabled():
+            return self._home_by_plan(item)
         with context.state.lock, torch.inference_mode(False):
             self._refresh(item)
             item.lift(context.traffic)
@@ -41,6 +46,17 @@ class ParameterFetch:
             else:
                 context.on_demand.forget_read(item)  # the plan says when it leaves
             context.on_demand.used(item.key)
+            context.clock.resume()
+            return item.living
+
+    def _home_by_plan(self, item: ParameterItem) -> torch.Tensor:
+        """The same in a step that follows its plan, which says when it leaves; as a rule it is there."""
+        context = self._context
+        with context.state.lock:
+            item.refresh(context.traffic)
+            item.lift(context.traffic)
+            item.may_be_written = item.key in self._written_by_plan
+            context.on_demand.forget_read(item)
             context.clock.resume()
             return item.living
 
@@ -81,7 +97,7 @@ class ParameterFetch:
 
     def _valid(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
-        with context.state.lock, torch.inference_mode(False):
+        with context.state.lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             if item.device is None and item.place is None:  # given back while a graph still needs it
                 return item.living.detach()
             self._refresh(item)

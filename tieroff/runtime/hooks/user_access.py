@@ -38,6 +38,7 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, with_local
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.mode import Mode
 from tieroff.units import format_bytes
 
@@ -132,7 +133,7 @@ class UserAccess:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
         assert self._context is not None
         with self._context.state.lock, as_the_engine():
-            return item.on_host(self._context.traffic)
+            return _on_host(item, self._context.traffic)
 
     def _one_by_one(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, (list, tuple)) for arg in args[1:]):
@@ -318,3 +319,14 @@ def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     if len(args) >= 2:
         return (args[0], edges, *args[2:]), kwargs, True
     return args, {**kwargs, "inputs": edges}, True
+
+
+def _on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
+    """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
+    traffic.settle(item)
+    if item.state in (State.BOTH, State.LOWER) and item.lower is not None and not item.was_written():
+        traffic.flush()
+        below = item.lower.detach()
+        return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
+    with untouched():
+        return item.living.detach().cpu()

@@ -13,6 +13,7 @@ of the memory that was multiplied, which moves with the multiplication itself.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,10 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.items.hollow import Guard, guard_class, own_class
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
+from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import Event, State
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.tensors import owners_by
 
 Factor = torch.Tensor | float
 
@@ -59,7 +62,7 @@ _HAS_BELOW = (State.LOWER, State.ARRIVING, State.BOTH)
 
 
 class GradientItem(HomeItem):
-    """The gradient of a moved parameter.
+    """The gradient of a moved parameter. The next one takes its item over when it is dead; see `Traffic.retire`.
 
     Attributes:
         waiting: see [Note: factors that wait]; None: there are none.
@@ -67,10 +70,28 @@ class GradientItem(HomeItem):
 
     __slots__ = ("_arrived_version", "waiting")
 
-    def __init__(self, position: int, name: str, gradient: torch.Tensor, tier: Tier, guard: Guard | None) -> None:
-        super().__init__(("gradient", position), name, TensorClass.GRADIENT, gradient, tier, guard)
+    def __init__(self, of: ParameterItem, tensor: torch.Tensor, tier: Tier) -> None:
+        name = f"gradient of {of.name}"
+        super().__init__(("gradient", of.position), name, TensorClass.GRADIENT, tensor, tier, of.guard)
         self.waiting: Waiting | None = None
         self._arrived_version = 0
+
+    def begin_again(self, tensor: torch.Tensor, guard: Guard | None) -> bool:
+        """Stands for another tensor of the same kind from here on; False, with nothing done, where it cannot.
+
+        It must not be in flight, and its own tensor dead. What somebody holds of that one's memory below is his.
+        """
+        if (self.dtype, self.size, self.stride) != (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())):
+            return False
+        if self.lower is None if self.place is not None else self.lower is not None:
+            return False
+        if self.lower is not None and owners_by(self._lower_storage) > 1:
+            return False
+        self._ref, self.version = weakref.ref(tensor), tensor._version
+        self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
+        self.guard, self.pins, self.readers, self.state = guard, 0, 0, State.DEVICE
+        self.waiting = self.outer_ref = None
+        return True
 
     def may_wait(self) -> bool:
         """True when a factor may wait until the gradient comes up: nobody but the engine sees its bytes below."""
@@ -127,10 +148,6 @@ class GradientItem(HomeItem):
     def is_below_now(self) -> None:
         if self.guard is not None and self.guard.watches(self):
             guard_class(self)
-
-    def on_host(self, traffic: Mover) -> torch.Tensor:
-        has_below = not self.is_lifted and self.waiting is not None
-        return self.scaled(super().on_host(traffic)) if has_below else super().on_host(traffic)
 
     def detach(self, traffic: Traffic) -> None:
         if self.is_shown_below and not self.is_lifted:

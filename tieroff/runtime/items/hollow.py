@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tieroff.runtime.tensors import owners_by, storage_of
+
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
 # Classes without a `__torch_function__` of anybody's.
@@ -174,9 +176,7 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def owners_of(tensor: torch.Tensor) -> int:
     """Returns how many tensors (and other owners) share a tensor's memory."""
     with untouched():
-        storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count - 1  # the Python object of the storage is this function's own
+        return owners_by(storage_of(tensor))
 
 
 def version_of(tensor: torch.Tensor) -> int:

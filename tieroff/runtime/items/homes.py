@@ -39,8 +39,7 @@ from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.movable import is_dense
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.tensors import bytes_of, view_of
-from tieroff.storage.nvme.pages import MappedFiles
+from tieroff.runtime.tensors import bytes_of, owners_by, storage_of, view_of
 
 
 class HomeItem(Item):
@@ -63,6 +62,7 @@ class HomeItem(Item):
     __slots__ = (
         "_hollow",
         "_lower_address",
+        "_lower_storage",
         "_ref",
         "_value_address",
         "dtype",
@@ -95,7 +95,7 @@ class HomeItem(Item):
         self.may_be_written = self.is_let_go = False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
         self.outer_ref: Callable[[], torch.Tensor | None] | None = None
-        self._value_address = self._lower_address = 0
+        self._value_address = self._lower_address = self._lower_storage = 0
         self._hollow: torch.Tensor | None = None
         self.version = tensor._version
 
@@ -166,6 +166,17 @@ class HomeItem(Item):
             return False
         return tensor.data_ptr() == (self._value_address if self.is_lifted else self._lower_address)
 
+    def is_as_left(self) -> bool:
+        """True when nobody gave the tensor other memory or wrote it; False where that takes more than a look to know."""
+        tensor = self._ref()
+        if self._hollow is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_let_go:
+            return False
+        assert tensor is not None
+        if tensor.data_ptr() != (self._value_address if self.is_lifted else self._lower_address):
+            return False
+        value = self.value
+        return tensor._version == self.version and (value is None or value._version == self.value_version)
+
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
         return self._hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
@@ -189,7 +200,10 @@ class HomeItem(Item):
         """Remembers the versions at which the copies are equal."""
         tensor, value = self._ref(), self.value
         self.may_be_written = False
-        self.version = version_of(tensor) if tensor is not None else 0
+        if type(tensor) in PLAIN:
+            self.version = tensor._version  # type: ignore[union-attr]
+        else:
+            self.version = version_of(tensor) if tensor is not None else 0
         self.value_version = value._version if value is not None else 0
 
     def make_place(self, traffic: Mover) -> Place:
@@ -198,6 +212,7 @@ class HomeItem(Item):
         self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
         traffic.took(self.lower)
         self._lower_address = place.home.address
+        self._lower_storage = storage_of(self.lower)
         return place
 
     def part_with_lent(self) -> None:
@@ -213,6 +228,8 @@ class HomeItem(Item):
     def lift(self, traffic: Traffic) -> None:
         """Makes the tensor lie on its device copy, which is fetched when it is not there; one held below stays there."""
         self._take_assigned(traffic)
+        if self._hollow is None and self.is_lifted and self.state in ON_DEVICE:
+            return  # most often: it is there
         if self.stays_below:
             self._drop_copy(traffic)
             return
@@ -237,7 +254,7 @@ class HomeItem(Item):
         """True while something besides the engine holds or uses the tensor's memory below, where it is shown."""
         if self._hollow is not None or self.is_lifted or self.lower is None:
             return False
-        return self.readers > 0 or owners_of(self.lower) > 2  # the tensor, and the engine's view
+        return self.readers > 0 or owners_by(self._lower_storage) > 2  # the tensor, and the engine's view
 
     def _drop_copy(self, traffic: Mover) -> None:
         """What was fetched of a tensor that is used below may be older than it by the time it would be used."""
@@ -246,8 +263,12 @@ class HomeItem(Item):
             traffic.send(self, Event.DROP)
 
     def arrived(self) -> None:
-        assert self.device is not None
-        self._set_value(view_of(self.device, self.dtype, self.size, self.stride, 0))
+        device, room = self.device, self.room
+        assert device is not None
+        if room is None or room.memory is not device:
+            self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
+        else:
+            self.value, self._value_address = room.whole(self.dtype, self.size, self.stride), room.address
         self.note()
 
     def about_to_show(self) -> None:
@@ -273,12 +294,16 @@ class HomeItem(Item):
     def touch(self, traffic: Traffic) -> None:
         """The device copy may have been written, whether or not a version says so (fused kernels move none)."""
         if self.is_lifted and self.device is not None:
-            if self.state is not State.DEVICE:  # else there is no other copy that it could make old
+            if self.state is State.BOTH:
+                self.state = State.DEVICE
+            elif self.state is not State.DEVICE:  # else there is no other copy that it could make old
                 traffic.send(self, Event.TOUCH)
             self.note()
 
     def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count: on the device, or behind the engine's back."""
+        if self.is_as_left():
+            return
         self._take_assigned(traffic)
         if not self.was_written():
             return
@@ -392,29 +417,17 @@ class HomeItem(Item):
     def is_held(self) -> bool:
         """True while a call or another thread uses the device copy, or something besides the engine shares its memory."""
         tensor = self.tensor
+        device = self.device
         if self.pins or self.is_let_go:
             return True
-        if not self.is_lifted or tensor is None or self.device is None:
+        if not self.is_lifted or tensor is None or device is None:
             return False
         if self.readers:
             return True
-        return owners_of(self.device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
-
-    def on_host(self, traffic: Mover) -> torch.Tensor:
-        """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
-        traffic.settle(self)
-        if self.state in (State.BOTH, State.LOWER) and self.lower is not None and not self.was_written():
-            traffic.flush()
-            return self.lower.detach()
-        with untouched():
-            return self.living.detach().cpu()
-
-    def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
-        """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
-        memory = self.device
-        self.leave(traffic)
-        if memory is not None and memory.is_cpu and self.device is None:
-            mapped.page_out(memory.data_ptr(), self.size_bytes)
+        room = self.room
+        if room is not None and room.memory is device:
+            return room.holders > 1  # the tensor
+        return owners_of(device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
 
     def leave_place(self, traffic: Traffic) -> None:
         """Gives the room below back; the tensor stays where it is lifted to. One that is held below keeps it."""

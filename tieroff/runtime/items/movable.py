@@ -24,7 +24,7 @@ def why_unmovable(tensor: torch.Tensor) -> str:
     # Two references are this function's own: the tensor's and the Python storage object's.
     if torch._C._storage_Use_Count(storage._cdata) > 2:
         return "its memory is shared with another tensor"
-    if not is_dense(tensor):
+    if not tensor.is_contiguous() and not is_dense(tensor):
         return "its elements overlap or leave gaps"
     return ""
 
