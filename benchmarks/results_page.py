@@ -262,12 +262,41 @@ def _huge_pages(name: str) -> str:
     return f"{table(heads, cells)}\n\n{conditions(found)}."
 
 
+def _clock(name: str) -> str:
+    found = load(name)
+    heads = (
+        "model",
+        "budget",
+        "device",
+        "peak",
+        "moved per step",
+        "compute",
+        "stalls",
+        "predicted",
+        "measured",
+        "of predicted",
+    )
+    cells = [
+        (
+            row["model"],
+            row["budget"],
+            f"H100 / {found['slower']:g}",
+            *(format_bytes(row[key]) for key in ("peak", "moved")),
+            *(_seconds(row[key]) for key in ("compute", "waits", "predicted", "measured")),
+            f"{row['measured/predicted']:.3f}",
+        )
+        for row in found["rows"]
+    ]
+    return f"{table(heads, cells)}\n\n{conditions(found)}."
+
+
 _TABLES: dict[str, Callable[[str], str]] = {
     "readme": _readme,
     "bench_step": _steps,
     "bench_peers": _peers,
     "bench_io": _io,
     "bench_plan": _plans,
+    "bench_clock": _clock,
     "bench_foresight": _foresight,
     "bench_host": _host,
     "bench_recompute": _recompute,

@@ -5,8 +5,9 @@
 #
 # DIR holds wheels of what the tests need (as `pip download "tieroff[test]"` gives them, without torch) and of pybind11.
 #
-# Installs what is missing from DIR into a scratch folder, builds the native module in place, runs the tests marked `gpu`
-# and two short benchmarks, writes gpu_check.json to --out (default: runs/gpu_check), and prints a table last.
+# Installs what is missing from DIR into a scratch folder, builds the native module in place, runs the accelerator's tests, those
+# marked `gpu` (with PyTorch's sanitizer of CUDA among them) and three short benchmarks, in at most 8 minutes. Writes
+# gpu_check.json to --out (default: runs/gpu_check), and prints a table last.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 wheels=""

@@ -43,7 +43,9 @@ def _to_path(value: object) -> Path:
     return Path(value)
 
 
-def _to_dirs(value: object) -> tuple[Path, ...]:
+def _to_dirs(value: object) -> tuple[Path, ...] | None:
+    if value is None:
+        return None
     if not isinstance(value, (list, tuple)):
         raise ValueError("expected a list of paths")
     dirs = tuple(_to_path(item) for item in value)
@@ -108,7 +110,7 @@ class Budget(_Table):
         "backend 0, because the device tier is ordinary memory there.",
     )
     nvme: Size | None = _key(
-        None, _ANY_SIZE, "Room in the folders. Left out: 0 without `[nvme] dirs`, else their free space less a margin."
+        None, _ANY_SIZE, "Room in the folders. Left out: 0 without folders, else their free space less a margin."
     )
     keep_freed: bool = _key(
         True,
@@ -120,13 +122,14 @@ class Budget(_Table):
 
 
 class Nvme(_Table):
-    """The NVMe tier. Without `dirs` there is none, and the other keys have no effect."""
+    """The NVMe tier. Without folders there is none, and the other keys have no effect."""
 
-    dirs: Annotated[tuple[Path, ...], BeforeValidator(_to_dirs)] = _key(
-        (),
+    dirs: Annotated[tuple[Path, ...] | None, BeforeValidator(_to_dirs)] = _key(
+        None,
         "a list of folders, each named once",
         "Folders on local drives, relative to the working directory. Extents are striped over them in proportion to their "
-        "measured speed. Nothing remains in them after a run, however it ends.",
+        "measured speed. Nothing remains in them after a run, however it ends. Left out: none, but on the CPU backend, where a "
+        "device budget has no other tier below it, the folder for temporary files, which is said; `[]`: none.",
     )
     engine: EngineName = _key(
         "auto",

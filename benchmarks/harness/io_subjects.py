@@ -30,7 +30,7 @@ DEPTHS = {MIB: 16, 4 * MIB: 4, 16 * MIB: 2, 64 * MIB: 2}
 
 RAW_BLOCK_BYTES = MIB
 RAW_DEPTH = 16
-RAW_SOURCE = Path(__file__).resolve().parent.parent / "raw_io.cpp"
+RAW_SOURCE = Path(__file__).resolve().parent.parent / "native/raw_io.cpp"
 
 
 class SubjectFailed(Exception):

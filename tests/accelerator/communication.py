@@ -31,6 +31,7 @@ class _Job:
     Attributes:
         given, wanted: contiguous tensors of the device, kept until the caller has waited: their memory is its stream's.
         ready: of the caller's stream, after what was submitted before the collective.
+        future: what DDP's reducer asks for: whoever waits for it has its stream wait for the last copy, as on CUDA.
         finished: of the group's stream, after the last copy to the device; None where the job failed.
         error: why it failed.
         done: held until the thread is through with the job.
@@ -40,6 +41,7 @@ class _Job:
     given: list[Tensor]
     wanted: list[Tensor]
     ready: torch.Event
+    future: torch.futures.Future[list[Tensor]]
     finished: torch.Event | None = None
     error: Exception | None = None
     # The detector does not see this lock, nor the C queue: a collective tells the host nothing of what the streams have done,
@@ -53,6 +55,11 @@ class DeviceWork(dist.Work):
     def __init__(self, job: _Job) -> None:
         super().__init__()
         self._job: _Job | None = job
+        self._future = job.future
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Returns a future of what the collective fills."""
+        return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Orders the current stream after the collective.
@@ -175,7 +182,8 @@ class DeviceGroup(dist.ProcessGroup):
                 raise ValueError(f"expected a contiguous tensor of {self._stream.device}, got a {kind} one of {tensor.device}")
         self.sent_bytes += sent_bytes
         ready = torch.accelerator.current_stream().record_event()
-        job = _Job(collective, [t.detach() for t in given], [t.detach() for t in wanted], ready)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._stream.device])
+        job = _Job(collective, [t.detach() for t in given], [t.detach() for t in wanted], ready, future)
         job.done.acquire()
         self._jobs.put(job)
         return DeviceWork(job)
@@ -187,8 +195,10 @@ class DeviceGroup(dist.ProcessGroup):
             try:
                 with torch.no_grad(), self._stream, sim.label(NAME):
                     job.finished = self._run(job)
+                    job.future.set_result(job.wanted)
             except Exception as error:  # whoever waits raises it
                 job.error = error
+                job.future.set_exception(error)  # type: ignore[arg-type]  # its stub says a result
             finally:
                 job.done.release()
 

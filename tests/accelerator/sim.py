@@ -88,6 +88,7 @@ def _module(native: Any) -> types.ModuleType:
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream  # a context by itself
     module.manual_seed = module.manual_seed_all = native.seed_all
     module.get_rng_state = lambda device=NAME: _generator(device).get_state()
     module.set_rng_state = lambda state, device=NAME: _generator(device).set_state(state)
@@ -274,6 +275,16 @@ def set_machine(machine: Machine | str | Path | None, *, kernel_s: float = 0.0) 
 def set_late_links(seconds: float) -> None:
     """Copies of pinned memory take up to this long, in real time, before they move a byte."""
     _native.set_late_links(seconds)
+
+
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """What a stream is given inside of `with` begins at its end; nobody may wait for it before."""
+    held = _native.hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        _native.let_go(held)
 
 
 def host_time_ns() -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 
 import tieroff
+from tests.support.covering import pairwise
 from tests.support.delayed import DelayedBackend
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
@@ -67,6 +68,23 @@ class Setting:
 
     def wrap(self, model: Any, optimizer: Any = None, **planning: Any) -> Any:
         return tieroff.wrap(model, optimizer, self.config(**planning), backend=self.backend())
+
+
+# What a step is planned with: everything moved out, or a share of what it takes.
+_BUDGETS: dict[str, dict[str, Any]] = {
+    "floor": {},
+    "auto-100": {"policy": "auto", "device": "100%"},
+    "auto-80": {"policy": "auto", "device": "80%"},
+    "auto-50": {"policy": "auto", "device": "50%"},
+}
+PLANNED: dict[str, dict[str, Any]] = {
+    f"{'delayed' if delayed else 'cpu'}-{budget}-{'nvme' if nvme else 'host'}": {
+        "delayed": delayed,
+        "nvme": nvme,
+        **_BUDGETS[budget],
+    }
+    for delayed, budget, nvme in pairwise((False, True), tuple(_BUDGETS), (False, True))
+}
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 
 from tieroff.api import ConfigSource
 from tieroff.errors import ConfigError, StateError
-from tieroff.integrations.attaching import attach
+from tieroff.integrations.attaching import attach, with_budget
 from tieroff.runtime.engine import Engine
 
 try:
@@ -18,13 +18,13 @@ except ImportError as error:
     raise ConfigError(f"accelerate is not installed: {error}; pip install 'tieroff[accelerate]'") from error
 
 
-def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None) -> Any:
+def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None, budget: int | str | None = None) -> Any:
     """Does what `accelerator.prepare(*objects)` does, and wraps the model with its optimizer.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
         objects: what `accelerator.prepare` takes; one module and one optimizer must be among them.
-        config: as for `tieroff.wrap`.
+        config, budget: as for `tieroff.wrap`.
 
     Returns:
         What `accelerator.prepare` returns: the prepared objects, in order.
@@ -38,6 +38,7 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None
         count = sum(isinstance(item, kind) for item in objects)
         if count != 1:
             raise StateError(f"prepare: expected one {name} among the objects to prepare, got {count}; a wrapped model has one")
+    config = with_budget(config, budget)
     prepared = accelerator.prepare(*objects)
     model = next(item for item in prepared if isinstance(item, torch.nn.Module))
     optimizer = next(item for item in prepared if isinstance(item, torch.optim.Optimizer))

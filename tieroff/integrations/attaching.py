@@ -31,6 +31,15 @@ def torch_optimizer(optimizer: object) -> torch.optim.Optimizer:
     return inner
 
 
+def with_budget(config: ConfigSource, budget: int | str | None) -> ConfigSource:
+    """Returns a config with the device budget that was given beside it, as `tieroff.wrap` takes both.
+
+    Raises:
+        ConfigError: the budget has another form, or the config cannot be read.
+    """
+    return config if budget is None else Config.load(config).with_device_budget(budget)
+
+
 def attach(model: torch.nn.Module, optimizer: object, config: ConfigSource, device: torch.device) -> Engine:
     """Has a trainer's model and optimizer train under tieroff, and returns the engine.
 

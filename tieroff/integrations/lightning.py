@@ -7,7 +7,7 @@ from typing import Any
 
 from tieroff.api import ConfigSource
 from tieroff.errors import ConfigError, StateError
-from tieroff.integrations.attaching import attach
+from tieroff.integrations.attaching import attach, with_budget
 from tieroff.runtime.engine import Engine
 
 try:
@@ -19,7 +19,7 @@ log = logging.getLogger("tieroff")
 
 
 class TieroffCallback(Callback):
-    """Has a Lightning `Trainer` train within a memory budget: `Trainer(..., callbacks=[TieroffCallback(config)])`.
+    """Has a Lightning `Trainer` train within a memory budget: `Trainer(..., callbacks=[TieroffCallback(budget="50%")])`.
 
     The module is wrapped when training begins, after its optimizer was made or read from a checkpoint; a step begins with
     `training_step`, so what the loss saves is moved too. It stays wrapped when training ends, since the whole of it with its
@@ -30,9 +30,13 @@ class TieroffCallback(Callback):
         engine: of the module, once training has begun; None before.
     """
 
-    def __init__(self, config: ConfigSource = None) -> None:
-        """Takes the config, in any form that `tieroff.wrap` takes."""
-        self.config = config
+    def __init__(self, config: ConfigSource = None, *, budget: int | str | None = None) -> None:
+        """Takes config and budget as `tieroff.wrap` does.
+
+        Raises:
+            ConfigError: the budget has another form.
+        """
+        self.config = with_budget(config, budget)
         self.engine: Engine | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from tieroff.api import ConfigSource
 from tieroff.errors import ConfigError, StateError
 from tieroff.integrations.accelerate import attach_accelerated
+from tieroff.integrations.attaching import with_budget
 from tieroff.runtime.engine import Engine
 
 try:
@@ -21,7 +22,7 @@ log = logging.getLogger("tieroff")
 
 
 class TieroffCallback(TrainerCallback):
-    """Has a `transformers.Trainer` train within a memory budget: `Trainer(..., callbacks=[TieroffCallback(config)])`.
+    """Has a `transformers.Trainer` train within a memory budget: `Trainer(..., callbacks=[TieroffCallback(budget="50%")])`.
 
     The model is wrapped when training begins, after the trainer has made its optimizer or read it from a checkpoint. It
     stays wrapped when training ends, because model and optimizer state need not fit the device: evaluate,
@@ -31,9 +32,13 @@ class TieroffCallback(TrainerCallback):
         engine: of the model, once training has begun; None before.
     """
 
-    def __init__(self, config: ConfigSource = None) -> None:
-        """Takes the config, in any form that `tieroff.wrap` takes."""
-        self.config = config
+    def __init__(self, config: ConfigSource = None, *, budget: int | str | None = None) -> None:
+        """Takes config and budget as `tieroff.wrap` does.
+
+        Raises:
+            ConfigError: the budget has another form.
+        """
+        self.config = with_budget(config, budget)
         self.engine: Engine | None = None
 
     def on_train_begin(

@@ -41,6 +41,7 @@ from tieroff.launch.folder import (
 from tieroff.launch.summary import Outcome, summarize
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
+from tieroff.session.told import say_where
 
 _SHUTDOWN_S = 5
 """How long ranks may take to end before they are killed."""
@@ -149,6 +150,11 @@ def _written_out(config: Config, device: str, nproc: int, folder: Path) -> Confi
     Budgets of the lower tiers are the machine's; a rank divides them. What links do is measured once, with nothing running.
     """
     budget, dirs = config.budget, config.nvme.dirs
+    if dirs is None:
+        dirs = limits.default_dirs(config, device)
+    if dirs and config.nvme.dirs is None:
+        say_where(dirs)
+        config = config.model_copy(update={"nvme": config.nvme.model_copy(update={"dirs": dirs})})
     if budget.host is None and device == "cuda":
         budget = budget.model_copy(update={"host": limits.default_host_bytes()})
     if budget.nvme is None and dirs:

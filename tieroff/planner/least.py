@@ -68,7 +68,7 @@ def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlan
     there = _held_at(problem, index, {slot.tensor for slot in slots})
     phase = f" in {op.phase}" if op.phase and op.phase not in op.name else ""
     where = f"op {index} ({named(op.name, op_words(problem.trace)[index])}{phase})"
-    why = f"{where} needs {format_bytes(needed)} with everything away that can be ({_below(problem)})"
+    why = f"{where} needs {format_bytes(needed)} {_below(problem)}"
     why = f"{why}; {_makeup(problem, op, there)}"
     helps = "; ".join(_helps(problem, selection.usage, index, there))
     advice = f". What would help: {helps}" if helps else ""
@@ -96,8 +96,10 @@ def _held_at(problem: Problem, index: int, away: set[int]) -> list[int]:
 
 def _below(problem: Problem) -> str:
     if problem.tiers:
-        return "tiers below: " + ", ".join(f"{tier.value} {format_bytes(problem.budget[tier])}" for tier in problem.tiers)
-    return "there is no tier below: name a folder on a drive under [nvme] dirs, or bytes under [budget] host"
+        below = ", ".join(f"{tier.value} {format_bytes(problem.budget[tier])}" for tier in problem.tiers)
+        return f"with everything away that can be (tiers below: {below})"
+    remedy = "Name a folder on a drive under [nvme] dirs, or bytes under [budget] host"
+    return f"and nothing can move: there is no tier below. {remedy}"
 
 
 def _makeup(problem: Problem, op: Op, there: list[int]) -> str:

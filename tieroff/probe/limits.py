@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tieroff.config import Config
 from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.memory import is_in_memory
 
 HOST_SHARE = 0.5
 """Pinned memory takes this share of what is left. The rest is for the data loader, the page cache and the program."""
@@ -40,3 +43,33 @@ def available_folder_bytes(folder: Path) -> int:
     space = os.statvfs(folder)
     free_bytes = space.f_bavail * space.f_frsize
     return max(0, free_bytes - max(FOLDER_MARGIN_BYTES, int(free_bytes * FOLDER_MARGIN_SHARE)))
+
+
+def default_dirs(config: Config, device_type: str) -> tuple[Path, ...]:
+    """Returns the folders of a run whose config names none: the one for temporary files, where a budget is in vain without it.
+
+    That is on the CPU, whose device memory is the host's: a device budget was asked for, and the config has no tier below.
+    """
+    budget = config.budget
+    is_wanted = device_type == "cpu" and budget.device is not None and not budget.host and budget.nvme is None
+    return _temporary_dirs() if is_wanted else ()
+
+
+def _temporary_dirs() -> tuple[Path, ...]:
+    """Returns the first folder for temporary files that lies on a drive with room; () if none does."""
+    try:
+        named = tempfile.gettempdir()  # as TMPDIR says
+    except OSError:  # nowhere may this user write
+        return ()
+    for folder in dict.fromkeys(os.path.realpath(path) for path in (named, "/var/tmp")):
+        if os.access(folder, os.W_OK | os.X_OK) and not _is_in_memory(folder) and available_folder_bytes(Path(folder)):
+            return (Path(folder),)
+    return ()
+
+
+def _is_in_memory(folder: str) -> bool:
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return is_in_memory(directory)
+    finally:
+        os.close(directory)

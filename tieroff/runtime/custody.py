@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,16 +14,17 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
+from tieroff.runtime.hooks.forked import guard_forks_of
 from tieroff.runtime.hooks.forward.inputs import trained_of
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
-from tieroff.runtime.items.forked import guard_forks_of
 from tieroff.runtime.items.hollow import own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.table import settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
@@ -103,6 +106,8 @@ class Custody:
                 if buffer is not None and buffer.device != device and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
         for parameter in self.model.parameters():
+            if local_of(parameter) is not parameter:
+                continue  # whoever split it has put its parts where they belong
             if parameter.device != device and not parameter.is_meta and self._why_kept(parameter):
                 parameter.data = parameter.data.to(device)
 
@@ -121,7 +126,7 @@ class Custody:
             self._gradient_hooks.add(parameter)
             item = known.pop(id(parameter), None)
             if item is not None and item.is_current():
-                item.position, item.key = position, ("param", position)
+                item.position, item.key, item.name = position, ("param", position), name
                 homes.parameters[id(parameter)] = item
                 continue
             if item is not None:
@@ -165,7 +170,7 @@ class Custody:
         if isinstance(item, ShardItem):
             executor.shards.take(item)
         executor.homes.parameters[id(parameter)] = item
-        item.settle_below(executor.traffic, mapped)
+        settle_below(item, executor.traffic, mapped)
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
@@ -215,7 +220,7 @@ class Custody:
         if local.numel() * local.element_size() < max(self.settings.min_bytes, 1):
             return "smaller than min_bytes"
         if parameter in shards:
-            return shards.why_kept(parameter, is_host=self.backend.device.type == "cpu")
+            return shards.why_kept(parameter)
         return why_unmovable(parameter)
 
     def _fingerprint_now(self) -> tuple[Any, ...]:
@@ -243,8 +248,8 @@ class Custody:
         """
         homes, traffic = self.executor.homes, self.executor.traffic
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
-        items = [*homes.parameters.values(), *homes.states.values()]
-        targets = [(item, _tier_between_steps(item, kind)) for item in items]
+        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
+        targets = [(item, tier) for item in items if not _lies(item, tier := _tier_between_steps(item, kind))]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
             if tier is not None:
@@ -336,6 +341,15 @@ class Custody:
         self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()
+
+
+def _lies(item: HomeItem, tier: Tier | None) -> bool:
+    """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
+    if tier is None:
+        is_there = item.is_lifted and item.place is None and item.device is not None
+    else:
+        is_there = item.device is None and item.tier is tier and item.place is not None
+    return is_there and item.is_as_left()
 
 
 def _tier_between_steps(item: HomeItem, kind: StepKind) -> Tier | None:

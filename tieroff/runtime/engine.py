@@ -19,6 +19,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active
+from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, makes_graph, signature_of, to_device
 from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
@@ -28,7 +29,7 @@ from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.parameters.fsdp2 import fsdp_roots
 from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.recompute.layers import layers_of
-from tieroff.runtime.hooks.unattached import Unattached, check_shares
+from tieroff.runtime.hooks.unattached import Unattached, check_shares, inside
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import repair
@@ -140,6 +141,7 @@ class Engine:
         Raises:
             StateError: there is one already, or this one cannot be stepped in parts or as a whole.
         """
+        optimizer = inside(optimizer)
         self._custody.check_alive()
         if self._custody.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one: tieroff.unwrap(model) to take another")
@@ -306,7 +308,8 @@ class Engine:
 
     def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         saved = self.executor.saved_tensors
-        pack, unpack = saved.pack if self.executor.state.mode is not Mode.PASS else saved.pack_casts, saved.unpack
+        own_pack = saved.pack if self.executor.state.mode is not Mode.PASS else saved.pack_casts
+        pack, unpack = with_hooks_around(own_pack, saved.unpack)
         # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
         return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 

@@ -19,6 +19,7 @@ from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.sharded import Shards
 from tieroff.runtime.hooks.saved import SavedTensors
+from tieroff.runtime.hooks.scaled import ScaledGradients
 from tieroff.runtime.hooks.user_access import UserAccess
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
@@ -38,6 +39,7 @@ class Executor:
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
         gate, shards, saved_tensors, gradients: the hooks.
+        scaled: answers user code that clips gradients which lie below.
         guard: serves user code that uses what lies below a device.
     """
 
@@ -54,10 +56,11 @@ class Executor:
         self.clock.at_backward_end.append(AfterBackward(self.context))
         self.gate = Gate(self.context, settings.compute_dtype)
         self.shards = Shards(self.context, self.gate)
+        self.scaled = ScaledGradients(self.context)
         self.gradients = Gradients(self.context, settings, self.shards)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
         self.saved_tensors.gathered = self.shards.gathered
-        self.guard.serve(self.context, self.gate, self.saved_tensors)
+        self.guard.serve(self.context, self.gate, self.saved_tensors, self.scaled)
 
     def begin(self, kind: StepKind, recorder: Recorder | None) -> None:
         """A new step of this kind begins."""
@@ -70,7 +73,10 @@ class Executor:
         else:
             state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
         self.guard.begin()
-        self.traffic.begin_step()
+        self.scaled.begin(kind.recorded)
+        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED)
+        if not self.runner.follows(planned):
+            self.traffic.forget_spares()  # another plan may have their tensors elsewhere
         self.clock.begin()
         self.runner.begin(planned)
         self.saved_tensors.begin()
@@ -105,6 +111,7 @@ class Executor:
         """The step broke off with an exception: what is left of it is cleared; whatever was moved stays valid."""
         self._stop()
         self.runner.begin(None)  # items that come before the next step are in no plan
+        self.traffic.forget_spares()
         self.traffic.backend.keep_freed(0)
         self.traffic.spill.fills_in_order = True
         self.state.kind = None

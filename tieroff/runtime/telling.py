@@ -47,7 +47,8 @@ class Telling:
         stepper = self._custody.stepper
         leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
         may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
-        step = Explained(trace, plan, measured, self._custody.unmoved_by_reason(), is_cpu, compute_type, may_update)
+        allocator = self._custody.backend.allocated_most()
+        step = Explained(trace, plan, measured, self._custody.unmoved_by_reason(), is_cpu, compute_type, may_update, allocator)
         return "\n".join(explain(step, detail=detail))
 
     def run(self) -> Run:

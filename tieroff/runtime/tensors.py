@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that shares the version counter of another and none of its memory: writes to that one show."""
     probe = tensor.detach()
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        probe.data = _nothing(tensor.dtype, tensor.device)
+    else:
+        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor without elements, whose storage all probes share."""
+    with torch.inference_mode(False), _disable_current_modes():  # it outlives whatever runs now
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,3 +41,16 @@ def view_of(
     """Returns a tensor of the given geometry (offset in elements) over the storage of a 1-d uint8 tensor."""
     out = torch.empty(0, dtype=dtype, device=storage_bytes.device)
     return out.set_(storage_bytes.untyped_storage(), offset, size, stride)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns what names a plain tensor's storage for `owners_by` while that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def owners_by(storage: int) -> int:
+    """Returns how many tensors (and other owners) share a storage that `storage_of` named.
+
+    The Python object of a storage is an owner too. `storage_of` made it, and the storage keeps it from then on.
+    """
+    return _use_count(storage) - 1

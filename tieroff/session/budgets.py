@@ -33,6 +33,7 @@ class Budgets:
     Attributes:
         host_bytes, nvme_bytes: sizes of the lower tiers; 0 for a tier that is not used.
         dirs: folders of the NVMe tier; () where it is not used.
+        is_folder_by_default: the config names no folders.
 
     Args:
         config: asks for them.
@@ -54,6 +55,8 @@ class Budgets:
         self._chosen_bytes = 0  # the device budget under which layers were chosen to run again
         self._kept_ratio = 0.0  # a step's peak when it keeps everything, over its peak with layers run again; 0: not known yet
         host, nvme, folders = config.budget.host, config.budget.nvme, config.nvme.dirs
+        self.is_folder_by_default = folders is None
+        folders = limits.default_dirs(config, device.type) if folders is None else folders
         if host is None:
             host = 0 if self._is_cpu else limits.default_host_bytes()
         if nvme is None:

@@ -30,7 +30,7 @@ from tieroff.session.links import Links, stand_in
 from tieroff.session.planning import Planning, layers_to_recompute
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Budget
-from tieroff.session.told import show_on_terminal
+from tieroff.session.told import say_where, show_on_terminal
 from tieroff.storage.engines import choose
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
@@ -138,6 +138,8 @@ def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> R
             stores[Tier.NVME] = stand.drive(budgets.nvme_bytes, io)
             opened.callback(stores[Tier.NVME].close)
         elif budgets.dirs:
+            if budgets.is_folder_by_default:
+                say_where(budgets.dirs)
             rates = links.write_rates()
             files = FileStore(budgets.dirs, budgets.nvme_bytes, io, config.nvme.checksum, write_bytes_per_s=rates)
             opened.callback(files.close)

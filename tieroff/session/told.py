@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tieroff.core.place import user_frame
 from tieroff.device_budget import DeviceBudget
 from tieroff.errors import BudgetWarning
+from tieroff.probe.limits import available_folder_bytes
 from tieroff.units import format_bytes, pasteable
 
 log = logging.getLogger("tieroff")
@@ -55,6 +57,18 @@ class Told:
             return
         _, above = user_frame()
         warnings.warn(message, BudgetWarning, stacklevel=above + 1)
+
+
+def say_where(dirs: Sequence[Path]) -> None:
+    """Says which folder takes what is above the budget, where no one named it."""
+    folder = dirs[0]
+    room = format_bytes(available_folder_bytes(folder))
+    log.warning(
+        "[nvme] dirs is not set: what is above the device budget goes to %s, which has %s free; nothing remains there after "
+        'the run. [nvme] dirs = ["FOLDER"] names another folder, dirs = [] none',
+        folder,
+        room,
+    )
 
 
 class Terminal(logging.StreamHandler):  # type: ignore[type-arg]

@@ -2,7 +2,8 @@
 
 [Note: memory a child does not have] Memory that a driver pinned is advised MADV_DONTFORK: a fork would have the parent's next
 write go to a copy of the page, while the device goes on with the old one. So are files that are mapped: their pages are shared,
-so a child would see what its parent trains on, and could write it. A child has nothing at these addresses and may have
+so a child would see what its parent trains on, and could write it. A private mapping in the child would not help: of pages
+that it has not written, it shows what the parent writes later. A child has nothing at these addresses and may have
 mapped something else there. Ordinary memory of the host tier is inherited, copy-on-write: a child finds the values of the fork,
 and its own writes are its own. No mapping is ever unmapped in another process than the one that made it. `mmap.mmap` cannot
 promise that, hence the calls by ctypes.

@@ -19,7 +19,7 @@ from tieroff.storage.engines.base import Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.memory import align_up
 from tieroff.storage.store import Block, By, Home
-from tieroff.storage.transfers import UNCHECKED, Action, Check, InFlight, StoreTransfer
+from tieroff.storage.transfers import UNCHECKED, Action, Check, Copied, InFlight, StoreTransfer
 from tieroff.units import format_bytes
 
 CLOSE_TIMEOUT_S = 60.0
@@ -281,7 +281,7 @@ class SpaceStore(ABC):
             self._check_open()
             self._check_block(block)
             written = block.written
-            if not isinstance(written, StoreTransfer) or not written.has_succeeded():
+            if not isinstance(written, StoreTransfer | Copied) or not written.has_succeeded():
                 raise StateError(
                     f"a block was read {'that was never written' if written is None else 'whose write has not succeeded'}; "
                     "wait for the write first"

@@ -161,6 +161,9 @@ PYBIND11_MODULE(_simulated, m) {
   m.def("host_time_ns", &host_time_ns, free);
   m.def("advance_host", &advance_host, free);
   m.def("stream_time_ns", &stream_time_ns, free);
+  py::class_<Event, EventPtr>(m, "Held");
+  m.def("hold", [](int device, int64_t stream) { return hold(stream_of(device, stream)); }, free);
+  m.def("let_go", &let_go, free);
   m.def("keep_timeline", [](bool is_on) { Locked lock(state_mutex()); keep_timeline(is_on); }, free);
   m.def("timeline", &entries);
 

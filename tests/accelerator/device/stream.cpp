@@ -274,6 +274,23 @@ double elapsed_ms(const EventPtr& start, const EventPtr& stop) {
   return static_cast<double>(stop->real_ns - start->real_ns) / kNsPerMs;
 }
 
+EventPtr hold(Stream& stream) {
+  auto held = std::make_shared<Event>();
+  stream.push([held] {
+    std::unique_lock<std::mutex> own(held->mutex);
+    held->over.wait(own, [&] { return held->done > 0; });
+  });
+  return held;
+}
+
+void let_go(const EventPtr& held) {
+  {
+    std::lock_guard<std::mutex> own(held->mutex);
+    held->done = 1;
+  }
+  held->over.notify_all();
+}
+
 // -- failures and counters -------------------------------------------------------------------------------------------
 
 void fail_device(int device, const std::string& why) {

@@ -79,6 +79,9 @@ void wait_event(Stream& stream, const EventPtr& event);
 bool is_over(const EventPtr& event);
 void synchronize(const EventPtr& event);
 double elapsed_ms(const EventPtr& start, const EventPtr& stop);
+// The stream does nothing of what comes after this, until it is let go by setting the event's end.
+EventPtr hold(Stream& stream);
+void let_go(const EventPtr& held);
 
 // A kernel failed after it was queued: everything else that is asked of its device raises this.
 void fail_device(int device, const std::string& why);

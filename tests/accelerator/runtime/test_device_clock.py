@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import bench_clock
 import tieroff
 from tests.accelerator import sim, target
 from tests.support.models import GPT_WORKLOAD
@@ -21,6 +22,7 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.compare.predict import forecast
 from tieroff.runtime.engine import Engine
 
+H100 = Path(__file__).resolve().parents[3] / "configs/machines/h100_80gb.toml"
 LINK = 2 << 30
 KERNEL_S = 1e-3
 WAITS_OF_THE_LOOP = 2  # `batch` copies pageable tensors to the device, for which the host waits
@@ -127,3 +129,13 @@ def test_reading_figures_waits_for_the_device_and_training_does_not(tmp_path: Pa
     assert sim.counters()["host_waits"] - before <= WAITS_OF_THE_LOOP
     assert tieroff.engine(trainer.model).stats().phase == "planned"
     tieroff.unwrap(trainer.model)
+
+
+@pytest.mark.parametrize(("kind", "layers", "width"), [("gpt2", 12, 64), ("llama", 8, 128)])
+def test_a_stack_of_blocks_takes_what_its_plan_says(kind: str, layers: int, width: int, tmp_path: Path) -> None:
+    """With the rates of an H100, a thousand times slower, since the blocks are as much smaller."""
+    machine_file = bench_clock.simulate(H100, 1000.0, tmp_path)
+    row = bench_clock.measure(bench_clock.Subject(kind, layers, width, 1, 1, 32), "50%", sim.NAME, machine_file, 8)
+    assert row["phase"] == "planned"
+    assert row["moved"] > 0
+    assert row["measured/predicted"] == pytest.approx(1, rel=0.03)

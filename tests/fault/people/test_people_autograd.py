@@ -223,6 +223,42 @@ def test_save_on_cpu_inside(each_setting: Setting) -> None:
     check_twins(make, usual, each_setting)
 
 
+Pair = tuple[Any, Any]
+ROUND: dict[str, Pair] = {
+    "another type": (lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32)),
+    "halved": (lambda t: t * 0.5, lambda t: t),
+    "unchanged": (lambda t: t, lambda t: t),
+    "an object": (lambda t: [t.detach().clone()], lambda kept: kept[0]),
+}
+
+
+@pytest.mark.parametrize("pair", ROUND.values(), ids=ROUND)
+def test_saved_tensor_hooks_round_the_model_stay_in_force(pair: Pair, each_setting: Setting) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        optimizer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(*pair):
+            loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    check_twins(mlp_and_adam, step, each_setting)
+
+
+def test_mutation_of_saved_tensors_that_is_allowed(each_setting: Setting) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        optimizer.zero_grad()
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            hidden = torch.sigmoid(model(torch.randn(4, 8)))
+            loss = model(hidden).square().mean()
+            hidden.mul_(0.5)
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    assert_same(follow(mlp_and_adam, step, 5).seen, follow(mlp_and_adam, step, 5, each_setting).seen)
+
+
 def test_functional_call_with_other_parameters(each_setting: Setting) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tieroff
-from tests.support.twins import Mlp, Setting, adam, assert_same, check_twins, equal, look, mlp_and_adam, sgd
+from tests.support.twins import Mlp, Setting, adam, assert_same, check_twins, equal, follow, look, mlp_and_adam, sgd
 from tests.support.twins import usual_step as usual
 from tieroff.errors import StateError
 
@@ -207,6 +207,29 @@ def test_a_module_replaced(each_setting: Setting) -> None:
         return usual(model, optimizer)
 
     check_twins(mlp_and_adam, step, each_setting, steps=9)
+
+
+def test_a_layer_removed_and_another_put_in_later(each_setting: Setting) -> None:
+    """Those behind it have other names and places from then on."""
+
+    def make() -> Any:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        return model, adam(model)
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        if index == 3:
+            for gone in model[1].parameters():
+                optimizer.state.pop(gone)
+            del model[1]
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        if index == 5:
+            model.append(nn.Linear(8, 8))
+            optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.1})
+        return usual(model, optimizer)
+
+    plain, wrapped = follow(make, step, 9), follow(make, step, 9, each_setting)
+    assert_same(plain.seen, wrapped.seen)
+    assert wrapped.phase == "planned"
 
 
 def test_load_state_dict_with_assign(each_setting: Setting) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +11,13 @@ import torch.multiprocessing
 from torch import nn
 
 import tieroff
-from tests.support.twins import Setting, adam, assert_same, check_twins, follow, loss_of, sgd
+from tests.support.covering import pairwise
+from tests.support.twins import PLANNED, Setting, adam, assert_same, check_twins, follow, loss_of, sgd
 from tests.support.twins import usual_step as usual
 from tieroff.errors import StateError
 
-# Each backend, policy and tier. What people keep counts against a budget, so none of these is small.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "cpu-floor": {"nvme": True},
-    "delayed-floor": {"delayed": True},
-    "cpu-auto-95": {"policy": "auto", "device": "95%", "nvme": True},
-    "delayed-auto-100": {"policy": "auto", "device": "100%", "delayed": True},
-}
-
-pytestmark = pytest.mark.timeout(120)
+# What people keep counts, and a small budget is raised by it.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
 
 
 def layers_and(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, Any]:
@@ -41,9 +34,9 @@ def layers_and_adam() -> tuple[Any, Any]:
     return layers_and(adam)
 
 
-@pytest.fixture(params=SETTINGS)
-def each(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
-    return Setting(tmp_path, **SETTINGS[request.param])
+@pytest.fixture
+def each(planned_setting: Setting) -> Setting:
+    return planned_setting
 
 
 ALIASES: dict[str, Callable[[Any], list[Any]]] = {
@@ -54,12 +47,13 @@ ALIASES: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ALIASES)
-@pytest.mark.parametrize("at", [0, 4])
-def test_aliases_follow_their_parameters_whatever_the_plan(kind: str, at: int, each: Setting) -> None:
+@pytest.mark.parametrize(
+    ("kind", "at", "planned_setting"), pairwise(tuple(ALIASES), (0, 4), tuple(PLANNED)), indirect=["planned_setting"]
+)
+def test_aliases_follow_their_parameters_whatever_the_plan(kind: str, at: int, planned_setting: Setting) -> None:
     torch.manual_seed(0)
     model, optimizer = layers_and_sgd()
-    each.wrap(model, optimizer)
+    planned_setting.wrap(model, optimizer)
     kept: list[Any] = []
     for index in range(8):
         if index == at:

@@ -12,7 +12,9 @@ from typing import Any
 Found = dict[str, list[dict[str, Any]]]
 
 
-def launch(project: Path, folder: Path, ranks: int, parts: tuple[str, ...], program: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    project: Path, folder: Path, ranks: int, parts: tuple[str, ...], program: str, device: str = "cpu"
+) -> subprocess.CompletedProcess[str]:
     """Runs parts of a program in so many ranks."""
     torchrun = [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
@@ -20,20 +22,22 @@ def launch(project: Path, folder: Path, ranks: int, parts: tuple[str, ...], prog
         f"tests.parity.shards.{program}",
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *torchrun, str(folder), *parts],
+        [sys.executable, "-W", "ignore", *torchrun, device, str(folder), *parts],
         cwd=project,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=570,
     )
     assert not list(folder.glob("rank-*/nvme/*"))  # whatever happened
     return done
 
 
-def told_by(project: Path, folder: Path, ranks: int, parts: tuple[str, ...], program: str = "program") -> Found:
+def told_by(
+    project: Path, folder: Path, ranks: int, parts: tuple[str, ...], program: str = "program", device: str = "cpu"
+) -> Found:
     """Returns what each rank found, by part of the program."""
-    done = launch(project, folder, ranks, parts, program)
+    done = launch(project, folder, ranks, parts, program, device)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(parts, (json.loads(line) for line in done.stdout.splitlines()), strict=True))

@@ -1,18 +1,22 @@
 """Scenes from the life of a model whose shards lie below.
 
-Run in every rank, as `torchrun … -m tests.parity.shards.life FOLDER SCENE…`. A scene returns what it found;
+Run in every rank, as `torchrun … -m tests.parity.shards.life DEVICE FOLDER SCENE…`. A scene returns what it found;
 rank 0 prints that of all ranks as a JSON list.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import functools
 import gc
+import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,9 +26,26 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import tieroff
-from tests.parity.shards.program import CASES, Block, adam, begin, blocks, config_of, local, look, one_dim, shard, tell, usual
+from tests.fault.storage.faulty import FaultyEngine
+from tests.parity.shards.program import (
+    CASES,
+    Block,
+    adam,
+    begin,
+    blocks,
+    config_of,
+    device,
+    local,
+    look,
+    one_dim,
+    shard,
+    tell,
+    usual,
+)
+from tests.unit.checkpoint.checkpoint_memory_run import growth_of
 from tieroff.errors import StateError
 from tieroff.runtime.items.movable import local_of
+from tieroff.storage.engines import choose
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -99,7 +120,7 @@ def broken_off(folder: Path) -> Any:
     for model, optimizer in pairs:
         steps((model, optimizer), 0, 4)
         for _ in range(2):
-            model(torch.ones(12, 5, 33))
+            model(torch.ones(12, 5, 33, device=device()))
         steps((model, optimizer), 4, 4)
     stats = tieroff.engine(pairs[1][0]).stats()
     return {"differ": differ(*pairs), "moved": stats.moved_bytes_by_class, "phase": stats.phase}
@@ -126,12 +147,49 @@ def copied(folder: Path) -> Any:
     return {"differ": different, "follows": torch.equal(local(other), local(own)), "error": said}
 
 
+def used(folder: Path) -> Any:
+    """User code uses shards, gradients and state between steps, as `DTensor`s and as what this rank has of them."""
+    seen = []
+    for wraps in (False, True):
+        model, optimizer = pair = made(folder, wraps=wraps)
+        steps(pair, 0, 5)
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert isinstance(parameter.grad, DTensor)
+            found |= {f"norm of {name}": parameter.norm(), f"sum of {name}": (parameter + parameter.grad).sum()}
+            found |= {f"whole {name}": parameter.detach(), f"local {name}": parameter.to_local()}
+            found |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+        saved = {**model.state_dict(), **{f"state {key}": value for key, value in enumerate(flat(optimizer))}}
+        on = {str(value.device.type) for value in saved.values()}
+        seen.append({key: whole_value(value) for key, value in found.items()} | {key: local(v) for key, v in saved.items()})
+        del found, saved, parameter
+        steps(pair, 5, 2)
+        seen[-1] |= dict(look(*pair))
+    moved = tieroff.engine(model).stats().moved_bytes_by_class
+    return {"differ": [key for key in seen[0] if not torch.equal(seen[0][key], seen[1][key])], "moved": moved, "on": sorted(on)}
+
+
+def flat(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
+
+
+def whole_value(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().to("cpu", copy=True)
+
+
 def saved(folder: Path) -> Any:
     """Two ranks write a checkpoint of the wrapped model."""
     pair = made(folder, wraps=True)
     steps(pair, 0, 4)
     model, optimizer = get_state_dict(*pair)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder.parent / "checkpoint"))
+    dcp.save(
+        {"model": model, "optimizer": optimizer},
+        checkpoint_id=str(folder.parent / "checkpoint"),
+        process_group=dist.new_group(backend="gloo"),
+    )
     return whole(pair)
 
 
@@ -139,7 +197,11 @@ def resumed(folder: Path) -> Any:
     """Any number of ranks loads it into a wrapped model."""
     pair = made(folder, wraps=True)
     model, optimizer = get_state_dict(*pair)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder.parent / "checkpoint"))
+    dcp.load(
+        {"model": model, "optimizer": optimizer},
+        checkpoint_id=str(folder.parent / "checkpoint"),
+        process_group=dist.new_group(backend="gloo"),
+    )
     set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer)
     del model, optimizer  # what somebody holds does not move
     found = whole(pair)
@@ -175,13 +237,82 @@ def killed(folder: Path) -> Any:
     steps(pair, 3, 3)
 
 
+def streamed(folder: Path) -> Any:
+    """Returns by how much the resident set grows as 24 shards of 2 MiB, on a drive, are saved and loaded."""
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]), one_dim())
+    optimizer = adam(model.parameters())
+    config = config_of(CASES["nvme"], folder)
+    config["budget"]["nvme"] = "256MiB"
+    tieroff.wrap(model, optimizer, config)
+    for _ in range(4):
+        model(torch.randn(8, 1024)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    place = str(folder.parent / "checkpoint")
+    dcp.save({"small": torch.zeros(1)}, checkpoint_id=place)  # what the first one imports and makes
+    grown = {}
+    for name, call in {"save": dcp.save, "load": dcp.load}.items():
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        gc.collect()
+        grown[name] = growth_of(functools.partial(call, state, checkpoint_id=place))
+        del state
+    grown["all"] = sum(local(v).nbytes for v in (*model.parameters(), *flat(optimizer)))
+    return grown
+
+
+def drive_failing(folder: Path) -> Any:
+    """Rank 1's drive takes no more writes in a planned step; each rank tells in a file what it has then, and raises."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the agent, while this rank still looks at what it has
+    plain = made(folder, wraps=False)
+    steps(plain, 0, 4)
+    before = dict(look(*plain))
+    steps(plain, 4, 1)
+    after = dict(look(*plain))
+    engines: list[FaultyEngine] = []
+
+    def choose_faulty(name: str, **measured: Any) -> FaultyEngine:
+        engines.append(FaultyEngine(choose(name, **measured)))
+        return engines[-1]
+
+    with mock.patch("tieroff.session.build.choose", choose_faulty):
+        pair = made(folder, wraps=True)
+    steps(pair, 0, 4)
+    shards = dict(pair[0].named_parameters())  # some modules have whole parameters where a step breaks off
+    if dist.get_rank() == 1:
+        engines[0].inject("write", "errno", errno=errno.EIO, count=0)
+    try:
+        steps(pair, 4, 1)
+    except Exception as error:
+        values = {name: local(shard) for name, shard in shards.items()}
+        values |= {f"{k} of {n}": local(v) for n, shard in shards.items() for k, v in pair[1].state[shard].items()}
+        torn = [n for n, value in values.items() if not torch.equal(value, before[n]) and not torch.equal(value, after[n])]
+        found = {"kind": type(error).__name__, "says": str(error), "torn": torn, "values": len(values)}
+        (folder / "found.json").write_text(json.dumps(found))
+        raise
+
+
 SCENES: dict[str, Callable[[Path], Any]] = {
-    scene.__name__: scene for scene in (too_late, wrapped_again, loaded, broken_off, copied, saved, resumed, raising, killed)
+    scene.__name__: scene
+    for scene in (
+        too_late,
+        wrapped_again,
+        loaded,
+        broken_off,
+        copied,
+        used,
+        saved,
+        resumed,
+        raising,
+        killed,
+        streamed,
+        drive_failing,
+    )
 }
 
 
 def main() -> None:
-    """Runs `FOLDER SCENE…` of the command line."""
+    """Runs `DEVICE FOLDER SCENE…` of the command line."""
     own, names = begin()
     for name in names:
         tell(SCENES[name](own))

@@ -39,7 +39,7 @@ def main() -> None:
     found["differ"] += [
         name for a, b in zip(plain, wrapped, strict=True) for name in a if name not in b or not torch.equal(a[name], b[name])
     ]
-    found |= {"shares": shares, "dirs": [str(path) for path in config.nvme.dirs], "tiers": [tier.value for tier in Tier]}
+    found |= {"shares": shares, "dirs": [str(path) for path in config.nvme.dirs or ()], "tiers": [tier.value for tier in Tier]}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     gc.collect()  # torch's gloo thread may still hold the last collective's tensors, and would die in freeing them
     dist.destroy_process_group()

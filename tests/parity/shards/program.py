@@ -1,6 +1,7 @@
 """Cases of FSDP2 that run in every rank of a launch: plain and wrapped, compared bit for bit after every step.
 
-Run as `torchrun … -m tests.parity.shards.program FOLDER CASE…`; rank 0 prints a JSON list per case: what each rank found.
+Run as `torchrun … -m tests.parity.shards.program DEVICE FOLDER CASE…`; rank 0 prints a JSON list per case: what each
+rank found. DEVICE is "cpu", or "sim" for ranks that have a simulated device each.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import tieroff
+from tests.accelerator import communication, sim, vendor
 from tests.support.delayed import DelayedBackend
 from tests.support.twins import MACHINE
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.cpu import settle_vector_math
 
 STEPS = 6
+LATE_S = 0.0005
+"""On the simulated device copies come up to so much later than they could: what does not wait for them reads poison."""
 BF16: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 
 class Block(nn.Module):
     """Sizes that two and four ranks do not divide evenly."""
 
-    def __init__(self, width: int, is_rerun: bool = False) -> None:
+    def __init__(self, width: int, is_rerun: bool = False, has_norm: bool = True) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(33), nn.Linear(33, width), nn.Linear(width, 33)
+        self.norm = nn.LayerNorm(33) if has_norm else nn.Identity()
+        self.up, self.down = nn.Linear(33, width), nn.Linear(width, 33)
         self.is_rerun = is_rerun
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,11 @@ class Tied(nn.Module):
 
 def blocks(is_rerun: bool = False) -> nn.Module:
     return nn.Sequential(*[Block(65 + i, is_rerun) for i in range(3)])
+
+
+def linear_blocks() -> nn.Module:
+    """Without layer norm, whose kernels of the CPU give statistics in bf16, which no device's do."""
+    return nn.Sequential(*[Block(65 + i, has_norm=False) for i in range(3)])
 
 
 def lora() -> nn.Module:
@@ -96,29 +106,39 @@ def shard(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> nn.Module:
     return model
 
 
+def device() -> str:
+    """Returns the kind of device that this rank trains on."""
+    return sys.argv[1]
+
+
+def batch(rows: int, width: int) -> torch.Tensor:
+    """Returns random inputs: the same numbers on every device."""
+    return torch.randn(rows, 5, width).to(device())
+
+
 def one_dim() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(device(), (dist.get_world_size(),))
 
 
 def hybrid(groups: int) -> DeviceMesh:
     """Replicated over `groups`, sharded inside of each."""
-    return init_device_mesh("cpu", (groups, dist.get_world_size() // groups), mesh_dim_names=("replicas", "shards"))
+    return init_device_mesh(device(), (groups, dist.get_world_size() // groups), mesh_dim_names=("replicas", "shards"))
 
 
 def with_tensor_parallel(model: nn.Module, shards: int) -> nn.Module:
-    mesh = init_device_mesh("cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("shards", "parts"))
+    mesh = init_device_mesh(device(), (shards, dist.get_world_size() // shards), mesh_dim_names=("shards", "parts"))
     for block in model.children():
         parallelize_module(block, mesh["parts"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return shard(model, mesh["shards"])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
 
 
 def usual(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, width: int) -> torch.Tensor:
     optimizer.zero_grad()
-    loss = model(torch.randn(12, 5, width)).float().square().mean()
+    loss = model(batch(12, width)).float().square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
     optimizer.step()
@@ -127,7 +147,7 @@ def usual(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, width:
 
 def clipped_by_tieroff(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, width: int) -> torch.Tensor:
     optimizer.zero_grad()
-    loss = model(torch.randn(12, 5, width)).float().square().mean()
+    loss = model(batch(12, width)).float().square().mean()
     loss.backward()
     tieroff.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
@@ -138,7 +158,7 @@ def with_evaluation(model: nn.Module, optimizer: torch.optim.Optimizer, index: i
     loss = usual(model, optimizer, index, width)
     model.eval()
     with torch.no_grad():
-        seen = model(torch.randn(4, 5, width)).float().sum()
+        seen = model(batch(4, width)).float().sum()
     model.train()
     return torch.stack([loss.detach(), seen])
 
@@ -148,11 +168,11 @@ def accumulating(
 ) -> torch.Tensor:
     """Three backward passes for an update; gradients are summed on each rank, or reduced each time."""
     optimizer.zero_grad()
-    total = torch.zeros(())
+    total = torch.zeros((), device=device())
     for part in range(3):
         model.set_requires_gradient_sync(part == 2 or syncs)
         model.set_reshard_after_backward(part == 2 or reshards)
-        loss = model(torch.randn(6, 5, width)).float().square().mean()
+        loss = model(batch(6, width)).float().square().mean()
         loss.backward()
         total += loss.detach()
     optimizer.step()
@@ -188,6 +208,10 @@ CASES: dict[str, Case] = {
     "delayed": Case(sharded(), delayed=True),
     "even": Case(sharded(even), width=32),
     "bf16": Case(sharded(**BF16), tiers="nvme"),
+    "bf16 on a device": Case(sharded(linear_blocks, **BF16), tiers="nvme"),
+    "summed without sync, bf16, on a device": Case(
+        sharded(linear_blocks, **BF16), functools.partial(accumulating, syncs=False)
+    ),
     "auto": Case(sharded(), planning={"policy": "auto"}, device="70%"),
     "transformer": Case(sharded(Transformer), width=2, planning={"policy": "auto"}, device="40%", looks=False),
     "tied": Case(sharded(Tied), width=4),
@@ -205,6 +229,11 @@ CASES: dict[str, Case] = {
     "fewer ranks after forward": Case(sharded(reshard_after_forward=2)),
     "offloaded": Case(
         sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    ),
+    "offloaded, clipped by tieroff": Case(
+        sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        clipped_by_tieroff,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),
     ),
     "hybrid": Case(lambda: shard(blocks(), hybrid(2))),
@@ -225,7 +254,7 @@ def config_of(case: Case, folder: Path) -> dict[str, Any]:
         "nvme": {"host": 0, "nvme": "64MiB"},
         "mixed": {"host": "64KiB", "nvme": "64MiB"},
     }
-    tables: dict[str, Any] = {"budget": {"device": case.device, **budget[case.tiers]}, "device": "cpu"}
+    tables: dict[str, Any] = {"budget": {"device": case.device, **budget[case.tiers]}, "device": device()}
     if case.tiers != "host":
         tables["nvme"] = {"dirs": [str(nvme)], "staging": "1MiB", "checksum": "always"}
     return {**tables, "plan": {"policy": "floor", "min_bytes": 0, "machine": str(machine), **case.planning}}
@@ -289,8 +318,11 @@ def look(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[s
 
 def check(case: Case, folder: Path) -> dict[str, Any]:
     """Runs a case twice; returns what differed, and what the engine says."""
+    watched()
     plain, _ = train(case, None)
+    wrong_before = watched()  # FSDP2 frees memory early in evaluations
     wrapped, found = train(case, config_of(case, folder))
+    found["wrong"] = {name: count for name, count in watched().items() if count and name not in wrong_before}
     found["differ"] += [
         f"step {step}: {name}"
         for step, (a, b) in enumerate(zip(plain, wrapped, strict=True))
@@ -300,9 +332,18 @@ def check(case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
+def watched() -> dict[str, int]:
+    """Returns what the simulated device saw that no right program does, since the last call."""
+    if device() != sim.NAME:
+        return {}
+    found = {**sim.mistakes(), **({"races": len(sim.races())} if sim.races() else {})}
+    sim.reset()
+    return found
+
+
 def tell(found: Any) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, found, group=dist.new_group(backend="gloo"))  # the others may be a device's
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(everyone) + "\n")
         sys.stdout.flush()
@@ -310,10 +351,17 @@ def tell(found: Any) -> None:
 
 def begin() -> tuple[Path, list[str]]:
     """Joins the ranks; returns the folder of this one, below the first argument of the command line, and the others."""
-    folder, *names = sys.argv[1:]
+    kind, folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    settle_vector_math()
-    dist.init_process_group("gloo")
+    if kind == sim.NAME:
+        sim.load()
+        sim.set_late_links(LATE_S)
+        vendor.install()
+        communication.register()
+        dist.init_process_group(communication.NAME)
+    else:
+        settle_vector_math()
+        dist.init_process_group("gloo")
     own = Path(folder) / f"rank-{dist.get_rank()}"
     own.mkdir(exist_ok=True)  # a run that resumes has the folder of the one before
     (own / "machine.toml").write_text(MACHINE)
@@ -321,7 +369,7 @@ def begin() -> tuple[Path, list[str]]:
 
 
 def main() -> None:
-    """Runs `FOLDER CASE…` of the command line."""
+    """Runs `DEVICE FOLDER CASE…` of the command line."""
     own, names = begin()
     for name in names:
         tell(check(CASES[name], own))

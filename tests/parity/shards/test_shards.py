@@ -26,6 +26,7 @@ def check(found: dict[str, Any], case: str) -> None:
     assert found["differ"] == []
     assert found["phase"] == "planned", found
     assert found["fallbacks"] == 0
+    assert found["wrong"] == {}
     assert found["peak"] <= found["budget"]
     kinds = ("optimizer",) if case in (*KEPT, "auto") else ("parameter", "gradient", "optimizer")
     assert all(found["moved"][kind] > 0 for kind in kinds), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ from tests.parity.shards.launched import Found, launch, told_by
 
 pytestmark = pytest.mark.timeout(300)
 
-SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied")
+SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied", "used")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,12 @@ def test_copies_of_shards_are_tensors_of_their_own_and_are_not_gathered(told: Fo
         assert "got a copy of it" in found["error"]
 
 
+def test_user_code_reaches_shards_gradients_and_state_wherever_they_lie(told: Found) -> None:
+    for found in told["used"]:
+        assert found["differ"] == []
+        assert found["moved"]["parameter"] > 0
+
+
 @pytest.mark.long
 def test_a_checkpoint_of_two_ranks_is_that_of_one_and_of_four_bit_for_bit(tmp_path: Path, project: Path) -> None:
     (saved, _) = told_by(project, tmp_path, 2, ("saved",), "life")["saved"]
@@ -51,6 +58,16 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one_and_of_four_bit_for_bit(tmp_pa
             assert found == saved
 
 
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_checkpoint_is_written_and_read_shard_by_shard(tmp_path: Path, project: Path) -> None:
+    shard_bytes = 2 << 20
+    for grown in told_by(project, tmp_path, 2, ("streamed",), "life")["streamed"]:
+        assert grown["all"] >= 24 * shard_bytes
+        # One shard from the drive, what the checkpoint's writer makes of it, and what Python and its threads take.
+        assert max(grown["save"], grown["load"]) <= 4 * shard_bytes
+
+
 @pytest.mark.parametrize("scene", [pytest.param("raising", marks=pytest.mark.long), "killed"])
 def test_a_rank_that_ends_ends_all_and_leaves_nothing(tmp_path: Path, project: Path, scene: str) -> None:
     known = set(psutil.Process().children(recursive=True))
@@ -58,3 +75,16 @@ def test_a_rank_that_ends_ends_all_and_leaves_nothing(tmp_path: Path, project: P
     assert done.returncode != 0
     assert ("rank 1 cannot go on" if scene == "raising" else "SIGKILL") in done.stderr
     assert set(psutil.Process().children(recursive=True)) <= known
+
+
+@pytest.mark.long
+def test_a_drive_that_fails_ends_every_rank_and_no_shard_is_torn(tmp_path: Path, project: Path) -> None:
+    done = launch(project, tmp_path, 2, ("drive_failing",), "life")
+    assert done.returncode != 0
+    other, failed = (json.loads((tmp_path / f"rank-{rank}" / "found.json").read_text()) for rank in range(2))
+    assert failed["kind"] == "StoreError"
+    assert "Input/output error" in failed["says"]
+    assert other["kind"] != "StoreError"  # of its collective: it was told, and waits for no time-out
+    for found in (other, failed):
+        assert found["torn"] == []
+        assert found["values"] > 0

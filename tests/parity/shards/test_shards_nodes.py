@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -148,3 +149,24 @@ def test_the_slurm_example_launches_each_node_with_the_scripts_own_arguments(tmp
     )
     where = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "n1:20007"]
     assert done.stdout.splitlines() == ["launch", "--config", "tieroff.toml", *where, "train.py", "--name", "two words"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (pip install 'ray[train]')")
+def test_the_ray_example_trains_with_its_shards_below(tmp_path: Path, project: Path) -> None:
+    """Ray brings over half a gigabyte, so it is no dependency of the tests; where it is there, it is the real one."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(project / "examples/ray_train.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(2):
+        explained = (tmp_path / f"explain-{rank}.txt").read_text()
+        assert "(planned)" in explained
+        assert "to nvme" in explained
+        assert "parameter" in explained

@@ -7,12 +7,15 @@ run), and knows one method per action. The same actions on a plain and on a wrap
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
+
+import tieroff
 
 WIDTH = 6
 
@@ -43,15 +46,24 @@ class Small(nn.Module):
         return out
 
 
+def _differs(tensor: torch.Tensor, expected: torch.Tensor) -> int:
+    """1 when a tensor has other values; 0 also when this process is told that it cannot have them."""
+    try:
+        return int(not torch.equal(tensor, expected))
+    except tieroff.StateError:
+        return 0
+
+
 class Person:
     """One side of a program.
 
     Attributes:
-        wrap, unwrap: what a wrapped side does; None on the plain one.
+        wrap: makes the model and its optimizer a wrapped side's, within a budget of the device or the usual one; None on the
+            plain side.
         said: what the last action showed.
     """
 
-    def __init__(self, optimizer: str, wrap: Callable[[Any, Any], Any] | None, unwrap: Callable[[Any], Any] | None) -> None:
+    def __init__(self, optimizer: str, wrap: Callable[[Any, Any, str | None], Any] | None) -> None:
         torch.manual_seed(0)
         self.model = Small()
         self.extra = nn.Parameter(torch.randn(WIDTH))
@@ -59,7 +71,7 @@ class Person:
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW(parameters, 1e-2) if optimizer == "adamw" else torch.optim.SGD(parameters, 1e-2, momentum=0.9)
         )
-        self.wrap, self.unwrap = wrap, unwrap
+        self.wrap = wrap
         self.aliases: list[Any] = []
         self.saved: list[Any] = []
         self.pending: torch.Tensor | None = None
@@ -67,7 +79,7 @@ class Person:
         self.said: Any = None
         self.draws = 0
         if wrap is not None:
-            wrap(self.model, self.optimizer)
+            wrap(self.model, self.optimizer, None)
 
     def act(self, name: str, number: int) -> None:
         """Does one action; `number` says on which parameter, or in which of its ways."""
@@ -90,8 +102,8 @@ class Person:
     def end(self) -> None:
         """The program is over."""
         self.pending = None
-        if self.unwrap is not None:
-            self.unwrap(self.model)
+        if self.wrap is not None:
+            tieroff.unwrap(self.model)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -166,6 +178,41 @@ class Person:
         finally:
             handle.remove()
 
+    def fail_in_update(self, number: int) -> None:
+        def fail(*args: Any) -> None:
+            raise Planned
+
+        self._loss(number).backward()
+        handle = self.optimizer.register_step_pre_hook(fail)
+        try:
+            self.optimizer.step()
+        except Planned:
+            self.said = "failed"
+        finally:
+            handle.remove()
+
+    def step_with_closure(self, number: int) -> None:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self._loss(number)
+            loss.backward()
+            return loss
+
+        self.said = self.optimizer.step(closure)  # type: ignore[arg-type]
+
+    def step_in_saved_hooks(self, number: int) -> None:
+        """What is saved for backward is kept in another type by hooks round the step."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32)):
+            self.step(number)
+
+    def penalty(self, number: int) -> None:
+        """A backward through gradients."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if trained:
+            gradients = torch.autograd.grad(self._loss(number), trained, create_graph=True)
+            self.said = loss = torch.stack([grad.square().sum() for grad in gradients]).sum()
+            loss.backward()
+
     def hook(self, number: int) -> None:
         p = self._parameter(number)
         if self.hooks:
@@ -210,8 +257,10 @@ class Person:
         entries = self.optimizer.state.get(self._parameter(number), {})
         for key, value in entries.items():
             if key != "step" and isinstance(value, torch.Tensor):
-                if number % 2:
+                if number % 3 == 0:
                     value.mul_(0.5)
+                elif number % 3 == 1:
+                    value.data.mul_(0.5)
                 else:
                     value.data = value.data * 0.5
 
@@ -288,9 +337,47 @@ class Person:
         self.said = self.extra
 
     def rewrap(self, number: int) -> None:
-        if self.unwrap is not None and self.wrap is not None:
-            self.unwrap(self.model)
-            self.wrap(self.model, self.optimizer)
+        """`unwrap` and `wrap`, with the same budget or another."""
+        if self.wrap is not None:
+            tieroff.unwrap(self.model)
+            self.wrap(self.model, self.optimizer, (None, "100%", "70%", "min")[number % 4])
+
+    def sleep(self, number: int) -> None:
+        if self.wrap is not None:
+            tieroff.sleep(self.model)
+            if number % 2:
+                tieroff.wake(self.model)
+
+    def replace_layer(self, number: int) -> None:
+        """Another layer in the place of one, and in the optimizer."""
+        if self.pending is None and len(self.optimizer.param_groups) == 1:
+            self.model.second = nn.Linear(2 * WIDTH, WIDTH)
+            self._set_group(list(self.model.parameters()))
+
+    def _set_group(self, parameters: list[nn.Parameter]) -> None:
+        for gone in self.optimizer.state.keys() - set(parameters):
+            del self.optimizer.state[gone]
+        self.optimizer.param_groups[0]["params"] = parameters
+
+    def narrow_group(self, number: int) -> None:
+        """The optimizer leaves the last layer alone, or takes it back."""
+        if len(self.optimizer.param_groups) == 1:
+            parameters = list(self.model.parameters())
+            is_narrow = len(self.optimizer.param_groups[0]["params"]) < len(parameters)
+            self._set_group(parameters if is_narrow else parameters[:-1])
+
+    def fork(self, number: int) -> None:
+        """A child compares all that it can read with the values of the fork."""
+        held = [*self.model.parameters(), *(v for e in self.optimizer.state.values() for v in e.values() if torch.is_tensor(v))]
+        expected = [tensor.detach().clone() for tensor in held]
+        child = os.fork()
+        if child == 0:
+            status = 2
+            try:
+                status = max(map(_differs, held, expected))
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
 
     # -- threads ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import tieroff
 from tests.property.users.programs import ACTIONS, Person
 from tests.support.twins import Setting, equal
 from tieroff.errors import TieroffError
@@ -53,8 +53,11 @@ def run(program: Program) -> None:
     with tempfile.TemporaryDirectory() as folder:
         setting, optimizer, steps, actions = program
         kind = Setting(Path(folder), **SETTINGS[setting])
-        plain = Person(optimizer, None, None)
-        wrapped = Person(optimizer, kind.wrap, tieroff.unwrap)
+
+        def wrap(model: Any, optimizer: Any, device: str | None) -> Any:
+            return replace(kind, device=device or kind.device).wrap(model, optimizer)
+
+        plain, wrapped = Person(optimizer, None), Person(optimizer, wrap)
         try:
             is_whole = compare(plain, wrapped, [("step", 1)] * steps + actions)
         finally:
@@ -131,6 +134,7 @@ FOUND: list[Program] = [
     ("cpu floor", "adamw", 4, [("share", 31), ("step", 54)]),
     ("cpu auto 100", "sgd", 3, [("alias_all", 4), ("step", 20)]),
     ("cpu auto 100", "sgd", 0, [("assign_data", 17), ("evaluate", 0)]),
+    ("cpu auto 100", "adamw", 4, [("replace_layer", 7), ("evaluate", 32), ("step", 6)]),
 ]
 
 

@@ -211,6 +211,7 @@ def test_one_warning_for_many_kinds_of_steps_and_another_for_one_that_needs_more
 
 def test_without_a_tier_below_the_message_says_how_to_have_one(config: dict[str, Any]) -> None:
     config["budget"]["host"] = 0
+    config["nvme"] = {"dirs": []}
     model, said = train(config, "50%")
     tieroff.unwrap(model)
     assert "[nvme] dirs" in str(said[0])

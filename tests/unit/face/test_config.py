@@ -27,7 +27,7 @@ def test_config_defaults_when_nothing_is_given(tmp_path: Path, monkeypatch: pyte
     config = Config.load()
     assert config.device == "auto"
     assert (config.budget.device, config.budget.host, config.budget.nvme) == (None, None, None)
-    assert (config.nvme.dirs, config.nvme.engine) == ((), "auto")
+    assert (config.nvme.dirs, config.nvme.engine) == (None, "auto")
     assert (config.nvme.staging, config.nvme.checksum) == (64 * MIB, "warmup")
     assert (config.plan.policy, config.plan.effort) == ("auto", "fast")
     assert config.plan.cover == ("activations", "parameters", "gradients", "optimizer")

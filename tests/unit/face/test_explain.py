@@ -83,3 +83,13 @@ def test_details_come_after_the_five_lines_on_demand() -> None:
     assert "Bytes per step: device to nvme 4.00 MiB, nvme to device 4.00 MiB." in lines
     assert "nvme holds at most 4.00 MiB of 64.00 MiB." in lines
     assert "Biggest that move: a (4.00 MiB) to nvme." in lines
+
+
+def test_explain_says_what_to_set_where_the_devices_memory_lies_in_pieces() -> None:
+    def lines(reserved_bytes: int, lent_bytes: int) -> list[str]:
+        return explain(Explained(TRACE, PLAN, is_cpu=False, allocator=(reserved_bytes, lent_bytes)))
+
+    assert len(lines(4096 * MIB, 3500 * MIB)) == len(lines(300 * MIB, 100 * MIB)) == len(explain(Explained(TRACE, PLAN))) == 5
+    told = lines(4096 * MIB, 3000 * MIB)[5]
+    assert "expandable_segments:True" in told
+    assert "4.00 GiB" in told and "leave 1.07 GiB" in told

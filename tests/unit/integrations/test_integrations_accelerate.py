@@ -169,6 +169,40 @@ def test_a_loss_scale_does_not_take_the_step_away(is_wrapped: bool, tmp_path: Pa
     assert not torch.equal(model.first.weight, before)
 
 
+def test_wrap_after_prepare_takes_the_prepared_optimizer(tmp_path: Path) -> None:
+    def prepared(accelerator: Accelerator, *objects: Any) -> Any:
+        made = accelerator.prepare(*objects)
+        tieroff.wrap(made[0], made[1], config_on_cpu(tmp_path))
+        assert tieroff.engine(made[0]).optimizer is made[1].optimizer
+        return made
+
+    plain = run(Accelerator(cpu=True, gradient_accumulation_steps=2), lambda a, *objects: a.prepare(*objects), tmp_path)
+    AcceleratorState._reset_state(True)
+    wrapped = run(Accelerator(cpu=True, gradient_accumulation_steps=2), prepared, tmp_path)
+    assert differing(plain, wrapped) == []
+
+
+def test_wrap_after_prepare_with_a_loss_scale_names_the_call_that_works(tmp_path: Path) -> None:
+    model = Net()
+    scaler: Any = torch.amp.GradScaler("cpu")
+    Accelerator(cpu=True)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), 0.1), scaler=scaler)
+    with pytest.raises(StateError, match=r"write tieroff\.integrations\.accelerate\.prepare\(accelerator, \.\.\.\)"):
+        tieroff.wrap(model, optimizer, config_on_cpu(tmp_path))
+    assert tieroff.api.engine_of(model) is None
+
+
+def test_prepare_takes_a_budget_as_wrap_does(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match='write "50%"'):
+        prepare(accelerator, model, optimizer, config=config_on_cpu(tmp_path), budget="50")
+    prepare(accelerator, model, optimizer, config=config_on_cpu(tmp_path), budget="70%")
+    asked = tieroff.engine(model).settings.device_budget
+    assert asked is not None and asked.share == 0.7
+
+
 def test_objects_without_one_model_and_one_optimizer_are_refused(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = Net()

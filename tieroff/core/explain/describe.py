@@ -16,6 +16,8 @@ _BIGGEST = 5
 _TIERS = tuple(Tier)
 _NAMED = 3
 STALLED_SHARE = 0.05  # share of a step spent in stalls from which on a hint is given
+# From which share of the device memory that was taken, and from which size on, what lies unused in pieces is worth a hint.
+FRAGMENTED_SHARE, FRAGMENTED_BYTES_MIN = 0.2, 256 << 20
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
@@ -33,6 +35,8 @@ class Explained:
         is_cpu: device and host are one memory, so user code computes the same on tensors in lower tiers.
         compute_type: the type that parameters and inputs are cast to, or "" without a cast.
         may_update_in_backward: the optimizer could be stepped in backward but is not, and user code used no gradients.
+        allocator: of an accelerator: the most bytes that PyTorch's allocator took of the device, and the most that tensors had
+            of them; None on the CPU.
     """
 
     trace: Trace
@@ -42,16 +46,21 @@ class Explained:
     is_cpu: bool = True
     compute_type: str = ""
     may_update_in_backward: bool = False
+    allocator: tuple[int, int] | None = None
 
 
 def explain(step: Explained, *, detail: bool = False) -> list[str]:
     """Returns five lines: what fits, what moved and where, what it costs, exactness, and what did not move.
+
+    Where the device's memory lies in pieces, a sixth line says what to set.
 
     Args:
         step: the step.
         detail: adds the lines of `describe`.
     """
     lines = [fit(step.trace, step.plan), _moved(step.trace, step.plan), _cost(step), exactness(step), _left_alone(step)]
+    if step.allocator is not None:
+        lines += fragmentation(*step.allocator)
     if detail:
         lines += describe(step.trace, step.plan)
         lines.append("Tensors saved outside the model's forward (by a loss, say) are counted, not moved; tieroff.scope does.")
@@ -169,6 +178,18 @@ def _left_alone(step: Explained) -> str:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         reasons.append(f"{reason}: {', '.join(names[:_NAMED])}{more}")
     return f"Left alone: {'; '.join(reasons) or 'nothing that could move'}."
+
+
+def fragmentation(reserved_bytes: int, lent_bytes: int) -> list[str]:
+    """Returns a line where the allocator has taken far more of the device than tensors ever had of it, else none."""
+    unused_bytes = reserved_bytes - lent_bytes
+    if unused_bytes < max(FRAGMENTED_SHARE * reserved_bytes, FRAGMENTED_BYTES_MIN):
+        return []
+    return [
+        f"Fragmentation: PyTorch's allocator took {format_bytes(reserved_bytes)} of the device, of which tensors had at most "
+        f"{format_bytes(lent_bytes)} at a time: start with PYTORCH_ALLOC_CONF=expandable_segments:True where the device has "
+        f"that, or leave {format_bytes(unused_bytes)} of it out of [budget] device."
+    ]
 
 
 def _time(ns: int) -> str:

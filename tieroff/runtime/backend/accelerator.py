@@ -8,7 +8,20 @@ compute stream's work so far (its source is being written, or its target's memor
 makes the compute stream wait for the copy: whoever frees the device's side afterwards gives its memory to work that comes later
 on that stream, so no `record_stream` is needed. The host does not wait, so the other side, pinned memory, stays taken until
 the copy's event is over: the block knows of the copy (`Place.note`), and its store gives it to nobody else before. The compute
-stream is that of the model's device, whichever device is the current one, in the thread that asks.
+stream is that of the model's device, whichever device is the current one, in the thread that asks; of several, see [Note:
+several streams] in compute.py.
+
+[Note: how far the host is ahead] The host issues a step's work faster than the device does it. It may be a number of stamps
+ahead (two per op, two per wait), which is more than any pause of the host lasts and less than its queue of kernels holds. So
+what is under way at once is bounded: events, blocks of pinned memory that wait for their last copy, and the time that
+somebody who stops the program waits. The device's memory does not depend on it, since that is given out in the order of issue.
+
+[Note: other streams than compute's]
+FSDP2 gathers and reduces on streams of its own, and calls the engine under them. The engine works as ever under compute's
+(`computing`), the one that was current when the step began, so that all its memory is that stream's in the allocator. What it
+fetched for an all-gather is ready for the stream that copies it once the fetch is over, without waiting for compute
+(`Completion.wait` under that stream), and is kept until compute itself is behind the all-gather. A reduced gradient is copied
+by the stream that reduced it, into compute's memory; only copies out wait for it (`wrote_elsewhere`), so backward goes on.
 
 Where an I/O engine takes device memory itself, no stream knows of its transfers. So the host waits at both ends: a thread
 waits for the event behind compute's work so far before it hands the memory to the engine, and `wait` returns when the
@@ -17,10 +30,12 @@ engine has ended, before anything that comes later is issued to the compute stre
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
@@ -29,21 +44,25 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.errors import StoreError
+from tieroff.runtime.backend.compute import ComputeStreams, entry_of
 from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.staging.staging import Staging, pinned
-from tieroff.runtime.backend.stamp import Anchor, EventStamp, Stamp
+from tieroff.runtime.backend.stamp import Anchor, Events, EventStamp, Stamp
 from tieroff.runtime.backend.vendor import vendor_of
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines.base import Engine, Mover
 
 log = logging.getLogger("tieroff")
 
+STAMPS_AHEAD_MAX = 512
+"""By how many stamps the host may be ahead of the device."""
+
 
 class _StreamCopy:
     """A copy between device and pinned memory, complete when its event is."""
 
-    def __init__(self, begun: EventStamp, ended: EventStamp, device: torch.device, keep: tuple[object, ...]) -> None:
-        self._begun, self._ended, self._device = begun, ended, device
+    def __init__(self, begun: EventStamp, ended: EventStamp, compute: ComputeStreams, keep: tuple[object, ...]) -> None:
+        self._begun, self._ended, self._compute = begun, ended, compute
         self._keep: tuple[object, ...] = keep
 
     @property
@@ -60,8 +79,8 @@ class _StreamCopy:
         return bool(self._ended.event.query())
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Orders the device's compute stream behind the copy; the host goes on."""
-        torch.accelerator.current_stream(self._device).wait_event(self._ended.event)
+        """Orders the device's compute behind the copy; the host goes on."""
+        self._compute.wait_event(self._ended.event)
         self._keep = ()
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
@@ -152,10 +171,19 @@ class AcceleratorBackend:
         self.slabs = self._vendor.slabs(device)
         self.has_host_tier = not self._vendor.is_integrated(device)
         self._out, self._in = torch.Stream(device), torch.Stream(device)
-        self._anchor = Anchor.now(torch.accelerator.current_stream(device))
+        self._compute, self._events = ComputeStreams(device), Events(device)
+        self._anchor = Anchor(self._events, self._compute.current())
+        self._ahead: deque[EventStamp] = deque()
+        self._joined: torch.Stream | None = None
+        self._written: list[torch.Event] = []  # by other streams; see [Note: other streams than compute's]
         self._staging: Staging | None = None
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
+
+    @property
+    def copies_near(self) -> bool:
+        """False: the device's streams copy."""
+        return False
 
     def use_staging(self, size_bytes: int) -> None:
         """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
@@ -174,7 +202,7 @@ class AcceleratorBackend:
         return hollow
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
-        ready = self._ready()
+        ready = self._all_written()
         if place.address is not None:
             copy = self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
             place.note(copy)
@@ -198,10 +226,55 @@ class AcceleratorBackend:
         return place.read(target.data_ptr(), target, self._mover(target, ready))
 
     def begin_step(self) -> None:
-        self._anchor = Anchor.now(torch.accelerator.current_stream(self.device))
+        self._compute.begin_step()
+        self._anchor = Anchor(self._events, self._compute.current(), self._anchor)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        if self._compute.has(torch.accelerator.current_stream(self.device)):
+            yield
+            return
+        with entry_of(self._compute.first):
+            yield
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        current = torch.accelerator.current_stream(self.device)
+        if self._compute.has(current):
+            yield
+            return
+        self._compute.lead(current)
+        try:
+            yield
+        finally:
+            self._compute.follow(current.record_event())
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.computing():
+            copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        current = torch.accelerator.current_stream(self.device)
+        if not self._compute.has(current):
+            self._compute.lead(current)  # the copy's memory was in use until there
+            # Of several reductions (HSDP) the first one's stream has allocated it, and the last one's reads it here.
+            tensor.record_stream(current)
+        with torch.no_grad():
+            copy.copy_(tensor)
+        return copy
+
+    def wrote_elsewhere(self) -> None:
+        current = torch.accelerator.current_stream(self.device)
+        if not self._compute.has(current):
+            self._written.append(current.record_event())
 
     def stamp(self) -> Stamp | None:
-        return EventStamp(torch.accelerator.current_stream(self.device), self._anchor)
+        stamp = self._anchor.stamp(self._compute.current())
+        self._ahead.append(stamp)
+        if len(self._ahead) > STAMPS_AHEAD_MAX:
+            self._ahead.popleft().event.synchronize()  # see [Note: how far the host is ahead]
+        return stamp
+
+    def order_frees(self) -> None:
+        self._compute.join()
 
     def flush(self) -> None:
         self._out.synchronize()
@@ -215,6 +288,10 @@ class AcceleratorBackend:
     def return_freed(self) -> None:
         """Nothing to return: the budget is about the device's memory."""
 
+    def allocated_most(self) -> tuple[int, int]:
+        memory = torch.accelerator
+        return memory.max_memory_reserved(self.device), memory.max_memory_allocated(self.device)
+
     def gave(self, device: torch.Tensor) -> bool:
         return True
 
@@ -227,17 +304,32 @@ class AcceleratorBackend:
 
     def _ready(self) -> torch.Event:
         """Returns an event behind everything that compute has been given so far."""
-        event = torch.Event(self.device, blocking=True)  # a thread of the host that waits for it sleeps
-        event.record(torch.accelerator.current_stream(self.device))
+        self._compute.join()
+        event = torch.Event(self.device, enable_timing=False)
+        event.record(self._compute.current())
         return event
+
+    def _all_written(self) -> torch.Event:
+        """Returns an event behind that, and behind what other streams wrote."""
+        ready = self._ready()
+        self._written = [event for event in self._written if not event.query()]
+        if not self._written:
+            return ready
+        if self._joined is None:
+            self._joined = torch.Stream(self.device)
+        for event in (ready, *self._written):
+            self._joined.wait_event(event)
+        joined = torch.Event(self.device, blocking=True)
+        joined.record(self._joined)
+        return joined
 
     def _on_stream(self, stream: torch.Stream, ready: torch.Event, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
         stream.wait_event(ready)
-        with stream, torch.no_grad():
-            begun = EventStamp(stream, self._anchor)
+        with entry_of(stream), torch.no_grad():
+            begun = self._anchor.stamp(stream)
             target.copy_(source, non_blocking=True)
-            ended = EventStamp(stream, self._anchor)
-        return _StreamCopy(begun, ended, self.device, (target, source))
+            ended = self._anchor.stamp(stream)
+        return _StreamCopy(begun, ended, self._compute, (target, source))
 
     def _mover(self, tensor: torch.Tensor, ready: torch.Event) -> Callable[[Engine], Mover]:
         if self._staging is None:

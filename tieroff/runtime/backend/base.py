@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ class Backend(Protocol):
         name: for people.
         device: where it computes.
         slabs: makes host memory that its copies reach.
+        copies_near: near places are copied to and from at once, by the thread that asks; see `Place.is_near`.
         has_host_tier: False where the device's memory is the host's, so that moving to host memory would gain nothing.
     """
 
@@ -30,6 +32,9 @@ class Backend(Protocol):
     device: torch.device
     slabs: Slabs
     has_host_tier: bool
+
+    @property
+    def copies_near(self) -> bool: ...
 
     def use_staging(self, size_bytes: int) -> None:
         """Makes the host memory through which bytes pass on their way to files; 0 makes none."""
@@ -53,8 +58,26 @@ class Backend(Protocol):
     def begin_step(self) -> None:
         """A step begins: its stamps count from here."""
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, work is given to compute's stream, whichever stream others (FSDP2's hooks) are called under."""
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Inside, the caller's stream works on what compute has made so far; what compute does afterwards comes after that."""
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy that the caller's stream makes, in memory that is compute's from there on, as all that items have."""
+
+    def wrote_elsewhere(self) -> None:
+        """The caller's stream wrote memory of items: copies out that begin later come after that."""
+
     def stamp(self) -> Stamp | None:
-        """Returns a stamp behind what compute was given so far; None where the host's clock is the device's."""
+        """Returns a stamp behind what compute was given so far; None where the host's clock is the device's.
+
+        Blocks the host while the device is too far behind it.
+        """
+
+    def order_frees(self) -> None:
+        """Device memory is about to be freed: its next user comes behind all that compute was given so far."""
 
     def flush(self) -> None:
         """Blocks the host until the bytes of all copies that were waited for may be read by anybody on the host."""
@@ -67,6 +90,9 @@ class Backend(Protocol):
 
     def return_freed(self) -> None:
         """Has memory leave the process that was freed and is kept by nobody's wish, as after planning."""
+
+    def allocated_most(self) -> tuple[int, int] | None:
+        """Returns the most bytes that PyTorch's allocator took of the device, and that tensors had; None on the host."""
 
     def gave(self, device: torch.Tensor) -> bool:
         """True for memory to which that limit applies."""

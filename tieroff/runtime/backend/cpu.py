@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -62,6 +63,12 @@ class CpuBackend:
         self._others_bytes = self._pool.in_use_bytes if self._pool is not None else 0
         settle_vector_math()
 
+    @property
+    def copies_near(self) -> bool:
+        """True where copies are those of this class; one whose copies are late, say, makes all of them itself."""
+        kind = type(self)
+        return (kind.empty, kind.copy_out, kind.copy_in) == (CpuBackend.empty, CpuBackend.copy_out, CpuBackend.copy_in)
+
     def empty(self, size_bytes: int) -> torch.Tensor:
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -85,9 +92,26 @@ class CpuBackend:
     def begin_step(self) -> None:
         """Nothing to note."""
 
+    def computing(self) -> AbstractContextManager[None]:
+        """There are no streams."""
+        return nullcontext()
+
+    def lending(self) -> AbstractContextManager[None]:
+        """There are no streams."""
+        return nullcontext()
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def wrote_elsewhere(self) -> None:
+        """There are no streams."""
+
     def stamp(self) -> Stamp | None:
         """None: this is the host."""
         return None
+
+    def order_frees(self) -> None:
+        """Nothing to order: work ends before the next call."""
 
     def flush(self) -> None:
         """Nothing more to wait for: copies end on the host."""
@@ -111,6 +135,9 @@ class CpuBackend:
         libc = _libc()
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
+
+    def allocated_most(self) -> None:
+        """None: the C library's allocator does not say."""
 
     def gave(self, device: torch.Tensor) -> bool:
         return self._pool is not None and self._pool.owns(device.data_ptr())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from tieroff.core.tensor import Tier
-from tieroff.storage.completion import Completion
+from tieroff.storage.completion import Completion, Timed
 from tieroff.storage.engines.gds import GdsEngine
-from tieroff.storage.host.pool import HostHome, HostStore
+from tieroff.storage.host.pool import COPIED_AT_ONCE_BYTES, HostHome, HostStore
 from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.store import Block, By, Home, Store
 
@@ -17,6 +17,8 @@ class Place(Protocol):
 
     tier: Tier
     size_bytes: int
+    is_near: bool
+    """In host memory, and so small that `put` and `get` copy before they return."""
 
     @property
     def address(self) -> int | None:
@@ -34,6 +36,12 @@ class Place(Protocol):
 
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts a copy of `size_bytes` to memory."""
+
+    def put(self, source_address: int, keep: object) -> Timed:
+        """Copies `size_bytes` from memory to a near place; see `HostStore.put` for what it returns."""
+
+    def get(self, target_address: int, keep: object) -> Timed:
+        """Copies `size_bytes` of a near place to memory."""
 
     def note(self, copy: Completion) -> None:
         """A copy that the store does not make itself uses the room until it is over."""
@@ -55,6 +63,8 @@ class BlockPlace:
         self.takes_device_memory = _takes_device_memory(store)
         self._store = store
         self._block: Block | None = store.allocate(size_bytes)
+        self._near = store if isinstance(store, HostStore) else None
+        self.is_near = self._near is not None and size_bytes <= COPIED_AT_ONCE_BYTES
 
     @property
     def address(self) -> int | None:
@@ -72,6 +82,14 @@ class BlockPlace:
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         assert self._block is not None
         return self._store.read(self._block, target_address, keep, by)
+
+    def put(self, source_address: int, keep: object) -> Timed:
+        assert self._near is not None and self._block is not None
+        return self._near.put(self._block, source_address, keep)
+
+    def get(self, target_address: int, keep: object) -> Timed:
+        assert self._near is not None and self._block is not None
+        return self._near.get(self._block, target_address, keep)
 
     def note(self, copy: Completion) -> None:
         assert self._block is not None
@@ -91,6 +109,7 @@ class HomePlace:
         self.size_bytes = size_bytes
         self.takes_device_memory = _takes_device_memory(store)
         self.home: Home = store.home(size_bytes)
+        self.is_near = isinstance(store, HostStore) and size_bytes <= COPIED_AT_ONCE_BYTES
 
     @property
     def address(self) -> int | None:
@@ -105,6 +124,14 @@ class HomePlace:
 
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         return self.home.read(target_address, keep, by)
+
+    def put(self, source_address: int, keep: object) -> Timed:
+        assert isinstance(self.home, HostHome)
+        return self.home.store.put(self.home.block, source_address, (self.home, keep))
+
+    def get(self, target_address: int, keep: object) -> Timed:
+        assert isinstance(self.home, HostHome)
+        return self.home.store.get(self.home.block, target_address, (self.home, keep))
 
     def note(self, copy: Completion) -> None:
         self.home.note(copy)

@@ -7,7 +7,6 @@ stream; what it says can be read once the device has come by, and is asked for a
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,34 +29,97 @@ def ns_of(when: Time) -> int:
     return when if isinstance(when, int) else when.ns()
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """What a step's device times are counted from: an event, and the host's time when it was recorded."""
+class Events:
+    """Timing events of one device, used again and again: a step in which nobody reads the time makes none.
 
-    event: torch.Event
-    host_ns: int
+    What waits for an event waits for the work before its last record at that moment, so an event may be recorded again as soon
+    as nobody means to ask for the earlier one.
+    """
 
-    @classmethod
-    def now(cls, stream: torch.Stream) -> Anchor:
-        """Returns an anchor at this point of a stream's work."""
-        event = torch.Event(stream.device, enable_timing=True)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Event] = []
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """Returns an event behind what a stream was given so far."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.Event(self._device, enable_timing=True)
         event.record(stream)
-        return cls(event, time.monotonic_ns())
+        return event
+
+    def give(self, event: torch.Event) -> None:
+        """Nobody asks for this event any more."""
+        self._free.append(event)
 
 
-class EventStamp:
+class _Recorded:
+    """An event that goes back with its last reference, in whichever thread that ends."""
+
+    __slots__ = ("_events", "event")
+
+    def __init__(self, events: Events, stream: torch.Stream) -> None:
+        self._events = events
+        self.event = events.record(stream)
+
+    def __del__(self) -> None:
+        if hasattr(self, "event"):
+            self._events.give(self.event)
+
+
+class Anchor(_Recorded):
+    """What a step's device times are counted from.
+
+    [Note: two clocks] Events tell the time between them, and with milliseconds as single-precision numbers they tell it well
+    only over seconds. So each step counts from an event of its own, whose place on the host's clock follows from the step
+    before. The two clocks drift apart; but the device came by no earlier than the event was recorded and no later than it was
+    seen to be over, which brings them together again wherever the device waits for the host or the host for the device.
+
+    Args:
+        before: the anchor of the step before; None: the device does nothing, so that it comes by at once.
+    """
+
+    __slots__ = ("_before", "_host_ns", "_recorded_ns")
+
+    def __init__(self, events: Events, stream: torch.Stream, before: Anchor | None = None) -> None:
+        super().__init__(events, stream)
+        self._recorded_ns = time.monotonic_ns()
+        self._before = before
+        self._host_ns = 0
+        if before is None:
+            self.event.synchronize()
+            self._host_ns = time.monotonic_ns()
+        elif before.event.query():
+            before.ns()  # or nobody's reading would let the chain grow
+
+    def ns(self) -> int:
+        """Returns when the device came by, on the host's monotonic clock; waits for it."""
+        before = self._before
+        if before is not None:
+            self.event.synchronize()
+            follows_ns = before.ns() + round(before.event.elapsed_time(self.event) * _NS_PER_MS)
+            self._host_ns = min(max(follows_ns, self._recorded_ns), time.monotonic_ns())
+            self._before = None
+        return self._host_ns
+
+    def stamp(self, stream: torch.Stream) -> EventStamp:
+        """Returns a stamp behind what a stream was given so far, counted from here."""
+        return EventStamp(self._events, stream, self)
+
+
+class EventStamp(_Recorded):
     """A timing event on a stream."""
 
-    __slots__ = ("_anchor", "_ns", "event")
+    __slots__ = ("_anchor", "_ns")
 
-    def __init__(self, stream: torch.Stream, anchor: Anchor) -> None:
-        self.event = torch.Event(stream.device, enable_timing=True)
-        self.event.record(stream)
+    def __init__(self, events: Events, stream: torch.Stream, anchor: Anchor) -> None:
+        super().__init__(events, stream)
         self._anchor = anchor
         self._ns = 0
 
     def ns(self) -> int:
         if not self._ns:
             self.event.synchronize()
-            self._ns = self._anchor.host_ns + round(self._anchor.event.elapsed_time(self.event) * _NS_PER_MS)
+            self._ns = self._anchor.ns() + round(self._anchor.event.elapsed_time(self.event) * _NS_PER_MS)
         return self._ns

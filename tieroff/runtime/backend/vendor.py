@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from tieroff.errors import StoreError
 from tieroff.storage.host.slabs import RegisteredSlabs, Slab, Slabs
 from tieroff.storage.memory import PAGE_BYTES, align_up
+
+log = logging.getLogger("tieroff")
 
 
 class Vendor(Protocol):
@@ -32,12 +36,18 @@ class TorchSlab:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = align_up(size_bytes, PAGE_BYTES)
-        try:
-            self._memory = torch.empty(self.size_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            message = f"expected to pin {size_bytes} bytes of host memory, PyTorch refused: {error}"
-            raise StoreError(message, size_bytes=size_bytes, errno=errno.ENOMEM) from error
+        self._memory = _pinned_by_torch(self.size_bytes)
+        if self._memory.data_ptr() % PAGE_BYTES:  # asked for second: a page more may take twice as much
+            self._memory = _pinned_by_torch(self.size_bytes + PAGE_BYTES)
         self.address = align_up(self._memory.data_ptr(), PAGE_BYTES)
+
+
+def _pinned_by_torch(size_bytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        message = f"expected to pin {size_bytes} bytes of host memory, PyTorch refused: {error}"
+        raise StoreError(message, size_bytes=size_bytes, errno=errno.ENOMEM) from error
 
 
 class TorchSlabs:
@@ -70,7 +80,7 @@ class Cuda:
     """NVIDIA's devices, and AMD's, whose runtime has the same calls under PyTorch's names."""
 
     def slabs(self, device: torch.device) -> Slabs:
-        return RegisteredSlabs(_register, _unregister)
+        return RegisteredSlabs(partial(_register, device), partial(_unregister, device))
 
     def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
         forbid_access(storage, message)
@@ -82,17 +92,29 @@ class Cuda:
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
-def _register(address: int, size_bytes: int) -> None:
+def _register(device: torch.device, address: int, size_bytes: int) -> None:
     code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
     if code:
-        clear: Any = getattr(torch.cuda.cudart(), "cudaGetLastError", None)
-        if clear is not None:
-            clear()  # or the next kernel launch would report it
+        _take_error(device)
         raise refused(size_bytes, "cudaHostRegister", code)
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(device: torch.device, address: int) -> None:
+    code = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if code:
+        _take_error(device)
+        log.warning("cudaHostUnregister returned %d: memory of the host stays pinned until the process ends", code)
+
+
+def _take_error(device: torch.device) -> None:
+    """Takes the error that a refused call leaves behind, which the next kernel would report: this one does.
+
+    PyTorch has no call that does so.
+    """
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        log.debug("left behind by a refused call: %s", error)
 
 
 def refused(size_bytes: int, call: str, code: int) -> StoreError:
@@ -106,13 +128,19 @@ def refused(size_bytes: int, call: str, code: int) -> StoreError:
 
 
 def forbid_access(storage: torch.UntypedStorage, message: str) -> None:
-    """Has every access of a storage's memory raise, by what PyTorch's CUDA graphs use; other builds do not have it.
+    """Has every access of a storage's memory raise, by what PyTorch's CUDA graphs use.
 
-    There a kernel that gets such a storage works at address 0, which is an error of the device.
+    Builds without CUDA do not have it. There an address that is asked for and a write raise, with a message of PyTorch's own; a
+    read by a kernel that got the tensor past every Python function, where its class would have brought the bytes up,
+    works at address 0, which is an error of the device.
     """
     forbid: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     if forbid is not None:
         forbid(storage._cdata, message)
+        return
+    forbid_write: Callable[[torch.Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+    if forbid_write is not None:
+        forbid_write(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
 
 _VENDORS: dict[str, Vendor] = {"cuda": Cuda()}

@@ -30,12 +30,15 @@ class LiveActivations:
 
     Objects that stand for them die in any thread, also where an item is moved just now, so their items end at the next tick.
     What hears of a death is `deque.append`: it needs no lock, and is no line of Python that an exception could interrupt.
+
+    Attributes:
+        dead: references to what died since the last `drain`.
     """
 
     def __init__(self, state: StepState, traffic: Traffic, runner: PlanRunner, on_demand: OnDemand) -> None:
         self._state, self._traffic, self._runner, self._on_demand = state, traffic, runner, on_demand
         self._items: dict[int, ActivationItem] = {}
-        self._dead: deque[weakref.ref[object]] = deque()
+        self.dead: deque[weakref.ref[object]] = deque()
 
     def __iter__(self) -> Iterator[ActivationItem]:
         return iter(list(self._items.values()))
@@ -46,26 +49,26 @@ class LiveActivations:
 
     def watch(self, packed: object, item: ActivationItem) -> None:
         """Autograd gets an object that stands for an item; its death is noticed."""
-        watched = _Watched(packed, self._dead.append)
+        watched = _Watched(packed, self.dead.append)
         watched.item = item
         item.packs.add(watched)
 
     def drain(self) -> None:
         """Ends the items that no graph can ask for any more."""
-        while self._dead:
-            watched = self._dead[0]  # it stays until it is dealt with: an interrupted `drain` is gone through again
+        while self.dead:
+            watched = self.dead[0]  # it stays until it is dealt with: an interrupted `drain` is gone through again
             assert isinstance(watched, _Watched)
             watched.item.packs.discard(watched)
             if not watched.item.packs and id(watched.item) in self._items:
                 self._end(watched.item)
-            self._dead.popleft()
+            self.dead.popleft()
 
     def _end(self, item: ActivationItem) -> None:
         self._items.pop(id(item), None)
         self._on_demand.forget(item)
         self._state.record.died(item.key)
         self._runner.unassign(item)
-        self._traffic.end(item)
+        self._traffic.retire(item)
 
     def end_unused(self) -> None:
         """Ends items that no graph got, since an exception came first."""

@@ -7,10 +7,10 @@ from tieroff.runtime.items.homes import HomeItem
 
 
 class AfterBackward:
-    """Makes parameters and gradients safe for user code.
+    """Makes parameters, gradients and optimizer state safe for user code.
 
     User code may write them in ways that no version shows. So a moved one lies below from here on, where writes count, or it
-    stays on the device for the update and counts as written.
+    stays on the device for the update and counts as written. State that was brought up ahead of the update does the latter.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -31,6 +31,11 @@ class AfterBackward:
         for item in context.homes.parameters.values():
             if item.device is not None and (item.is_lifted or is_last) and self._leaves(item):
                 item.leave(context.traffic)
+        for state in context.homes.states.values():
+            if state.device is not None and not state.is_lifted and state.is_shown_below:
+                state.refresh(context.traffic)
+                state.lift(context.traffic)
+                state.touch(context.traffic)
 
     def _leaves(self, item: HomeItem) -> bool:
         runner = self._context.runner

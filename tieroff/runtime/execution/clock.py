@@ -20,6 +20,8 @@ from tieroff.runtime.step.mode import Mode
 
 log = logging.getLogger("tieroff")
 
+_now_ns = time.monotonic_ns
+
 
 class AtBackwardEnd(Protocol):
     """What acts when a backward ends, before user code runs again."""
@@ -33,30 +35,32 @@ class StepTimes:
 
     Attributes:
         host_starts_ns, host_stops_ns: by the host's clock: where the device is another one, when its work was issued.
+        is_by_host: the device is the host.
     """
 
     def __init__(self, begun: Stamp | None) -> None:
         self.host_starts_ns: list[int] = []
         self.host_stops_ns: list[int] = []
+        self.is_by_host = begun is None
         self.begun: Time = begun if begun is not None else time.monotonic_ns()
         self._starts: list[Stamp] = []
         self._stops: list[Stamp] = []
 
     def start(self, stamp: Stamp | None) -> None:
         """An op begins."""
-        self.host_starts_ns.append(time.monotonic_ns())
+        self.host_starts_ns.append(_now_ns())
         if stamp is not None:
             self._starts.append(stamp)
 
     def start_again(self, stamp: Stamp | None) -> None:
         """The running op begins here."""
-        self.host_starts_ns[-1] = time.monotonic_ns()
+        self.host_starts_ns[-1] = _now_ns()
         if stamp is not None:
             self._starts[-1] = stamp
 
     def stop(self, stamp: Stamp | None) -> None:
         """The running op ends."""
-        self.host_stops_ns.append(time.monotonic_ns())
+        self.host_stops_ns.append(_now_ns())
         if stamp is not None:
             self._stops.append(stamp)
 
@@ -118,16 +122,27 @@ class Clock:
         if mode is Mode.IDLE or mode is Mode.PASS:
             return
         with state.lock:
-            self.pause()
+            times = self.times
+            is_by_host = times.is_by_host
+            if len(times.host_stops_ns) < len(times.host_starts_ns):
+                if is_by_host:
+                    times.host_stops_ns.append(_now_ns())
+                else:
+                    times.stop(self._stamp())
             if mode is Mode.PLANNED:
                 self._runner.measure()  # before what died in the op that ends is given back
-            self._activations.drain()
-            self._on_demand.tick()
-            if mode is not Mode.PLANNED:
+                if self._activations.dead:
+                    self._activations.drain()
+                if not self._runner.advance(key):
+                    self.diverge(name)
+            else:
+                self._activations.drain()
+                self._on_demand.tick()
                 state.record.event(key, name, phase)
-            elif not self._runner.advance(key):
-                self.diverge(name)
-            self.times.start(self._stamp())
+            if is_by_host:
+                times.host_starts_ns.append(_now_ns())
+            else:
+                times.start(self._stamp())
 
     def pause(self) -> None:
         """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""
@@ -136,8 +151,9 @@ class Clock:
 
     def resume(self) -> None:
         """Compute of the running op begins here."""
-        if self.times.is_running:
-            self.times.start_again(self._stamp())
+        times = self.times
+        if len(times.host_stops_ns) < len(times.host_starts_ns):
+            times.start_again(self._stamp())
 
     def diverge(self, name: Callable[[], str]) -> None:
         """The step is another one than was planned: it goes on without its plan."""

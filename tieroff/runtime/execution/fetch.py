@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 
 import torch
 
@@ -10,7 +11,7 @@ from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import Event, State
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
 from tieroff.runtime.step.mode import Mode
 
@@ -21,17 +22,21 @@ class ParameterFetch:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self._written: frozenset[Hashable] = frozenset()
+        self._written_by_plan: frozenset[Hashable] = frozenset()
 
     def begin(self, kind: StepKind) -> None:
         """A step of this kind begins."""
         self._written = kind.recorded.written if kind.recorded is not None else frozenset()
+        self._written_by_plan = kind.stage.recorded.written if isinstance(kind.stage, Planned) else self._written
 
     def home(self, item: ParameterItem) -> torch.Tensor:
         """Lifts the home itself to the device, and returns it."""
         context = self._context
         context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
+        if context.state.mode is Mode.PLANNED and not torch.is_inference_mode_enabled():
+            return self._home_by_plan(item)
         with context.state.lock, torch.inference_mode(False):
-            item.refresh(context.traffic)
+            self._refresh(item)
             item.lift(context.traffic)
             item.may_be_written = self._may_be_written(item)
             context.state.record.bind(item)
@@ -41,6 +46,17 @@ class ParameterFetch:
             else:
                 context.on_demand.forget_read(item)  # the plan says when it leaves
             context.on_demand.used(item.key)
+            context.clock.resume()
+            return item.living
+
+    def _home_by_plan(self, item: ParameterItem) -> torch.Tensor:
+        """The same in a step that follows its plan, which says when it leaves; as a rule it is there."""
+        context = self._context
+        with context.state.lock:
+            item.refresh(context.traffic)
+            item.lift(context.traffic)
+            item.may_be_written = item.key in self._written_by_plan
+            context.on_demand.forget_read(item)
             context.clock.resume()
             return item.living
 
@@ -81,10 +97,10 @@ class ParameterFetch:
 
     def _valid(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
-        with context.state.lock, torch.inference_mode(False):
+        with context.state.lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             if item.device is None and item.place is None:  # given back while a graph still needs it
                 return item.living.detach()
-            item.refresh(context.traffic)
+            self._refresh(item)
             if item.stays_below:
                 item.lift(context.traffic)  # drops what was fetched
             if item.is_lifted or (item.state is State.LOWER and item.stays_below):
@@ -98,6 +114,13 @@ class ParameterFetch:
                 context.on_demand.keep_read(item)
             context.clock.resume()
             return item.valid_value
+
+    def _refresh(self, item: ParameterItem) -> None:
+        """What was written since the last copy counts, also through `.data` while a copy of it was brought up ahead."""
+        item.refresh(self._context.traffic)
+        is_copy = item.state in (State.BOTH, State.ARRIVING) and not item.is_lifted and item.is_shown_below
+        if is_copy and self._may_be_written(item):
+            self._context.traffic.send(item, Event.DROP)
 
     def _may_be_written(self, item: ParameterItem) -> bool:
         """True when the step may write this parameter through `.data`, which no version shows.

@@ -26,7 +26,7 @@ from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned, Unplanned
 from tieroff.runtime.step.mode import Mode
@@ -86,8 +86,9 @@ class OnDemand:
 
     def forget_read(self, item: HomeItem) -> None:
         """Somebody else decides when it leaves."""
-        self._strays.pop(id(item), None)
-        if item in self._read:
+        if self._strays:
+            self._strays.pop(id(item), None)
+        if self._read and item in self._read:
             self._read.remove(item)
 
     def release_read(self, item: ParameterItem) -> None:
@@ -99,6 +100,8 @@ class OnDemand:
 
     def claim(self, *items: Item) -> None:
         """These are used now: their user decides when they leave."""
+        if not self._kept and not self._strays:
+            return
         for item in items:
             self._kept.pop(id(item), None)
             self._strays.pop(id(item), None)
@@ -238,7 +241,7 @@ class OnDemand:
             self._make_room(item.size_bytes, kept)
             if traffic.device_bytes + item.size_bytes > self.room_bytes:
                 return
-            traffic.send(item, Event.FETCH)
+            traffic.fetch(item)
             self._keep_last(item)
 
     def _keep_last(self, item: Item) -> None:

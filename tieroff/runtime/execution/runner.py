@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 
-from tieroff.core.plan import Transfer
-from tieroff.core.schedule import Tick
-from tieroff.core.tensor import Tier
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned
 from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.program import Actions, Program
 
 
 class PlanRunner:
-    """Does at each tick what the schedule of the plan says, with the items that its tensors are in this step.
+    """Does at each tick what the program of the plan says, with the items that its tensors are in this step.
 
     [Note: copies out before their tensor is known]
     A plan may have a tensor copied out from the end of the op that makes it. The engine gets it later: a saved tensor when
@@ -34,15 +32,27 @@ class PlanRunner:
     def __init__(self, state: StepState, traffic: Traffic) -> None:
         self._state, self._traffic = state, traffic
         self.planned: Planned | None = None
+        self._keys: tuple[Hashable, ...] = ()
+        self._program: Program = ()
+        self._births: tuple[int, ...] = ()
+        self._transients: tuple[int, ...] = ()
         self._items: list[Item | None] = []  # by index in the trace
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
+
+    def follows(self, planned: Planned | None) -> bool:
+        """True when the step that ran last had the same decisions."""
+        return self.planned is not None and planned is not None and self.planned.executable is planned.executable
 
     def begin(self, planned: Planned | None) -> None:
         """A step begins; it runs as planned, or has no plan."""
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.planned, self._late = planned, []
         self._items = [None] * len(planned.trace.tensors) if planned is not None else []
+        self._keys, self._program = (), ()
+        if planned is not None:
+            self._keys, self._program = planned.recorded.keys, planned.executable.program
+            self._births, self._transients = planned.executable.births, planned.executable.transients
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
@@ -52,57 +62,62 @@ class PlanRunner:
 
     def advance(self, key: Hashable) -> bool:
         """Does what is due at the next tick; False, with nothing done, when the plan has another event there."""
-        planned, cursor = self.planned, self.cursor
-        if planned is None or cursor >= len(planned.recorded.keys) or planned.recorded.keys[cursor] != key:
+        cursor = self.cursor
+        if cursor >= len(self._keys) or self._keys[cursor] != key:
             return False
         self.cursor = cursor + 1
         if self._late:
             self._copy_late()
-        self._act(planned.executable.ticks[cursor])
+        actions = self._program[cursor]
+        if actions is not None:
+            self._act(actions)
         return True
 
-    def _act(self, tick: Tick) -> None:
+    def _act(self, actions: Actions) -> None:
         """Does what a tick has, in the order of [Note: order of events at a tick] in core/plan.py.
 
         A tensor that the engine does not have, or that fell behind its plan, is left to whoever uses it next.
         """
-        for transfer in tick.issue_first:
-            self._issue(transfer)
-        for transfer in tick.await_outs:
-            item = self._items[transfer.tensor]
+        items, traffic = self._items, self._traffic
+        outs_first, waits, leaves, issues, arrivals = actions
+        for index in outs_first:
+            item = items[index]
+            if item is not None and item.device is not None:
+                traffic.store(item)
+        for index in waits:
+            item = items[index]
             if item is not None and item.leaving is not None:
-                self._traffic.settle(item)
-        for residency in tick.ends:
-            if residency.tier is Tier.DEVICE and not self._stays(residency.tensor):
-                item = self._items[residency.tensor]
-                if item is not None and item.device is not None:
-                    item.leave(self._traffic)
-        for transfer in tick.issues:
-            self._issue(transfer)
-        for transfer in tick.await_ins:
-            item = self._items[transfer.tensor]
+                traffic.settle(item)
+        for index in leaves:
+            item = items[index]
+            if item is not None and item.device is not None:
+                item.leave(traffic)
+        for leads_in, index in issues:
+            item = items[index]
+            if item is None:
+                continue
+            if not leads_in:
+                if item.device is not None:
+                    traffic.store(item)
+            elif item.state is State.LOWER and not item.stays_below:
+                traffic.fetch(item)
+        for index in arrivals:
+            item = items[index]
             if item is not None and item.state is State.ARRIVING:
-                self._traffic.settle(item)
-
-    def _issue(self, transfer: Transfer) -> None:
-        item = self._items[transfer.tensor]
-        if item is None:
-            return
-        if transfer.source is Tier.DEVICE:
-            if item.device is not None:
-                self._traffic.store(item)
-        elif item.state is State.LOWER and not item.stays_below:
-            self._traffic.send(item, Event.FETCH)
+                traffic.settle(item)
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended."""
-        planned, cursor = self.planned, self.cursor
-        if planned is None or cursor == 0:
+        cursor = self.cursor
+        if self.planned is None or cursor == 0:
             return
-        self.unborn_bytes += planned.executable.births[cursor - 1]
-        transient = planned.trace.ops[cursor - 1].transient_bytes
-        count = self._traffic.device_bytes + max(self.unborn_bytes, 0) + transient
-        self.peak_bytes = max(self.peak_bytes, self._traffic.note_memory(count))
+        self.unborn_bytes = unborn_bytes = self.unborn_bytes + self._births[cursor - 1]
+        count = self._traffic.device_bytes + self._transients[cursor - 1]
+        if unborn_bytes > 0:
+            count += unborn_bytes
+        if count > self.peak_bytes:
+            self.peak_bytes = count
+        self._traffic.note_memory(count)
 
     @property
     def is_at_end(self) -> bool:

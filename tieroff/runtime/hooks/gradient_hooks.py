@@ -63,7 +63,8 @@ class GradientHooks:
                 self._gradients.about_to_accumulate(item)
                 self._context.state.inside -= 1
 
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        with torch.inference_mode(False):  # a forward that infers may be the first to see the parameter
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
         arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
         self._hooked[id(parameter)] = _Hooked(arrived, node.register_prehook(about_to_accumulate), node, parameter)
 

@@ -11,7 +11,7 @@ from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.sharded import Shards
-from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.movable import why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_gradient
 from tieroff.runtime.settings import Settings
@@ -25,7 +25,7 @@ class Gradients:
         self._context, self._shards = context, shards
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
-        self._reduced: list[HomeItem] = []  # pinned: see `_keep_until_reduced`
+        self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
@@ -33,13 +33,24 @@ class Gradients:
         context.state.saw_backward = context.state.saw_gradient = True
         if context.state.mode is Mode.IDLE or context.state.mode is Mode.PASS:
             return
+        if not isinstance(item, ShardItem):
+            self._took_place(item)
+            return
+        backend = context.traffic.backend
+        if self._are_covered and item.leaf is not None:
+            with context.state.lock:
+                part_gradient(item.leaf, backend.copied)
+                backend.wrote_elsewhere()
+        with backend.computing():  # FSDP2 reduces under a stream of its own
+            self._took_place(item)
+
+    def _took_place(self, item: ParameterItem) -> None:
+        context = self._context
         context.clock.watch_backward()
         context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
         with context.state.lock:
             if not self._are_covered:
                 return
-            if isinstance(item, ShardItem) and item.leaf is not None:
-                part_gradient(item.leaf)
             grad = item.grad
             if grad is None:
                 return
@@ -48,7 +59,8 @@ class Gradients:
                 known.refresh(context.traffic)
             else:
                 known = self._take(item, grad)
-            if known is not None and not known.is_shown_below and _may_be_reduced():
+            is_reduced = isinstance(item, ShardItem)  # by FSDP2, which is done with it
+            if known is not None and not known.is_shown_below and not is_reduced and _may_be_reduced():
                 self._keep_until_reduced(known)
                 context.state.record.bind(known)
             elif known is not None and context.state.mode is Mode.DEMAND:
@@ -61,9 +73,9 @@ class Gradients:
         state = self._context.state
         state.saw_gradient = True
         if home in self._shards and state.mode in (Mode.DEMAND, Mode.PLANNED) and self._are_covered:
-            part_gradient(home)
+            part_gradient(home, self._context.traffic.backend.copied)
 
-    def _keep_until_reduced(self, known: HomeItem) -> None:
+    def _keep_until_reduced(self, known: GradientItem) -> None:
         """Keeps a gradient up until its backward is over and DDP's reducer has read and written it.
 
         The reducer, no code of Python's, copies it into a bucket after our hook, and back in a callback at the end of backward.
@@ -90,13 +102,13 @@ class Gradients:
         """The backward broke off: no reducer will write the gradients that were kept for it."""
         self._release_reduced()
 
-    def _release_reduced(self) -> list[HomeItem]:
+    def _release_reduced(self) -> list[GradientItem]:
         kept, self._reduced = self._reduced, []
         for known in kept:
             known.pins -= 1
         return kept
 
-    def _take(self, item: ParameterItem, grad: torch.Tensor) -> HomeItem | None:
+    def _take(self, item: ParameterItem, grad: torch.Tensor) -> GradientItem | None:
         context = self._context
         old = self._items.pop(item.position, None)
         if old is not None:
@@ -104,16 +116,26 @@ class Gradients:
             old.detach(context.traffic)
         if why_unmovable(grad):
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
-        name = f"gradient of {item.name}"
-        tier = context.traffic.spill.tier_for(grad.numel() * grad.element_size())
-        known = HomeItem(("gradient", item.position), name, TensorClass.GRADIENT, grad, tier, item.guard)
+        known = self._item_for(item, grad)
+        known.is_part_of(item.leaf.grad if item.leaf is not None else None)
         self._items[item.position] = known
         context.runner.born(known)
         known.adopt(context.traffic)
-        context.state.record.bind(known, is_new=False)
-        context.state.record.add(Subject(known.key, name, known.size_bytes, known.kind, owner=item.key))
+        if context.state.record.recorder is not None:
+            context.state.record.bind(known, is_new=False)
+            context.state.record.add(Subject(known.key, known.name, known.size_bytes, known.kind, owner=item.key))
         context.runner.took(known, wait_ticks=1)  # hooks of users run next, and may write it
         return known
+
+    def _item_for(self, item: ParameterItem, grad: torch.Tensor) -> GradientItem:
+        key, size_bytes = ("gradient", item.position), grad.numel() * grad.element_size()
+        spare = self._context.traffic.spare(key, size_bytes)
+        if isinstance(spare, GradientItem) and spare.begin_again(grad, item.guard):
+            return spare
+        if spare is not None:
+            self._context.traffic.end(spare)
+        tier = self._context.traffic.spill.tier_for(size_bytes)
+        return GradientItem(item, grad, tier)
 
     def about_to_accumulate(self, item: ParameterItem) -> None:
         """Backward has a gradient for a moved home: an earlier one that left comes back to be added to."""
@@ -135,7 +157,7 @@ class Gradients:
         for position, known in list(self._items.items()):
             home = homes.get(position)
             if known.tensor is None:
-                self._context.traffic.end(known)
+                self._context.traffic.retire(known)
             elif home is None or home.grad is not known.tensor or not known.is_current():
                 known.detach(self._context.traffic)
             else:

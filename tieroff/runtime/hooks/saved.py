@@ -13,10 +13,12 @@ from tieroff.core.place import module_of, place_here
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import StateError
+from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.autograd import training_phase
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
+from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
@@ -125,7 +127,8 @@ class SavedTensors:
         self._context, self._gate, self._activations = context, gate, activations
         is_covered = TensorClass.ACTIVATION in settings.covers
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
-        self._known: dict[int, tuple[StorageWeakRef, ActivationItem, torch.Tensor]] = {}
+        # By storage: whether it lives, its item and how many that had stood for, and what counts its versions.
+        self._known: dict[int, tuple[StorageWeakRef, ActivationItem, int, torch.Tensor]] = {}
         self._count = 0  # of storages that were packed in this step
         self._written = WrittenActivations()
         self.fixed: set[int] = set()
@@ -168,18 +171,25 @@ class SavedTensors:
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
             return Kept(tensor.detach())  # also one that needs no gradient
         known = self._known.get(key)
-        if known is not None and not known[0].expired() and known[1].packs and _is_same_version(known[2], tensor):
+        if known is not None and self._is_same(known, tensor):
             item = known[1]
+            packed = Packed(tensor, item)
         else:
             item = self._take(bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
-            self._known[key] = (StorageWeakRef(storage), item, probe_of(tensor))
-        packed = Packed(tensor, item)
+            packed = Packed(tensor, item)
+            self._known[key] = (StorageWeakRef(storage), item, item.lives, packed.probe)
         self._activations.watch(packed, item)  # an exception before this leaves an item that counts as unused, and is ended
         if self._context.state.record.recorder is not None:
             self._written.note(storage, item, packed, is_complete=tensor.requires_grad)
         self._context.on_demand.saved(item)
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed
+
+    @staticmethod
+    def _is_same(known: tuple[StorageWeakRef, ActivationItem, int, torch.Tensor], tensor: torch.Tensor) -> bool:
+        """True when a tensor is saved whose storage is known, and its item still stands for what it holds."""
+        ref, item, lives, probe = known
+        return not ref.expired() and item.lives == lives and bool(item.packs) and _is_same_version(probe, tensor)
 
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
@@ -197,6 +207,9 @@ class SavedTensors:
         is_parameter = isinstance(packed, PackedParameter)
         device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
         self._context.state.inside -= 1
+        room: Room | None = packed.item.room if not isinstance(packed.item, Stays) else None
+        if room is not None and room.memory is device:
+            return room.view(packed.dtype, packed.size, packed.stride, packed.offset)
         return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
 
     @contextlib.contextmanager
@@ -209,7 +222,7 @@ class SavedTensors:
         def unpack(packed: object) -> torch.Tensor:
             return packed if isinstance(packed, torch.Tensor) else self.unpack(packed)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(*with_hooks_around(pack, unpack)):
             yield
 
     def _used(self, tensor: torch.Tensor, is_written: bool) -> None:
@@ -237,7 +250,12 @@ class SavedTensors:
         self._count += 1
         size_bytes = storage_bytes.numel()
         context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
-        item = ActivationItem(ordinal, size_bytes, context.traffic.spill.tier_for(size_bytes))
+        spare = context.traffic.spare(("activation", ordinal), size_bytes)
+        if isinstance(spare, ActivationItem):
+            item = spare
+            item.begin_again()
+        else:
+            item = ActivationItem(ordinal, size_bytes, context.traffic.spill.tier_for(size_bytes))
         if context.state.mode is Mode.PLANNED:
             context.runner.born(item)
         context.traffic.hold(item, storage_bytes)

@@ -76,3 +76,20 @@ def shared_count(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
     """Returns how many of the optimizer's parameters are the model's."""
     own = {id(parameter) for parameter in model.parameters()}
     return sum(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer inside a trainer's (accelerate's), which is one by its type alone: it was never made as one.
+
+    Raises:
+        StateError: the trainer's has a loss scale, and puts back the inner one's `step` after each of its own.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        return optimizer
+    if getattr(optimizer, "scaler", None) is not None:
+        raise StateError(
+            f"expected the program's own optimizer, got {type(optimizer).__name__} with a loss scale, which replaces its step; "
+            "write tieroff.integrations.accelerate.prepare(accelerator, ...) in the place of accelerator.prepare(...)"
+        )
+    return inner

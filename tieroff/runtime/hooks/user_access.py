@@ -15,19 +15,30 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
-from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
+from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
-from tieroff.runtime.items.hollow import assigns_data, guard_class, guarded, leaves, own_class, set_data, untouched
+from tieroff.runtime.hooks.scaled import ScaledGradients
+from tieroff.runtime.items.gradient import GradientItem
+from tieroff.runtime.items.hollow import (
+    assigns_data,
+    guard_class,
+    guarded,
+    leaves,
+    own_class,
+    restore_class,
+    set_data,
+    untouched,
+)
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.movable import local_of, with_local
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.mode import Mode
 from tieroff.units import format_bytes
 
@@ -54,13 +65,23 @@ class UserAccess:
         self._context: StepContext | None = None
         self._gate: Gate | None = None
         self._saved: SavedTensors | None = None
+        self._scaled: ScaledGradients | None = None
         self._addressed: deque[HomeItem] = deque()  # pinned until the next step
         self._on_host = _Calls()  # of `state_dict`, under way in each thread
         self._thread = threading.get_ident()  # that runs the steps
 
-    def serve(self, context: StepContext, gate: Gate, saved: SavedTensors) -> None:
+    def serve(self, context: StepContext, gate: Gate, saved: SavedTensors, scaled: ScaledGradients) -> None:
         """Begins to serve the tensors of this engine."""
-        self._context, self._gate, self._saved = context, gate, saved
+        self._context, self._gate, self._saved, self._scaled = context, gate, saved, scaled
+
+    def watches(self, item: GradientItem) -> bool:
+        """True when functions that get this gradient while it is shown below are to go through the guard."""
+        return self._scaled is not None and self._scaled.watches(item)
+
+    def leaves(self, item: GradientItem) -> None:
+        """A gradient is about to be copied out."""
+        if self._scaled is not None:
+            self._scaled.leaves(item)
 
     def begin(self) -> None:
         """A step begins: addresses that were given out are not used any more."""
@@ -89,11 +110,17 @@ class UserAccess:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function with everything of ours among its arguments on the device."""
-        assert self._context is not None
-        if assigns_data(function):
+        assert self._context is not None and self._scaled is not None
+        answer = self._scaled.call(function, args, kwargs)
+        if answer is not None:
+            return answer[0]
+        shown = [item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None and item.is_shown_below]
+        if shown:
+            return self._run_below(shown, function, args, kwargs)
+        if assigns_data(function) and local_of(args[0]) is args[0]:
             return self._assign(args[0], args[1])
         if self._on_host.count and function is torch.Tensor.detach:
-            return self.value_on_host(guarded(args[0]))
+            return with_local(args[0], self.value_on_host(guarded(args[0])))
         if function is torch.autograd.grad:
             args, kwargs, is_changed = _by_edges(args, kwargs)
             if is_changed:
@@ -105,8 +132,8 @@ class UserAccess:
     def value_on_host(self, item: HomeItem) -> torch.Tensor:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
         assert self._context is not None
-        with self._context.state.lock, _as_the_engine():
-            return item.on_host(self._context.traffic)
+        with self._context.state.lock, as_the_engine():
+            return _on_host(item, self._context.traffic)
 
     def _one_by_one(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, (list, tuple)) for arg in args[1:]):
@@ -117,8 +144,26 @@ class UserAccess:
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = {id(item): item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None}
         keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
-        with self._up(list(found.values()), keeps=keeps), self._saving():
+        assert self._context is not None
+        backend = self._context.traffic.backend
+        with self._up(list(found.values()), keeps=keeps), backend.lending(), self._saving():
             return function(*args, **kwargs)
+
+    def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a function on tensors that lie below and are shown there, as what they are: memory of the host."""
+        assert self._context is not None and self._scaled is not None
+        with self._context.state.lock, as_the_engine():
+            for item in shown:
+                self._scaled.used(item)
+                if isinstance(item, GradientItem):
+                    item.multiply_below(self._context.traffic)
+                restore_class(item)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for item in shown:
+                if not item.is_lifted and item.tensor is not None and item.is_current():
+                    guard_class(item)
 
     @contextlib.contextmanager
     def _up(self, items: list[HomeItem], *, keeps: bool) -> Iterator[None]:
@@ -127,7 +172,8 @@ class UserAccess:
         context, lock = self._context, self._context.state.lock
         is_outside = threading.get_ident() != self._thread and current_graph_task() == -1
         is_in_pass = self._is_in_pass and not is_outside
-        with lock, _as_the_engine():
+        computing = context.traffic.backend.computing  # FSDP2 adds to gradients under a stream of its own
+        with lock, as_the_engine(), computing():
             raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
             unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
             self._check_room([item for item in raised if item.device is None])
@@ -144,7 +190,7 @@ class UserAccess:
         try:
             yield
         finally:
-            with lock, _as_the_engine():
+            with lock, as_the_engine(), computing():
                 if keeps:
                     for item in items:
                         item.pins += 1
@@ -192,6 +238,8 @@ class UserAccess:
         """Lifts one; no tick, since where an earlier use left it up, nobody comes here."""
         assert self._context is not None and self._gate is not None
         context = self._context
+        if self._scaled is not None:
+            self._scaled.used(item)
         item.refresh(context.traffic)
         item.lift(context.traffic)
         self._note_raised(item, is_in_pass)
@@ -237,7 +285,7 @@ class UserAccess:
         """
         assert self._context is not None
         context, is_in_pass = self._context, self._is_in_pass  # asked before the engine turns gradients off
-        with context.state.lock, _as_the_engine():
+        with context.state.lock, as_the_engine():
             item = guarded(tensor)
             with untouched():
                 takes = value.device == tensor.device and item.may_take(value)
@@ -256,18 +304,6 @@ class UserAccess:
                 tensor.data = value
 
 
-@contextlib.contextmanager
-def _as_the_engine() -> Iterator[None]:
-    """Moves tensors in whatever mode the program is."""
-    with contextlib.ExitStack() as stack:
-        if functorch_is_active():
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_disable_current_modes())
-        yield
-
-
 def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Returns the arguments of `autograd.grad` with gradient edges for the tensors that lie below, if that says the same."""
     values = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
@@ -283,3 +319,14 @@ def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     if len(args) >= 2:
         return (args[0], edges, *args[2:]), kwargs, True
     return args, {**kwargs, "inputs": edges}, True
+
+
+def _on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
+    """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
+    traffic.settle(item)
+    if item.state in (State.BOTH, State.LOWER) and item.lower is not None and not item.was_written():
+        traffic.flush()
+        below = item.lower.detach()
+        return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
+    with untouched():
+        return item.living.detach().cpu()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import BlockPlace, Place
 from tieroff.runtime.items.item import Item, Mover
+from tieroff.runtime.items.residency import State
 
 
 class ActivationItem(Item):
@@ -14,15 +15,22 @@ class ActivationItem(Item):
         ordinal: how many other storages were packed before it in this step.
         packs: references to the `Packed` objects that are alive.
         is_kept: it does not leave the device: the program writes it behind autograd's back.
+        lives: how many storages it stood for; see `Traffic.retire`.
     """
 
-    __slots__ = ("is_kept", "ordinal", "packs")
+    __slots__ = ("is_kept", "lives", "ordinal", "packs")
 
     def __init__(self, ordinal: int, size_bytes: int, tier: Tier) -> None:
         super().__init__(("activation", ordinal), f"activation {ordinal}", TensorClass.ACTIVATION, size_bytes, tier)
         self.ordinal = ordinal
         self.packs: set[object] = set()
         self.is_kept = False
+        self.lives = 1
+
+    def begin_again(self) -> None:
+        """Stands for another storage of the same size from here on."""
+        self.state, self.is_kept = State.DEVICE, False
+        self.lives += 1
 
     def make_place(self, traffic: Mover) -> Place:
         return BlockPlace(traffic.stores[self.tier], self.size_bytes)

@@ -6,8 +6,9 @@ reducer and `autograd.grad` find what they find without tieroff. While its bytes
 and without memory, and any access of its data raises; and its class is one of the two here, whose `__torch_function__` has
 the engine bring the bytes up for the call. So user code may do with it what it likes, at any time, and sees a tensor of
 the device.
-Gradients and optimizer state are treated alike. While something holds its memory besides the engine (a view, an alias, a
-`state_dict()`), a tensor is not lowered: what people hold stays theirs.
+Gradients and optimizer state are treated alike. Of a `DTensor` both objects have such a class: the local tensor, on which the
+engine works, and the `DTensor` itself, whose functions reach its local tensor without asking anybody. While something holds its
+memory besides the engine (a view, an alias, a `state_dict()`), a tensor is not lowered: what people hold stays theirs.
 
 `type(p) is torch.nn.Parameter` is False while it lies below; code of PyTorch that asks so runs in calls, in which the class is
 the tensor's own.
@@ -15,6 +16,7 @@ the tensor's own.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +24,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tieroff.runtime.tensors import owners_by, storage_of
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
@@ -56,6 +60,9 @@ class Guarded(Protocol):
     def tensor(self) -> torch.Tensor | None: ...
 
     @property
+    def outer(self) -> torch.Tensor | None: ...
+
+    @property
     def guard(self) -> Guard | None: ...
 
 
@@ -68,6 +75,12 @@ class Guard(Protocol):
     def value_on_host(self, item: Any) -> torch.Tensor:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
 
+    def watches(self, item: Any) -> bool:
+        """True when functions that get this gradient while it is shown below are to go through the guard."""
+
+    def leaves(self, item: Any) -> None:
+        """A gradient is about to be copied out."""
+
 
 _items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
 
@@ -75,13 +88,14 @@ _items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  #
 def guarded(tensor: object) -> Any:
     """Returns the item of a tensor of a guarded class, or None; ids alone are reused."""
     item = _items.get(id(tensor))
-    return item if item is not None and item.tensor is tensor else None
+    return item if item is not None and (item.tensor is tensor or item.outer is tensor) else None
 
 
 class _Below:
     """The `__torch_function__` of both classes."""
 
     @classmethod
+    @torch._compile._disable_dynamo  # compiled code breaks its graph here: where bytes lie is no part of it
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -114,6 +128,17 @@ _BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, torch.Tensor: Be
 _OWN: dict[type, Any] = {below: own for own, below in _BELOW.items()}
 
 
+def _below(kind: type) -> type | None:
+    """Returns the class of such a tensor while its bytes lie below; None for a class of somebody else's."""
+    if kind not in _BELOW:
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is None or kind is not distributed.DTensor:
+            return None
+        _BELOW[kind] = type("BelowDTensor", (_Below, kind), {})
+        _OWN[_BELOW[kind]] = kind
+    return _BELOW[kind]
+
+
 def own_class(tensor: Any) -> Any:
     """Returns the class that a tensor has when its bytes are up."""
     return _OWN.get(type(tensor), type(tensor))
@@ -126,16 +151,20 @@ def leaves(values: Any) -> list[Any]:
 
 def guard_class(item: Guarded) -> None:
     """From now on, functions that get this item's tensor go through its guard."""
-    tensor: Any = item.tensor
-    if type(tensor) in _BELOW:
-        _items[id(tensor)] = item
-        tensor.__class__ = _BELOW[type(tensor)]
+    tensor: Any
+    for tensor in (item.tensor, item.outer):
+        below = _below(type(tensor))
+        if below is not None:
+            _items[id(tensor)] = item
+            tensor.__class__ = below
 
 
-def restore_class(tensor: Any) -> None:
-    """The tensor's bytes are up, and its user needs nobody's help."""
-    if type(tensor) in _OWN:
-        tensor.__class__ = _OWN[type(tensor)]
+def restore_class(item: Guarded) -> None:
+    """The bytes of this item's tensor are up, and its user needs nobody's help."""
+    tensor: Any
+    for tensor in (item.tensor, item.outer):
+        if type(tensor) in _OWN:
+            tensor.__class__ = _OWN[type(tensor)]
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -147,9 +176,7 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def owners_of(tensor: torch.Tensor) -> int:
     """Returns how many tensors (and other owners) share a tensor's memory."""
     with untouched():
-        storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count - 1  # the Python object of the storage is this function's own
+        return owners_by(storage_of(tensor))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -158,6 +185,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     with untouched():
         return tensor._version
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where a tensor's first element lies, whatever the tensor's class."""
+    if type(tensor) in PLAIN:
+        return tensor.data_ptr()
+    with untouched():
+        return tensor.data_ptr()
 
 
 def lies_on(tensor: torch.Tensor, other: torch.Tensor) -> bool:

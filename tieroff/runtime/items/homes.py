@@ -26,6 +26,7 @@ from tieroff.runtime.backend.place import HomePlace, Place
 from tieroff.runtime.items.hollow import (
     PLAIN,
     Guard,
+    address_of,
     guard_class,
     lies_on,
     owners_of,
@@ -38,8 +39,7 @@ from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.movable import is_dense
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.tensors import bytes_of, view_of
-from tieroff.storage.nvme.pages import MappedFiles
+from tieroff.runtime.tensors import bytes_of, owners_by, storage_of, view_of
 
 
 class HomeItem(Item):
@@ -56,11 +56,13 @@ class HomeItem(Item):
         readers: threads besides the step's that use the tensor just now: it stays where it is.
         is_let_go: the tensor lies on memory that the engine cannot move, until it is taken over again.
         times_assigned: how often user code gave the tensor other memory.
+        outer_ref: gives the `DTensor` that people hold of which the tensor is this rank's part, or None.
     """
 
     __slots__ = (
         "_hollow",
         "_lower_address",
+        "_lower_storage",
         "_ref",
         "_value_address",
         "dtype",
@@ -69,6 +71,7 @@ class HomeItem(Item):
         "is_lifted",
         "lower",
         "may_be_written",
+        "outer_ref",
         "pins",
         "readers",
         "size",
@@ -91,7 +94,8 @@ class HomeItem(Item):
         self.is_lifted = True
         self.may_be_written = self.is_let_go = False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
-        self._value_address = self._lower_address = 0
+        self.outer_ref: Callable[[], torch.Tensor | None] | None = None
+        self._value_address = self._lower_address = self._lower_storage = 0
         self._hollow: torch.Tensor | None = None
         self.version = tensor._version
 
@@ -99,6 +103,16 @@ class HomeItem(Item):
     def tensor(self) -> torch.Tensor | None:
         """The tensor itself, or None when it died."""
         return self._ref()
+
+    @property
+    def outer(self) -> torch.Tensor | None:
+        """The `DTensor` that people hold, where the tensor is this rank's part of one."""
+        return self.outer_ref() if self.outer_ref is not None else None
+
+    def is_part_of(self, outer: torch.Tensor | None) -> None:
+        """People hold this for the tensor; None or the tensor itself: they hold no other."""
+        if outer is not None and outer is not self.tensor:
+            self.outer_ref = weakref.ref(outer)
 
     @property
     def living(self) -> torch.Tensor:
@@ -152,6 +166,17 @@ class HomeItem(Item):
             return False
         return tensor.data_ptr() == (self._value_address if self.is_lifted else self._lower_address)
 
+    def is_as_left(self) -> bool:
+        """True when nobody gave the tensor other memory or wrote it; False where that takes more than a look to know."""
+        tensor = self._ref()
+        if self._hollow is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_let_go:
+            return False
+        assert tensor is not None
+        if tensor.data_ptr() != (self._value_address if self.is_lifted else self._lower_address):
+            return False
+        value = self.value
+        return tensor._version == self.version and (value is None or value._version == self.value_version)
+
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
         return self._hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
@@ -175,7 +200,10 @@ class HomeItem(Item):
         """Remembers the versions at which the copies are equal."""
         tensor, value = self._ref(), self.value
         self.may_be_written = False
-        self.version = version_of(tensor) if tensor is not None else 0
+        if type(tensor) in PLAIN:
+            self.version = tensor._version  # type: ignore[union-attr]
+        else:
+            self.version = version_of(tensor) if tensor is not None else 0
         self.value_version = value._version if value is not None else 0
 
     def make_place(self, traffic: Mover) -> Place:
@@ -184,6 +212,7 @@ class HomeItem(Item):
         self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
         traffic.took(self.lower)
         self._lower_address = place.home.address
+        self._lower_storage = storage_of(self.lower)
         return place
 
     def part_with_lent(self) -> None:
@@ -199,6 +228,8 @@ class HomeItem(Item):
     def lift(self, traffic: Traffic) -> None:
         """Makes the tensor lie on its device copy, which is fetched when it is not there; one held below stays there."""
         self._take_assigned(traffic)
+        if self._hollow is None and self.is_lifted and self.state in ON_DEVICE:
+            return  # most often: it is there
         if self.stays_below:
             self._drop_copy(traffic)
             return
@@ -206,13 +237,14 @@ class HomeItem(Item):
         tensor = self.tensor
         if tensor is None:
             return
-        if self._hollow is not None:
-            restore_class(tensor)
         if self.is_lifted:
+            restore_class(self)
             return
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
+        self.about_to_show()
+        restore_class(self)
         set_data(tensor, self.value)
         self.is_lifted = True
         self.note()
@@ -222,7 +254,7 @@ class HomeItem(Item):
         """True while something besides the engine holds or uses the tensor's memory below, where it is shown."""
         if self._hollow is not None or self.is_lifted or self.lower is None:
             return False
-        return self.readers > 0 or owners_of(self.lower) > 2  # the tensor, and the engine's view
+        return self.readers > 0 or owners_by(self._lower_storage) > 2  # the tensor, and the engine's view
 
     def _drop_copy(self, traffic: Mover) -> None:
         """What was fetched of a tensor that is used below may be older than it by the time it would be used."""
@@ -231,16 +263,27 @@ class HomeItem(Item):
             traffic.send(self, Event.DROP)
 
     def arrived(self) -> None:
-        assert self.device is not None
-        self._set_value(view_of(self.device, self.dtype, self.size, self.stride, 0))
+        device, room = self.device, self.room
+        assert device is not None
+        if room is None or room.memory is not device:
+            self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
+        else:
+            self.value, self._value_address = room.whole(self.dtype, self.size, self.stride), room.address
         self.note()
+
+    def about_to_show(self) -> None:
+        """People are about to reach the value, which came up, through the tensor."""
+
+    def is_below_now(self) -> None:
+        """People reach the bytes below through the tensor from here on."""
 
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
             if self._hollow is None:
-                if tensor.data_ptr() == self._value_address:  # else user code gave it other memory, which `refresh` takes
+                if address_of(tensor) == self._value_address:  # else user code gave it other memory, which `refresh` takes
                     tensor.data = self.lower
+                    self.is_below_now()
             elif self.is_current():  # else somebody gave it other memory, which is its own now
                 set_data(tensor, self._hollow)
                 guard_class(self)
@@ -251,12 +294,16 @@ class HomeItem(Item):
     def touch(self, traffic: Traffic) -> None:
         """The device copy may have been written, whether or not a version says so (fused kernels move none)."""
         if self.is_lifted and self.device is not None:
-            if self.state is not State.DEVICE:  # else there is no other copy that it could make old
+            if self.state is State.BOTH:
+                self.state = State.DEVICE
+            elif self.state is not State.DEVICE:  # else there is no other copy that it could make old
                 traffic.send(self, Event.TOUCH)
             self.note()
 
     def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count: on the device, or behind the engine's back."""
+        if self.is_as_left():
+            return
         self._take_assigned(traffic)
         if not self.was_written():
             return
@@ -291,7 +338,8 @@ class HomeItem(Item):
         if tensor is None or self.is_let_go:
             return
         if self._hollow is None:
-            if tensor.data_ptr() != (self._value_address if self.is_lifted else self._lower_address):
+            if address_of(tensor) != (self._value_address if self.is_lifted else self._lower_address):
+                restore_class(self)
                 self._follow(tensor, traffic)
             return
         if self.value is None or not self.is_lifted:
@@ -369,29 +417,17 @@ class HomeItem(Item):
     def is_held(self) -> bool:
         """True while a call or another thread uses the device copy, or something besides the engine shares its memory."""
         tensor = self.tensor
+        device = self.device
         if self.pins or self.is_let_go:
             return True
-        if not self.is_lifted or tensor is None or self.device is None:
+        if not self.is_lifted or tensor is None or device is None:
             return False
         if self.readers:
             return True
-        return owners_of(self.device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
-
-    def on_host(self, traffic: Mover) -> torch.Tensor:
-        """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
-        traffic.settle(self)
-        if self.state in (State.BOTH, State.LOWER) and self.lower is not None and not self.was_written():
-            traffic.flush()
-            return self.lower.detach()
-        with untouched():
-            return self.living.detach().cpu()
-
-    def settle_below(self, traffic: Traffic, mapped: MappedFiles) -> None:
-        """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
-        memory = self.device
-        self.leave(traffic)
-        if memory is not None and memory.is_cpu and self.device is None:
-            mapped.page_out(memory.data_ptr(), self.size_bytes)
+        room = self.room
+        if room is not None and room.memory is device:
+            return room.holders > 1  # the tensor
+        return owners_of(device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
 
     def leave_place(self, traffic: Traffic) -> None:
         """Gives the room below back; the tensor stays where it is lifted to. One that is held below keeps it."""
@@ -427,7 +463,7 @@ class HomeItem(Item):
         traffic.settle(self)
         tensor = self.tensor
         if tensor is not None:
-            restore_class(tensor)
+            restore_class(self)
             if self.was_assigned():
                 self.times_assigned += 1
         self.guard = self._hollow = None

@@ -9,6 +9,7 @@ import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.items.residency import Event, State
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
@@ -27,6 +28,9 @@ class Mover(Protocol):
 
     def send(self, item: Item, event: Event) -> None:
         """Applies an event to the item's residency."""
+
+    def fetch(self, item: Item) -> None:
+        """Begins a copy to the device of what lies below."""
 
     def leave(self, item: Item) -> None:
         """Frees the item's device copy."""
@@ -54,6 +58,7 @@ class Item:
         device: the device copy as a 1-d uint8 tensor; None in state LOWER.
         place: the room below, or None before the first copy out.
         state: see `runtime/items/residency.py`.
+        room: device memory that the item keeps while it is below; see backend/rooms.py.
     """
 
     __slots__ = (
@@ -66,6 +71,7 @@ class Item:
         "leaving",
         "name",
         "place",
+        "room",
         "size_bytes",
         "state",
         "tier",
@@ -83,6 +89,7 @@ class Item:
         self.state = State.DEVICE
         self.leaving: Completion | None = None
         self.arriving: Completion | None = None
+        self.room: Room | None = None
 
     # What a kind of item does when its copies change; overridden by those that people can reach.
     def make_place(self, traffic: Mover) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def why_unmovable(tensor: torch.Tensor) -> str:
     # Two references are this function's own: the tensor's and the Python storage object's.
     if torch._C._storage_Use_Count(storage._cdata) > 2:
         return "its memory is shared with another tensor"
-    if not is_dense(tensor):
+    if not tensor.is_contiguous() and not is_dense(tensor):
         return "its elements overlap or leave gaps"
     return ""
 
@@ -40,6 +41,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     names, _ = tensor.__tensor_flatten__()  # `to_local` makes another tensor on the same memory, of a parameter
     local: torch.Tensor = getattr(tensor, names[0])
     return local
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns what a tensor is with other bytes of this process: the local tensor, or a `DTensor` with it as its part."""
+    if local_of(tensor) is tensor:
+        return local
+    outer: Any = tensor
+    names, context = outer.__tensor_flatten__()
+    parts = {name: getattr(outer, name) for name in names} | {names[0]: local}
+    made: torch.Tensor = outer.__tensor_unflatten__(parts, context, outer.shape, outer.stride())
+    return made
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

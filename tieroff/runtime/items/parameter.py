@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.items.hollow import Guard, set_data
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.movable import local_of, why_unmovable
+from tieroff.runtime.items.movable import local_of, why_unmovable, with_local
+from tieroff.storage.completion import Completion
 
 
 class ParameterItem(HomeItem):
@@ -37,13 +40,27 @@ class ParameterItem(HomeItem):
 
 
 class ShardItem(ParameterItem):
-    """This rank's part of a parameter, of which people hold the DTensor."""
+    """This rank's part of a parameter, of which people hold the DTensor.
 
-    __slots__ = ("_parameter",)
+    Attributes:
+        arrival: the copy that made the device copy; None where no copy did.
+    """
+
+    __slots__ = ("_parameter", "arrival")
 
     def __init__(self, position: int, name: str, parameter: torch.Tensor, tier: Tier, guard: Guard | None = None) -> None:
         super().__init__(position, name, local_of(parameter), tier, guard)
         self._parameter = parameter
+        self.is_part_of(parameter)
+        self.arrival: Completion | None = None
+
+    def arrived(self) -> None:
+        self.arrival = self.arriving
+        super().arrived()
+
+    def freed(self) -> None:
+        self.arrival = None
+        super().freed()
 
     @property
     def leaf(self) -> torch.Tensor | None:
@@ -65,11 +82,14 @@ def part_from_others(local: torch.Tensor) -> None:
         set_data(local, local.detach().clone(memory_format=torch.contiguous_format))
 
 
-def part_gradient(parameter: torch.Tensor) -> None:
+def part_gradient(parameter: torch.Tensor, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Gives a sharded parameter's gradient memory of its own.
 
     FSDP2 makes gradients as views of the memory that it reduced together. A view keeps all of that alive, whatever its `.data`
     is set to: so the gradient is another `DTensor` afterwards, equal in everything else.
+
+    Args:
+        copied: makes a copy.
     """
     grad = parameter.grad
     if grad is None or not is_traceable_wrapper_subclass(grad):
@@ -77,7 +97,4 @@ def part_gradient(parameter: torch.Tensor) -> None:
     local = local_of(grad)
     if local._base is None and not why_unmovable(local):
         return
-    names, context = grad.__tensor_flatten__()
-    parts = {name: getattr(grad, name) for name in names}
-    parts = {name: part.detach().clone() if part is local else part for name, part in parts.items()}
-    parameter.grad = type(grad).__tensor_unflatten__(parts, context, grad.shape, grad.stride())
+    parameter.grad = with_local(grad, copied(local))

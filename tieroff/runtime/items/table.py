@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.storage.nvme.pages import MappedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class HomeTable:
     """
 
     parameters: dict[int, ParameterItem] = field(default_factory=dict)
-    gradients: dict[int, HomeItem] = field(default_factory=dict)
+    gradients: dict[int, GradientItem] = field(default_factory=dict)
     states: dict[tuple[int, str], HomeItem] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 
@@ -42,3 +45,11 @@ class HomeTable:
         """Returns the item of a parameter, or None; ids alone are reused."""
         item = self.parameters.get(id(tensor))
         return item if item is not None and item.leaf is tensor else None
+
+
+def settle_below(item: HomeItem, traffic: Traffic, mapped: MappedFiles) -> None:
+    """Moves a newly adopted tensor to its lower tier; pages of a mapped checkpoint that held it leave memory."""
+    memory = item.device
+    item.leave(traffic)
+    if memory is not None and memory.is_cpu and item.device is None:
+        mapped.page_out(memory.data_ptr(), item.size_bytes)

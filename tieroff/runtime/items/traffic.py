@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +12,14 @@ import torch
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
+from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.rooms import ROOMS_BYTES_MAX, Room
 from tieroff.runtime.backend.stamp import Time, ns_of
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
 from tieroff.runtime.items.spill import Spill
-from tieroff.storage.completion import Completion
+from tieroff.storage.completion import Completion, Timed
+from tieroff.storage.transfers import StoreTransfer
 
 log = logging.getLogger("tieroff")
 
@@ -42,6 +45,7 @@ class Traffic:
 
     Attributes:
         device_bytes: bytes of device copies that the engine holds now.
+        keeps_rooms: a step follows its plan, in which small items are fetched to memory that they keep; see backend/rooms.py.
         tell_held: called with all memory that is taken for items, where others have to know.
         counts: bytes moved and time waited since `counts` was last replaced.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
@@ -55,23 +59,32 @@ class Traffic:
         self.stores = spill.stores
         self.counts = Counts()
         self.device_bytes = 0
+        self.keeps_rooms = False
+        self._rooms_bytes = self._spare_bytes = 0
+        self._spares: dict[Hashable, Item] = {}
+        self._is_near = backend.copies_near
         self.keep_spans = False
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, is_planned: bool = False) -> None:
         """Counts and spans are those of the step that begins here."""
+        self.keeps_rooms = self._is_near and is_planned
+        if not is_planned:
+            self.forget_spares()
         self.counts = Counts()
-        self.spans: list[tuple[int, str, Completion, int]] = []
+        self.spans: list[tuple[int, str, Timed, int]] = []
         self.waits: list[tuple[int, Tier, Tier, Time, Time]] = []
         self.memory: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        self._held = self.memory[Tier.DEVICE]
+        self._held_below = [(store, self.memory[tier]) for tier, store in self.stores.items()]
 
     def note_memory(self, device_bytes: int) -> int:
         """Keeps what each tier holds at the end of an op; returns `device_bytes`."""
         if self.keep_spans:
-            for tier, held in self.memory.items():
-                store = self.stores.get(tier)
-                held.append(device_bytes if tier is Tier.DEVICE else store.taken_bytes if store is not None else 0)
+            self._held.append(device_bytes)
+            for store, held in self._held_below:
+                held.append(store.taken_bytes)
         return device_bytes
 
     def hold(self, item: Item, device: torch.Tensor) -> None:
@@ -120,7 +133,7 @@ class Traffic:
         if item.state not in ON_DEVICE:
             if item.state is State.LOWER:
                 self.counts.faults += 1
-                self.send(item, Event.FETCH)
+                self.fetch(item)
             self._settle_in(item)
         assert item.device is not None
         return item.device
@@ -128,16 +141,71 @@ class Traffic:
     def store(self, item: Item) -> None:
         """Begins a copy of the device's bytes below, if there is no valid one."""
         item.refresh(self)
-        if item.state in (State.DEVICE, State.STALE):
+        state = item.state
+        if state is State.STALE or (state is State.DEVICE and not self._put(item)):
             self.send(item, Event.STORE)
 
     def leave(self, item: Item) -> None:
         """Frees the item's device copy now, after a copy out if the lower copy is not valid."""
         if item.state is State.ARRIVING:
             self._settle_in(item)
-        if item.state in (State.DEVICE, State.STALE):
+        state = item.state
+        if state is State.STALE or (state is State.DEVICE and not self._put(item)):
             self.send(item, Event.STORE)
-        self.send(item, Event.DROP)
+        if item.state is State.BOTH:
+            self._free_device(item)
+            item.state = State.LOWER
+        else:
+            self.send(item, Event.DROP)
+
+    def fetch(self, item: Item) -> None:
+        """Begins a copy to the device of what lies below."""
+        place = item.place
+        if not self.keeps_rooms or place is None or not place.is_near or item.state is not State.LOWER:
+            self._forget_room(item)
+            self.send(item, Event.FETCH)
+            return
+        room = self._room_for(item)
+        self.hold(item, room.memory)
+        copy = place.get(room.address, room.memory)
+        self._count(item, "h2d", copy)
+        if isinstance(copy, StoreTransfer):
+            item.arriving, item.state = copy, State.ARRIVING
+        else:
+            item.state = State.BOTH
+            item.arrived()
+
+    def _put(self, item: Item) -> bool:
+        """Copies the device's bytes to a near place, as a rule before it returns; False, with nothing done, for any other."""
+        if not self._is_near or item.place is None or not item.place.is_near:
+            return False
+        item.part_with_lent()
+        if item.place is None:
+            return False
+        source = item.source()
+        copy = item.place.put(source.data_ptr(), source)
+        self._count(item, "d2h", copy)
+        if isinstance(copy, StoreTransfer):
+            item.leaving, item.state = copy, State.LEAVING
+        else:
+            item.state = State.BOTH
+        return True
+
+    def _room_for(self, item: Item) -> Room:
+        room = item.room
+        if room is not None and room.is_free:
+            return room
+        self._forget_room(item)
+        room = Room(item.size_bytes)
+        if self._rooms_bytes + item.size_bytes <= ROOMS_BYTES_MAX:
+            item.room = room
+            self._rooms_bytes += item.size_bytes
+        return room
+
+    def _forget_room(self, item: Item) -> None:
+        if item.room is not None:
+            item.room = None
+            self._rooms_bytes -= item.size_bytes
 
     def settle(self, item: Item) -> None:
         """Waits for whatever of the item is in flight."""
@@ -152,6 +220,15 @@ class Traffic:
 
     def end(self, item: Item) -> None:
         """The tensor is dead: waits for what is in flight, then gives all its bytes back."""
+        self._await_end(item)
+        if item.device is not None:
+            self._free_device(item)
+        self._forget_room(item)
+        if item.place is not None:
+            item.place.free()
+            item.place = None
+
+    def _await_end(self, item: Item) -> None:
         for arrival in (item.leaving, item.arriving):
             if arrival is None:
                 continue
@@ -160,11 +237,37 @@ class Traffic:
             except StoreError as error:
                 log.warning("%s; nobody needs these bytes any more", error)
         item.leaving = item.arriving = None
+
+    def retire(self, item: Item) -> None:
+        """The tensor is dead; a small item waits with its place for the tensor that takes its part in the next step."""
+        kept_bytes = 0 if item.place is None else item.size_bytes
+        is_spare = self.keeps_rooms and (item.place is None or item.place.is_near) and item.key not in self._spares
+        if not is_spare or self._spare_bytes + kept_bytes > ROOMS_BYTES_MAX:
+            self.end(item)
+            return
+        self._await_end(item)
         if item.device is not None:
             self._free_device(item)
-        if item.place is not None:
-            item.place.free()
-            item.place = None
+        self._spares[item.key] = item
+        self._spare_bytes += kept_bytes
+
+    def spare(self, key: Hashable, size_bytes: int) -> Item | None:
+        """Returns the item that waits under this key, if it is of this size; its caller makes it stand for another tensor."""
+        item = self._spares.pop(key, None)
+        if item is None:
+            return None
+        self._spare_bytes -= 0 if item.place is None else item.size_bytes
+        if item.size_bytes == size_bytes:
+            return item
+        self.end(item)
+        return None
+
+    def forget_spares(self) -> None:
+        """Gives back what spare items keep."""
+        while self._spares:
+            _, item = self._spares.popitem()
+            self.end(item)
+        self._spare_bytes = 0
 
     def release(self, item: Item) -> None:
         """Lets go of the item's device copy, whatever its state; nothing may be in flight."""
@@ -175,6 +278,7 @@ class Traffic:
     def let_go(self, item: Item) -> None:
         """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
         self.release(item)
+        self._forget_room(item)
         if item.place is not None:
             item.place.free()
             item.place = None
@@ -184,15 +288,21 @@ class Traffic:
 
     def _start_out(self, item: Item) -> None:
         item.part_with_lent()
-        try:
-            if item.place is None:
-                item.place = item.make_place(self)
-        except StoreError as error:
-            if not self.spill.demote(item, error):
-                raise
-            item.place = item.make_place(self)
+        if item.place is None:
+            item.place = self._make_place(item)
         item.leaving = self.backend.copy_out(item.source(), item.place)
         self._count(item, "d2h" if item.place.tier is Tier.HOST else "nvme_write", item.leaving)
+
+    def _make_place(self, item: Item) -> Place:
+        try:
+            return item.make_place(self)
+        except StoreError as error:
+            if self._spares:
+                self.forget_spares()
+                return self._make_place(item)
+            if not self.spill.demote(item, error):
+                raise
+            return item.make_place(self)
 
     def _await_out(self, item: Item) -> None:
         arrival = item.leaving
@@ -236,12 +346,13 @@ class Traffic:
             self._free_device(item)
             item.state, _ = transition(item.state, Event.FETCH_FAILED)
             raise
-        item.arriving = None
         item.state, _ = transition(item.state, Event.ARRIVED)
         item.arrived()
+        item.arriving = None
 
     def _free_device(self, item: Item) -> None:
         if item.device is not None:
+            self.backend.order_frees()
             item.freed()
             item.device = None
             self.device_bytes -= item.size_bytes
@@ -267,7 +378,7 @@ class Traffic:
         stamp = self.backend.stamp()
         return stamp if stamp is not None else time.monotonic_ns()
 
-    def _count(self, item: Item, link: str, arrival: Completion) -> None:
+    def _count(self, item: Item, link: str, arrival: Timed) -> None:
         self.counts.moved_bytes[link] += item.size_bytes
         self.counts.by_class[item.kind.value] += item.size_bytes
         if self.keep_spans:

@@ -11,7 +11,7 @@ from tieroff.runtime.backend.stamp import Time, ns_of
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.step.kinds import Planned
-from tieroff.storage.completion import Completion
+from tieroff.storage.completion import Timed
 
 _ENDS = {
     "d2h": (Tier.DEVICE, Tier.HOST),
@@ -31,7 +31,7 @@ def timeline_of(planned: Planned, custody: Custody, recompute_ns: int) -> Callab
 
 def _timeline(
     times: StepTimes,
-    spans: list[tuple[int, str, Completion, int]],
+    spans: list[tuple[int, str, Timed, int]],
     waits: list[tuple[int, Tier, Tier, Time, Time]],
     memory: dict[Tier, tuple[int, ...]],
     recompute_ns: int,

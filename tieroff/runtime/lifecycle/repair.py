@@ -20,6 +20,7 @@ from typing import Any
 
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import lies_on, restore_class, set_data
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
@@ -89,6 +90,8 @@ def _reconcile(item: Item) -> None:
 def _give_up(item: HomeItem) -> None:
     """Somebody gave the tensor other memory, which is its own: it is taken over when the next step begins."""
     item.leaving = item.arriving = item.device = item.value = None
+    if isinstance(item, GradientItem):
+        item.waiting = None
     item.is_lifted, item.state = False, State.LOWER if item.place is not None else State.DEVICE
 
 
@@ -122,7 +125,7 @@ def _put_on_device(item: Item) -> None:
     tensor = item.tensor
     if not item.is_lifted and item.state is State.DEVICE and tensor is not None:
         set_data(tensor, item.value)
-        restore_class(tensor)
+        restore_class(item)
         item.is_lifted = True
 
 

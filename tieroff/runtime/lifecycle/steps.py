@@ -305,15 +305,10 @@ class Steps:
             executor.gate.intercept(True)
 
     def before_closure(self) -> None:
-        """The optimizer runs its closure by itself: a step that was updated in part has no plan."""
-        kind = self._kind
-        if kind is None or self._is_updated or isinstance(kind.stage, Unplanned):
-            return
-        log.info("the optimizer runs forwards in the middle of its update: these steps run with transfers on demand")
-        if self._custody.executor.state.mode is Mode.PLANNED:
-            self._custody.executor.clock.diverge(lambda: "another forward in the update")
-        kind.advance(Unplanned())
-        kind.retraces = max(kind.retraces, 1)  # such a kind is not tried again when it comes back
+        """The optimizer runs its closure by itself: each evaluation in an update is a step, and ends the one before."""
+        if self._kind is not None and not self._is_updated:
+            self._custody.executor.clock.tick(("end",), lambda: "end", "")
+            self._finish_step(self._kind)
 
     def after_update(self) -> None:
         """`optimizer.step` is about to return."""

@@ -97,6 +97,8 @@ class TracedStep:
         below = recorder.written_below & parameters.keys()
         hooked = recorder.written_in_backward & index.keys() - parameters.keys()
         used = _used_below(trace, recorder, index, keys)
+        asked = custody.executor.scaled.asked
+        norms = {key: frozenset() if key in hooked else frozenset(norms) for key, norms in asked.items() if key in index}
         self._learn(trace, list(index), written | below)
         return Recorded(
             keys=keys,
@@ -106,8 +108,9 @@ class TracedStep:
             written=frozenset(written | below),  # what lies below now may be lifted when it is written next
             written_by_hooks=frozenset(index[key] for key in hooked),
             used_below=used,
-            leaves_gradients=not used and sums_no_gradients(trace, keys),
+            leaves_gradients=not used and not norms and sums_no_gradients(trace, keys),
             scratch_bytes=recorder.scratch_bytes,
+            norms=norms,
         )
 
     def _subjects(self, *, is_updated: bool) -> list[Subject]:

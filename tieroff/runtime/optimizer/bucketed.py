@@ -33,7 +33,7 @@ class UpdateFollower(Protocol):
         """`optimizer.step` was called."""
 
     def before_closure(self) -> None:
-        """The optimizer's own step runs its closure: forward and backward follow, perhaps in the middle of the update."""
+        """The optimizer's own step runs its closure: a step follows, and the one that its update was in the middle of ends."""
 
     def after_update(self) -> None:
         """`optimizer.step` is about to return."""
@@ -236,8 +236,8 @@ class BucketedStep:
         """Runs a closure in the middle of an update: forward and backward find parameters where they expect them."""
         context = self._context
         self._update_one.close()
-        context.lower_all()
         self._follower.before_closure()
+        context.lower_all()
         try:
             return closure(*args, **kwargs)
         finally:

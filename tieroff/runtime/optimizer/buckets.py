@@ -38,6 +38,8 @@ class Buckets:
         self._ids: tuple[int, ...] | None = None
         self.current: list[list[torch.Tensor]] = []
         self.position: dict[int, int] = {}
+        # By id of one of `current`: how many parameters each group had, and those of the bucket in each.
+        self._parts: dict[int, tuple[list[int], list[list[torch.Tensor]]]] = {}
         self.known: Known | None = None if is_replaced else known_of(optimizer)
         self._is_settled = self.known is not None
         if is_replaced:
@@ -63,7 +65,20 @@ class Buckets:
             ranges = buckets_of([local_bytes(p) for p in params]) if self.is_split else [range(len(params))]
             self.current, self._ids = [params[r.start : r.stop] for r in ranges], ids
             self.position = {key: position for position, key in enumerate(ids)}
+            self._parts = {}
         return self.current
+
+    def parts_of(self, bucket: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Returns the parameters of a bucket in each group of the optimizer."""
+        groups = self._optimizer.param_groups
+        counts = [len(group["params"]) for group in groups]
+        known = self._parts.get(id(bucket))
+        if known is None or known[0] != counts:
+            wanted = {id(param) for param in bucket}
+            known = (counts, [[param for param in group["params"] if id(param) in wanted] for group in groups])
+            if any(bucket is one for one in self.current):
+                self._parts[id(bucket)] = known
+        return [part.copy() for part in known[1]]
 
     def settle(self, value_of: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tries an optimizer that nobody knows, once it is about to make its first update.

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from tieroff.runtime.items.movable import local_of, with_local
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -34,9 +36,9 @@ def clip_grad_norm_(
     gradients = [p.grad for p in listed if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    first = gradients[0].device
     with torch.no_grad():
-        norms = [_norm(gradient, norm_type).to(first) for gradient in gradients]
+        norms = [_norm(gradient, norm_type) for gradient in gradients]
+        norms = [norm.to(norms[0].device) for norm in norms]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
@@ -51,4 +53,8 @@ def clip_grad_norm_(
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
     norms: Sequence[torch.Tensor] = torch._foreach_norm([gradient], order)  # what torch's own function calls
-    return norms[0]
+    mesh = getattr(norms[0], "device_mesh", None)
+    if mesh is None or mesh.device_type == norms[0].device.type:
+        return norms[0]
+    # FSDP2's own offloading has the shards of a device's mesh on the host, where the mesh has nobody to sum norms.
+    return with_local(norms[0], local_of(norms[0]).to(mesh.device_type))

@@ -10,9 +10,37 @@ from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
+from tieroff.runtime.items.table import settle_below
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
 from tieroff.runtime.settings import Settings
 from tieroff.storage.nvme.pages import MappedFiles
+
+
+class _Settled:
+    """One parameter's state tensors and their items, as they were when all of them were last known.
+
+    Whether they still are takes a look at each, and no search.
+    """
+
+    __slots__ = ("_tensors", "_values", "items")
+
+    def __init__(self, values: dict[Any, Any], items: tuple[HomeItem, ...]) -> None:
+        self._values, self.items = values, items
+        self._tensors = tuple((key, value) for key, value in values.items() if isinstance(value, torch.Tensor))
+
+    def holds(self, values: Any) -> bool:
+        """True while the optimizer has the same tensors of it, and they have the same items."""
+        if values is not self._values:
+            return False
+        for key, tensor in self._tensors:
+            if values.get(key) is not tensor:
+                return False
+        for item in self.items:
+            if item.device is None and item.place is None:  # the engine's care for it has ended
+                return False
+        return len(self._tensors) == len(values) or len(self._tensors) == sum(
+            isinstance(value, torch.Tensor) for value in values.values()
+        )
 
 
 class OptimizerState:
@@ -24,6 +52,8 @@ class OptimizerState:
         self._is_covered = TensorClass.OPTIMIZER in settings.covers
         self._items = context.homes.states
         self._taken_over: Any = None
+        self._settled: dict[int, _Settled] = {}  # by id of the parameter
+        self._positions: dict[int, int] | None = None  # as `forget_strangers` last saw them
 
     def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
         """Returns (parameter, key, tensor) of the state tensors of a bucket; of a sharded one, this rank's shard."""
@@ -38,11 +68,17 @@ class OptimizerState:
 
     def items_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Returns the items of a bucket's state tensors."""
-        found = []
-        for param, key, tensor in self.tensors_of(bucket):
-            known = self._items.get((id(param), key))
-            if known is not None and known.tensor is tensor:
-                found.append(known)
+        found: list[HomeItem] = []
+        state = self._optimizer.state
+        for param in bucket:
+            settled = self._settled.get(id(param))
+            if settled is not None and settled.holds(state.get(param)):
+                found += settled.items
+                continue
+            for _, key, tensor in self.tensors_of([param]):
+                known = self._items.get((id(param), key))
+                if known is not None and known.tensor is tensor:
+                    found.append(known)
         return found
 
     def take_over(self) -> None:
@@ -63,12 +99,16 @@ class OptimizerState:
                 if tensor.device != device and is_updated_there and key != "step":
                     tensor.data = tensor.data.to(device)
             for item in self.adopt(bucket):
-                item.settle_below(context.traffic, mapped)
+                settle_below(item, context.traffic, mapped)
 
     def forget_strangers(self) -> None:
         """Ends the care for state of parameters that left the optimizer; those that only left the model are named so."""
         self._buckets.all()  # positions of those that it has now
         is_traced = self._context.state.record.recorder is not None
+        if self._positions is self._buckets.position and not is_traced:
+            return
+        self._positions = self._buckets.position
+        self._settled.clear()
         for (param, key), item in list(self._items.items()):
             if param in self._buckets.position:
                 if is_traced:
@@ -77,14 +117,32 @@ class OptimizerState:
                 item.detach(self._context.traffic)
                 del self._items[param, key]
 
-    def adopt(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
-        """Takes state tensors that are new, or were replaced, under the engine's care; returns their items."""
-        context = self._context
+    def adopt(self, bucket: list[torch.Tensor], *, are_current: bool = False) -> list[HomeItem]:
+        """Takes state tensors that are new, or were replaced, under the engine's care; returns their items.
+
+        Args:
+            bucket: the parameters.
+            are_current: those that have an item are known to lie where it put them.
+        """
         if not self._is_covered:
             return []
         adopted: list[HomeItem] = []
+        state = self._optimizer.state
+        for param in bucket:
+            values, settled = state.get(param), self._settled.get(id(param))
+            is_same = settled is not None and settled.holds(values)
+            if settled is not None and is_same and (are_current or all(item.is_current() for item in settled.items)):
+                continue
+            adopted += self._adopt(param)
+            items = [self._items.get((id(param), key)) for key in values or ()]
+            if values and all(type(value) is torch.Tensor for value in values.values() if isinstance(value, torch.Tensor)):
+                self._settled[id(param)] = _Settled(values, tuple(item for item in items if item is not None))
+        return adopted
+
+    def _adopt(self, param: torch.Tensor) -> list[HomeItem]:
+        context, adopted = self._context, list[HomeItem]()
         device = context.traffic.backend.device
-        for param, key, tensor in self.tensors_of(bucket):
+        for _, key, tensor in self.tensors_of([param]):
             known = self._items.get((id(param), key))
             if known is not None and known.tensor is tensor and known.is_current():
                 continue
@@ -97,6 +155,7 @@ class OptimizerState:
             tier = context.traffic.spill.tier_for(size_bytes)
             name = self._name_of(id(param), key)
             item = HomeItem(("state", id(param), key), name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
+            item.is_part_of(self._optimizer.state[param][key])
             context.runner.assign(item)
             item.adopt(context.traffic)
             self._items[id(param), key] = item
@@ -119,3 +178,4 @@ class OptimizerState:
         for item in self._items.values():
             item.bring_home(self._context.traffic)
         self._items.clear()
+        self._settled.clear()

@@ -14,6 +14,7 @@ import torch
 from tieroff.errors import StateError
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.items.hollow import guarded
+from tieroff.runtime.items.movable import with_local
 
 
 class Handle(Protocol):
@@ -89,5 +90,5 @@ def _on_cpu(value: Any) -> Any:
         return value
     item = guarded(value)
     if item is not None and item.guard is not None:
-        return item.guard.value_on_host(item)
+        return with_local(value, item.guard.value_on_host(item))
     return value if value.device.type in ("cpu", "meta") else value.detach().cpu()

@@ -9,8 +9,9 @@ import torch
 
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.residency import ON_DEVICE, Event, State
+from tieroff.runtime.items.residency import ON_DEVICE, State
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.shared import SharedValues
 from tieroff.runtime.optimizer.state import OptimizerState
@@ -24,12 +25,11 @@ class Narrowed:
         self._optimizer = optimizer
         self._whole: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
-    def narrow(self, bucket: list[torch.Tensor]) -> None:
-        """Leaves the parameters of a bucket in the groups."""
-        wanted = {id(param) for param in bucket}
+    def narrow(self, parts: list[list[torch.Tensor]]) -> None:
+        """Leaves these parameters in the groups; see `Buckets.parts_of`."""
         self._whole = [(group, group["params"]) for group in self._optimizer.param_groups]  # first: see `restore`
-        for group, params in self._whole:
-            group["params"] = [param for param in params if id(param) in wanted]
+        for (group, _), part in zip(self._whole, parts, strict=True):
+            group["params"] = part
 
     def restore(self) -> None:
         """Gives the groups all their parameters back; does no harm when they have them."""
@@ -64,7 +64,8 @@ class BucketUpdate:
             What `step` returned.
         """
         self.open(bucket)
-        self._context.on_demand.fetch(self._items_of(following))
+        if self._context.on_demand.has_room:
+            self._context.on_demand.fetch(self._items_of(following))
         self._context.clock.resume()
         try:
             return step(bucket)
@@ -81,11 +82,12 @@ class BucketUpdate:
         context = self._context
         context.clock.pause()
         bucket, moved = self._lifted[-1]
-        moved = self._let_go_replaced(moved) + self._state.adopt(bucket)
+        moved = self._let_go_replaced(moved) + self._state.adopt(bucket, are_current=True)
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
+        may_write_gradients = self.may_write_gradients
         for item in moved:
             # Fused kernels write without a trace in any version; only gradients are usually left alone.
-            if item.kind is not TensorClass.GRADIENT or self.may_write_gradients:
+            if item.kind is not TensorClass.GRADIENT or may_write_gradients:
                 item.touch(context.traffic)
             else:
                 item.refresh(context.traffic)
@@ -99,7 +101,7 @@ class BucketUpdate:
         """Returns the items that still are where they were brought to; of others (`p.data = x` in `step`) x is the value."""
         context = self._context
         for item in moved:
-            if item.is_lifted and item.tensor is not None and not item.is_current():
+            if item.is_lifted and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
                 item.detach(context.traffic)
@@ -109,7 +111,7 @@ class BucketUpdate:
     def step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the optimizer's own step on a subset of its parameters; the groups are the same objects meanwhile."""
         try:
-            self.narrowed.narrow(bucket)
+            self.narrowed.narrow(self._buckets.parts_of(bucket))
             out = raw_step(self._optimizer)(self._optimizer, *args, **kwargs)
         finally:
             self.narrowed.restore()
@@ -141,7 +143,10 @@ class BucketUpdate:
             if item.tensor is tensor:
                 item.refresh(context.traffic)
                 source = item.value if item.state in ON_DEVICE else item.lower
-                return tensor.detach() if source is None else source.detach().to(backend.device)
+                if source is None:
+                    return tensor.detach()
+                value = source.detach().to(backend.device)
+                return item.scaled(value) if isinstance(item, GradientItem) and not item.is_lifted else value
         return tensor.detach()
 
     @property
@@ -172,10 +177,12 @@ class BucketUpdate:
             known.refresh(context.traffic)
             if known.state is State.LOWER and not known.stays_below:
                 context.traffic.counts.faults += 1
-                context.traffic.send(known, Event.FETCH)
+                context.traffic.fetch(known)
+        may_write_gradients, is_recorded = self.may_write_gradients, context.state.record.recorder is not None
         for known in needed:
             lifted.append(known)
             known.lift(context.traffic)
-            if known.kind is not TensorClass.GRADIENT or self.may_write_gradients:
+            if known.kind is not TensorClass.GRADIENT or may_write_gradients:
                 known.touch(context.traffic)  # from here on the device copy counts, wherever an exception may come
-            context.state.record.bind(known)
+            if is_recorded:
+                context.state.record.bind(known)

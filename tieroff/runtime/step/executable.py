@@ -13,6 +13,7 @@ from tieroff.core.plan import Plan, Residency, Transfer
 from tieroff.core.schedule import Tick, make_schedule
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
+from tieroff.runtime.step.program import Program, make_program
 from tieroff.runtime.step.recorded import Recorded
 
 # Before every transfer of the plan that is issued at the same tick.
@@ -25,17 +26,21 @@ class Executable:
 
     Attributes:
         ticks: of the plan's schedule, after both passes of this module.
+        program: what the runtime does at each of them.
         tiers: tensors that move -> their lower tier.
         copied_from: tensors that are copied out -> the first tick at which a copy is issued.
         births: per op, bytes of activations and gradients that come to life in it.
+        transients: per op, bytes that it takes for itself.
         update_at: the tick at which the update begins.
         stays_after_backward: see `stays_for_update`.
     """
 
     ticks: tuple[Tick, ...]
+    program: Program
     tiers: Mapping[int, Tier]
     copied_from: Mapping[int, int]
     births: tuple[int, ...]
+    transients: tuple[int, ...]
     update_at: int
     stays_after_backward: frozenset[int]
 
@@ -53,7 +58,16 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
             if transfer.source is Tier.DEVICE:
                 copied_from.setdefault(transfer.tensor, at)
     births = tuple(_births(trace))
-    return Executable(ticks, tiers, copied_from, births, update_at, frozenset(r.tensor for r in stays))
+    return Executable(
+        ticks=ticks,
+        program=make_program(ticks, tiers),
+        tiers=tiers,
+        copied_from=copied_from,
+        births=births,
+        transients=tuple(op.transient_bytes for op in trace.ops),
+        update_at=update_at,
+        stays_after_backward=frozenset(r.tensor for r in stays),
+    )
 
 
 def without_early_copies(plan: Plan, recorded: Recorded) -> Plan:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tieroff.core.machine import Machine
 from tieroff.core.trace import Trace
-from tieroff.storage.completion import Completion
+from tieroff.storage.completion import Timed
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
 # By how much durations and bandwidth may differ from those that a plan was made for, and how much of a step that has to be:
@@ -26,7 +26,7 @@ _STEPS_OF_MEDIAN = 15
 _LATER_STEPS, _LATER_STEPS_AT_MOST = 8, 512
 
 # (tensor, link, copy, bytes), as `Traffic.spans` has them.
-Span = tuple[int, str, Completion, int]
+Span = tuple[int, str, Timed, int]
 MachineAsSeen = Callable[[dict[str, float]], Machine | None]
 
 

@@ -7,8 +7,8 @@
 | Measuring | the same events again give durations             | Planned; Recording (it differed, or layers now rerun);|
 |           |                                                  | Unplanned (as below)                                  |
 | Planned   | it runs as planned                               | Planned (a new plan); Recording (it kept leaving it); |
-|           |                                                  | Unplanned (its optimizer runs forwards in an update;  |
-|           |                                                  | its part of the budget shrank, and none fits in it)   |
+|           |                                                  | Unplanned (its part of the budget shrank, and none    |
+|           |                                                  | fits in it)                                           |
 | Unplanned | it runs on demand: no plan, and none is made     | Recording (the kind came back; if kinds of the same   |
 |           |                                                  | structure say what it needs, a few times)             |
 """

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from tieroff.core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of one tensor that user code asks for.
+
+    Attributes:
+        is_listed: by the function that takes a list of tensors; its sums may be other ones.
+        order: of the norm.
+    """
+
+    is_listed: bool
+    order: float
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns it, of shape []."""
+        if self.is_listed:
+            norms: Sequence[torch.Tensor] = torch._foreach_norm([tensor], self.order)
+            return norms[0]
+        value: torch.Tensor = torch.linalg.vector_norm(tensor, self.order)
+        return value
 
 
 @dataclass(frozen=True)
@@ -23,6 +46,7 @@ class Recorded:
         used_below: gradients that user code used after backward, and whether it wrote them.
         leaves_gradients: the update took all gradients as one backward made them: user code used none.
         scratch_bytes: the most memory that an op took for itself.
+        norms: gradients that user code measured or scaled where they lay below -> the norms that it took.
     """
 
     keys: tuple[Hashable, ...]
@@ -34,6 +58,7 @@ class Recorded:
     used_below: Mapping[int, bool]
     leaves_gradients: bool
     scratch_bytes: int
+    norms: Mapping[Hashable, frozenset[Norm]] = field(default_factory=dict)
 
     @functools.cached_property  # asked in every step
     def update_at(self) -> int:

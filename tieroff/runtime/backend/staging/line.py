@@ -10,8 +10,9 @@ from queue import SimpleQueue
 
 import torch
 
+from tieroff.runtime.backend.compute import entry_of
 from tieroff.runtime.backend.staging.transfer import Part, StagedTransfer, StreamPart
-from tieroff.runtime.backend.stamp import Anchor, EventStamp
+from tieroff.runtime.backend.stamp import Anchor
 from tieroff.storage.engines.base import Transfer
 
 SLOTS = 4
@@ -96,9 +97,9 @@ class Piece:
         """Starts the device's copy between slot and tensor."""
         if self.begin == 0:
             stream.wait_event(self.job.ready)
-        with stream, torch.no_grad():
+        with entry_of(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
-            return StreamPart(EventStamp(stream, self.job.anchor))
+            return StreamPart(self.job.anchor.stamp(stream))
 
 
 class Line(ABC):

@@ -18,6 +18,7 @@ transfer until it has ended.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,7 +38,13 @@ PIECE_BYTES_MAX = 8 * 2**20
 
 def pinned(address: int, size_bytes: int) -> torch.Tensor:
     """Returns memory at an address as a 1-d uint8 tensor, without owning it."""
-    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+    return torch.frombuffer(_array_type(size_bytes).from_address(address), dtype=torch.uint8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+    """Returns the type of so many bytes. One that is made for each copy would be garbage in cycles, a kilobyte each."""
+    return ctypes.c_uint8 * size_bytes
 
 
 class Staging:

@@ -150,7 +150,7 @@ class Gate:
         """Returns, as a 1-d uint8 tensor, the device bytes of a parameter that autograd saved and backward asks for."""
         if isinstance(item, Stays):
             return bytes_of(item.cast())
-        computed = self._as_computed(item, self.fetch.saved)
+        computed = self._as_computed(item, self.fetch.saved) if self.casts.dtype is not None else self.fetch.saved(item)
         self.live.add(item, computed)
         return item.device if item.device is not None and computed.dtype is item.dtype else bytes_of(computed)
 

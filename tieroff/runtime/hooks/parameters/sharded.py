@@ -26,7 +26,7 @@ from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.fsdp2 import HeldByFsdp2, fsdp_roots, held_by_fsdp2
 from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.items.hollow import set_data
+from tieroff.runtime.items.hollow import own_class, set_data, untouched
 from tieroff.runtime.items.movable import local_of
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
 
@@ -66,21 +66,28 @@ class Extension:
         self.padded_size = padded_size
         self._gathered: Gathered | None = None
         self.fetch: Callable[[], torch.Tensor] | None = None
+        self._dismiss: Callable[[], None] = _nothing
         self.was_asked = False
+        self._lent: torch.Tensor | None = None
 
-    def attach(self, leaf: torch.Tensor, fetch: Callable[[], torch.Tensor], gathered: Gathered) -> None:
+    def attach(
+        self, leaf: torch.Tensor, fetch: Callable[[], torch.Tensor], dismiss: Callable[[], None], gathered: Gathered
+    ) -> None:
         """From now on the bytes come from an engine."""
-        self.fetch, self._gathered, self._leaf = fetch, gathered, weakref.ref(leaf)
+        self.fetch, self._dismiss, self._gathered, self._leaf = fetch, dismiss, gathered, weakref.ref(leaf)
 
     def detach(self) -> None:
         """From now on the bytes are those of the tensor, wherever it lies."""
-        self.fetch = self._gathered = None
+        self.fetch = self._gathered = self._lent = None
+        self._dismiss = _nothing
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """Gives this rank's part of the all-gather: padded, and in the type that is computed with, as FSDP2 makes them."""
         local = self.local
         self.was_asked = True
         value = self.fetch() if self.fetch is not None else local.detach()
+        if not value.is_cpu:
+            self._lent = value  # FSDP2's stream may read it later than the host lets go of it
         if tuple(value.shape) != self.padded_size:
             padded = value.new_zeros(self.padded_size)
             padded.narrow(0, 0, value.shape[0]).copy_(value)
@@ -94,6 +101,9 @@ class Extension:
         """Gives FSDP2 the whole parameter: what it gathered, as it is."""
         (whole,) = outputs
         leaf = self._leaf()
+        if self._lent is not None:  # compute's stream is behind the all-gather from here on
+            self._lent = None
+            self._dismiss()
         if self._gathered is not None and leaf is not None:
             self._gathered.add(whole, leaf)
         return None if out is not None else (whole, ())
@@ -138,20 +148,25 @@ class Hidden:
     """Shards that lie on stand-ins for a moment; see [Note: what FSDP2 holds of a shard]."""
 
     def __init__(self) -> None:
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._values: list[tuple[torch.Tensor, torch.Tensor, type]] = []
 
     def hide(self, extensions: Iterable[Extension]) -> None:
         """FSDP2 takes the memory of these next."""
         for extension in extensions:
-            local = extension.local
-            self._values.append((local, local.detach()))
-            set_data(local, local.new_zeros(()).expand(extension.padded_size))
+            local: Any = extension.local
+            kind = type(local)
+            with untouched():
+                self._values.append((local, local.detach(), kind))
+                set_data(local, local.new_zeros(()).expand(extension.padded_size))
+            local.__class__ = own_class(local)  # nothing is below for a moment
 
     def show(self, *_: Any) -> None:
         """The shards lie where they lay."""
+        local: Any
         while self._values:
-            local, value = self._values.pop()
+            local, value, kind = self._values.pop()
             set_data(local, value)
+            local.__class__ = kind
 
 
 class FirstForward:
@@ -229,7 +244,7 @@ class Shards:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def why_kept(self, parameter: torch.Tensor, *, is_host: bool) -> str:
+    def why_kept(self, parameter: torch.Tensor) -> str:
         """Returns why this shard cannot have a home below, or "" when it can.
 
         Raises:
@@ -240,8 +255,6 @@ class Shards:
             return "it has no bytes"
         if held.why_kept:
             return held.why_kept
-        if not is_host:
-            return "FSDP2 has it"
         if held.is_settled:
             raise StateError(
                 "expected a model that FSDP2 has not run yet, since it looks for what tieroff adds to its all-gathers in its "
@@ -259,7 +272,7 @@ class Shards:
             extension = Extension(local, self._held[id(leaf)].padded_size)
             named: Any = local
             named.fsdp_pre_all_gather, named.fsdp_post_all_gather = extension.before, extension.after
-        extension.attach(leaf, functools.partial(self._fetch, item), self.gathered)
+        extension.attach(leaf, functools.partial(self._fetch, item), functools.partial(self._dismiss, item), self.gathered)
         self._extensions[id(leaf)] = extension
 
     def keep_only(self, items: Iterable[ParameterItem]) -> None:
@@ -319,7 +332,17 @@ class Shards:
         self.show()  # FSDP2 has let go by now
         is_in_step = self._gate.depth > 0 or self.is_beginning or current_graph_task() != -1
         with self._context.state.lock:
-            return self._gate.fetch.shard(item) if is_in_step else self._gate.fetch.outside(item)
+            with self._context.traffic.backend.computing():
+                value = self._gate.fetch.shard(item) if is_in_step else self._gate.fetch.outside(item)
+            if item.arrival is not None:
+                item.arrival.wait()  # FSDP2's stream for all-gathers
+        return value
+
+    def _dismiss(self, item: ShardItem) -> None:
+        """FSDP2 is done with what it was given: the plan keeps it until here."""
+        recorder = self._context.state.record.recorder
+        if recorder is not None:
+            recorder.read(item.key)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         recorder = self._context.state.record.recorder

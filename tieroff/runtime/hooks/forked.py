@@ -16,7 +16,8 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
-from tieroff.runtime.items.hollow import asks_no_data, untouched
+from tieroff.runtime.items.gradient import GradientItem
+from tieroff.runtime.items.hollow import asks_no_data, own_class, restore_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 
 
@@ -66,8 +67,12 @@ def _in_child() -> None:
         for item in owner.below():
             tensor: Any = item.tensor
             is_missing = item.is_shown_below and not item.is_lifted and item.place is not None and item.place.tier is Tier.NVME
-            if is_missing and type(tensor) in _MISSING:
-                tensor.__class__ = _MISSING[type(tensor)]
+            if is_missing and own_class(tensor) in _MISSING:
+                tensor.__class__ = _MISSING[own_class(tensor)]
+            elif item.is_shown_below and not item.is_lifted and tensor is not None:
+                restore_class(item)  # nobody looks after it in the child: what waits is done now, in the child's own memory
+                if isinstance(item, GradientItem):
+                    item.multiply_in_child()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,158 @@
+"""How far the host is ahead of the device: in a planned step it waits for nothing, up to a bound, and memory holds there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tieroff
+from tests.accelerator import sim, target
+from tests.support.parity import HOST, config_for
+from tieroff.core.tensor import Tier
+from tieroff.runtime.backend.accelerator import STAMPS_AHEAD_MAX
+
+WIDTH, LAYERS, WARM_STEPS, STEPS = 32, 6, 5, 16
+POLL_S = 0.001
+
+
+class Loop:
+    """Trains, and reads nothing that the device computes; its batches are on the device before."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.model = nn.Sequential(*layers).to(target.device())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.batches = [torch.randn(8, WIDTH).to(target.device()) for _ in range(4)]
+        self.steps_done = 0
+
+    def step(self) -> None:
+        self.model(self.batches[self.steps_done % 4]).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+
+    def values(self) -> list[Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+class Beside(threading.Thread):
+    """Does some work, while the device does nothing."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(target=work, daemon=True)
+        torch.accelerator.synchronize(target.device())
+        self._before = sim.counters()["host_waits"]
+
+    @property
+    def waits(self) -> int:
+        """How often it has waited for the device; it waits for ever in the first one."""
+        return sim.counters()["host_waits"] - self._before
+
+
+@contextmanager
+def beside(work: Callable[[], None]) -> Iterator[Beside]:
+    """Begins some work; the device does nothing until the end of `with`."""
+    thread = Beside(work)
+    with sim.held(torch.accelerator.current_stream(target.device())):
+        thread.start()
+        yield thread
+    thread.join()
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Iterator[Loop]:
+    loop = Loop()
+    tieroff.wrap(loop.model, loop.optimizer, config_for(HOST, tmp_path), backend=target.backend())
+    for _ in range(WARM_STEPS):
+        loop.step()
+    yield loop
+    tieroff.unwrap(loop.model)
+
+
+def test_a_planned_step_is_issued_while_the_device_does_nothing(wrapped: Loop) -> None:
+    with beside(wrapped.step) as thread:
+        while thread.is_alive() and not thread.waits:
+            thread.join(POLL_S)
+        waits = thread.waits
+    assert waits == 0
+    engine = tieroff.engine(wrapped.model)
+    stats = engine.stats()
+    assert len(engine.explain().splitlines()) == 5  # of device memory in pieces it has nothing to say
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert stats.moved_bytes["d2h"] > 0
+
+
+def test_stamps_are_given_up_to_a_bound_ahead_of_the_device() -> None:
+    backend = target.backend()
+    given: list[object] = []
+
+    def ask() -> None:
+        for _ in range(2 * STAMPS_AHEAD_MAX):
+            given.append(backend.stamp())
+
+    with beside(ask) as thread:
+        while not thread.waits:
+            thread.join(POLL_S)
+        ahead = len(given)
+    assert ahead == STAMPS_AHEAD_MAX
+    assert len(given) == 2 * STAMPS_AHEAD_MAX
+    backend.close()
+
+
+def test_steps_that_run_ahead_of_the_device_are_bounded_and_right(wrapped: Loop) -> None:
+    def train() -> None:
+        for _ in range(STEPS):
+            wrapped.step()
+
+    with beside(train) as thread:
+        while not thread.waits:
+            thread.join(POLL_S)
+        ahead = wrapped.steps_done - WARM_STEPS
+    assert 1 <= ahead < STEPS
+    plain = Loop()
+    for _ in range(WARM_STEPS + STEPS):
+        plain.step()
+    engine = tieroff.engine(wrapped.model)
+    assert engine.stats().peak_host_bytes <= engine.plan.budget_bytes[Tier.HOST]
+    assert all(map(torch.equal, plain.values(), wrapped.values()))
+
+
+def test_a_planned_step_takes_its_events_from_those_before(wrapped: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Event] = []
+
+    class Counted(torch.Event):
+        def __init__(self, *_: object, enable_timing: bool = False) -> None:
+            if enable_timing:
+                made.append(self)
+
+    monkeypatch.setattr(torch, "Event", Counted)
+    for _ in range(4):
+        wrapped.step()
+        torch.accelerator.synchronize(target.device())
+    assert len(made) < 4
+
+
+def test_a_planned_step_makes_no_types_of_its_copies(wrapped: Loop) -> None:
+    """A type is garbage in a cycle, which stays until somebody looks for it."""
+
+    def arrays() -> int:
+        return sum(isinstance(found, type) and issubclass(found, ctypes.Array) for found in gc.get_objects())
+
+    gc.collect()
+    before = arrays()
+    gc.disable()
+    try:
+        for _ in range(2):
+            wrapped.step()
+        assert arrays() == before
+    finally:
+        gc.enable()

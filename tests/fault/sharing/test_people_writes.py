@@ -1,0 +1,90 @@
+"""Writes through `.data` and NumPy at moments when a plan has copies under way: they count."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.support.twins import Setting, adam, assert_same, follow, loss_of, sgd
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
+
+
+def layers(count: int = 6, width: int = 8) -> nn.Sequential:
+    return nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(width, width), nn.Tanh())])
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first inside of forward, and a queue of what it said (MoCo)."""
+
+    queue: torch.Tensor
+
+    def __init__(self, *, assigns: bool) -> None:
+        super().__init__()
+        self.first = layers(3)
+        self.second = copy.deepcopy(self.first).requires_grad_(False)
+        self.assigns = assigns
+        self.register_buffer("queue", torch.randn(8, 32))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for of, by in zip(self.first.parameters(), self.second.parameters(), strict=True):
+            if self.assigns:
+                by.data = by.data * 0.9 + of.data * 0.1
+            else:
+                by.data.mul_(0.9).add_(of.detach(), alpha=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = functional.normalize(self.first(x))
+        with torch.no_grad():
+            self.follow()
+            key = functional.normalize(self.second(x))
+        out = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1)
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([self.queue[:, 4:], key.T], 1))
+        return out
+
+
+def usual(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("assigns", [False, True], ids=["in place", "assigned"])
+def test_an_encoder_that_follows_another_inside_forward(assigns: bool, planned_setting: Setting) -> None:
+    def make() -> tuple[Any, Any]:
+        model = Momentum(assigns=assigns)
+        return model, sgd(model)
+
+    assert_same(follow(make, usual, 7).seen, follow(make, usual, 7, planned_setting).seen)
+
+
+def write_before_update(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+    """Everything that the update is about to use is written after backward."""
+    optimizer.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    for p in model.parameters():
+        p.data.add_(0.001)
+        p.grad.numpy()[...] *= 0.5
+    for state in optimizer.state.values():
+        state["exp_avg"].data.mul_(0.9)
+        state["exp_avg_sq"].numpy()[...] *= 0.5
+    optimizer.step()
+    return loss
+
+
+def test_what_is_written_between_backward_and_update(planned_setting: Setting) -> None:
+    def make() -> tuple[Any, Any]:
+        model = layers()
+        return model, adam(model)
+
+    assert_same(follow(make, write_before_update, 7).seen, follow(make, write_before_update, 7, planned_setting).seen)

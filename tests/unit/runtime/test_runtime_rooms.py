@@ -1,0 +1,188 @@
+"""Small tensors keep their memory from step to step, and nobody who holds some of it sees another value in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tieroff.core.plan import Residency, Transfer
+from tieroff.core.schedule import Tick
+from tieroff.core.tensor import Tier
+from tieroff.runtime.backend.cpu import CpuBackend
+from tieroff.runtime.backend.rooms import Room
+from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.program import Actions, make_program
+from tieroff.storage.engines.native import NativeEngine
+from tieroff.storage.host.pool import COPIED_AT_ONCE_BYTES, HostStore
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+@pytest.fixture
+def traffic() -> Iterator[Traffic]:
+    engine = NativeEngine()
+    store = HostStore(1 << 20, engine)
+    traffic = Traffic(CpuBackend(), Spill({HOST: store}, (HOST,)))
+    traffic.begin_step(is_planned=True)
+    yield traffic
+    traffic.forget_spares()
+    assert store.used_bytes == 0
+    store.close()
+    engine.close()
+
+
+def saved(traffic: Traffic, size_bytes: int, value: int) -> ActivationItem:
+    item = ActivationItem(0, size_bytes, HOST)
+    traffic.hold(item, torch.full((size_bytes,), value, dtype=torch.uint8))
+    return item
+
+
+def test_a_small_tensor_is_fetched_to_the_same_memory(traffic: Traffic) -> None:
+    item = saved(traffic, 64, 7)
+    addresses = set()
+    for _ in range(3):
+        item.leave(traffic)
+        assert (item.state, traffic.device_bytes) == (State.LOWER, 0)
+        addresses.add(traffic.want(item).data_ptr())
+        assert torch.equal(traffic.want(item), torch.full((64,), 7, dtype=torch.uint8))
+    assert len(addresses) == 1
+    traffic.end(item)
+    assert item.room is None
+
+
+def test_memory_that_somebody_holds_is_not_fetched_to(traffic: Traffic) -> None:
+    item = saved(traffic, 64, 7)
+    item.leave(traffic)
+    traffic.want(item)
+    assert item.room is not None
+    held = item.room.view(torch.uint8, torch.Size((8,)), (1,), 8)
+    item.leave(traffic)
+    held.fill_(9)
+    assert traffic.want(item).data_ptr() != held.data_ptr() - 8
+    assert torch.equal(traffic.want(item), torch.full((64,), 7, dtype=torch.uint8))
+    assert torch.equal(held, torch.full((8,), 9, dtype=torch.uint8))
+    traffic.end(item)
+
+
+@pytest.mark.parametrize(("size_bytes", "is_planned"), [(COPIED_AT_ONCE_BYTES + 1, True), (64, False)])
+def test_no_room_is_kept_of_a_large_tensor_or_in_a_step_without_a_plan(
+    size_bytes: int, is_planned: bool, traffic: Traffic
+) -> None:
+    traffic.begin_step(is_planned=is_planned)
+    item = saved(traffic, size_bytes, 7)
+    item.leave(traffic)
+    assert torch.equal(traffic.want(item), torch.full((size_bytes,), 7, dtype=torch.uint8))
+    assert item.room is None
+    traffic.end(item)
+
+
+def test_views_of_a_room_hold_it_as_long_as_they_live() -> None:
+    room = Room(64)
+    room.whole(torch.float32, (4, 4), (4, 1))
+    assert room.is_free
+    view = room.view(torch.float32, torch.Size((4, 4)), (1, 4), 0)
+    assert not room.is_free
+    del view
+    assert room.is_free
+
+
+def test_a_failed_copy_of_a_small_tensor_leaves_it_on_the_device(traffic: Traffic) -> None:
+    """Copies that the engine cannot make at once are transfers like any other."""
+    item = saved(traffic, 64, 7)
+    item.leave(traffic)
+    traffic.want(item)
+    item.state = State.DEVICE  # it was written
+    store = traffic.stores[HOST]
+    assert isinstance(store, HostStore)
+    engine: Any = store.engine
+    engine.native.inject("copy", errno=5)
+    with pytest.raises(tieroff.StoreError, match="copying activation 0 out"):
+        item.leave(traffic)
+    engine.native.clear_faults()
+    assert item.state is State.DEVICE
+    assert item.device is not None and torch.equal(item.device, torch.full((64,), 7, dtype=torch.uint8))
+    traffic.end(item)
+
+
+def test_a_spare_item_keeps_its_place_until_another_tensor_needs_the_room(traffic: Traffic) -> None:
+    store = traffic.stores[HOST]
+    item = saved(traffic, 64, 7)
+    item.leave(traffic)
+    place = item.place
+    traffic.retire(item)
+    assert store.used_bytes > 0
+    assert traffic.spare(("activation", 0), 64) is item and item.place is place
+    traffic.retire(item)
+    assert traffic.spare(("activation", 0), 32) is None, "one of another size is of no use"
+    assert store.used_bytes == 0
+    item = saved(traffic, 64, 7)
+    item.leave(traffic)
+    traffic.retire(item)
+    large = saved(traffic, store.capacity_bytes, 8)
+    large.leave(traffic)
+    assert large.state is State.LOWER
+    traffic.end(large)
+
+
+def test_a_program_leaves_out_what_asks_nothing_of_the_runtime() -> None:
+    out = Transfer(0, DEVICE, HOST, 1, 2, 0)
+    back = Transfer(0, HOST, DEVICE, 3, 3, 0)
+    ticks = (
+        Tick(begins=(Residency(0, DEVICE, 0, 2),)),
+        Tick(issues=(out,)),
+        Tick(await_outs=(out,), ends=(Residency(0, DEVICE, 0, 2), Residency(1, DEVICE, 0, 2))),
+        Tick(issues=(back,), await_ins=(back,)),
+    )
+    assert make_program(ticks, {0}) == (
+        None,
+        Actions((), (), (), ((False, 0),), ()),
+        Actions((), (), (0,), (), ()),
+        Actions((), (), (), ((True, 0),), (0,)),
+    )
+
+
+class Loop:
+    """Keeps what a step made for longer than the step."""
+
+    def __init__(self, is_wrapped: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if is_wrapped:
+            config = {"device": "cpu", "budget": {"device": "60%", "host": "64MiB"}, "plan": {"min_bytes": 0}}
+            tieroff.wrap(self.model, self.optimizer, config)
+        self.kept: list[torch.Tensor] = []
+        self.found: list[torch.Tensor] = []
+
+    def step(self, index: int) -> None:
+        inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(index), requires_grad=True)
+        loss = self.model(inputs).square().mean()
+        loss.backward(retain_graph=index % 3 == 0)
+        if index % 3 == 0:  # backward once more, from what was saved
+            self.found.append(torch.autograd.grad(loss, inputs)[0])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.found.append(loss.detach())
+        self.found += [kept.clone() for kept in self.kept]  # as they are a step later
+        self.kept = [*gradients, *(p.data[0] for p in self.model.parameters() if index % 4 == 0)]
+
+
+def test_what_people_keep_of_a_step_stays_as_it_was() -> None:
+    loops = Loop(False), Loop(True)
+    for loop in loops:
+        for index in range(14):
+            loop.step(index)
+    stats = tieroff.engine(loops[1].model).stats()
+    assert stats.phase == "planned" and sum(stats.moved_bytes.values()) > 0
+    for plain, wrapped in zip(loops[0].found, loops[1].found, strict=True):
+        assert torch.equal(plain, wrapped)
+    tieroff.unwrap(loops[1].model)

@@ -1,0 +1,158 @@
+"""Gradients that user code measures and scales while they lie below: what clipping does, without moving them for it.
+
+[Note: clipping what lies below]
+A gradient that lies below is of a guarded class, where the recorded step showed that user code scales gradients. So the norm
+of one and its product with a number come here. The norm was taken on the device when the gradient was copied out, by the
+function that asks for it now. The factor waits until the gradient comes up for its update: [Note: factors that wait] in
+items/gradient.py. Any other function gets the bytes as it expects them. A norm counts only while those bytes are what lies
+below: not where a version moved since, nor after user code got them, nor while somebody holds an alias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tieroff.runtime.execution.autograd import as_the_engine
+from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.gradient import Factor, GradientItem
+from tieroff.runtime.items.hollow import guarded, version_of
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.step.recorded import Norm, Recorded
+
+_NORMS: frozenset[Any] = frozenset({torch.linalg.vector_norm, torch._foreach_norm})
+_PRODUCTS: frozenset[Any] = frozenset({torch.Tensor.mul_, torch._foreach_mul_})
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Norms of what was copied out of a gradient, at a version of it."""
+
+    version: int
+    norms: Mapping[Norm, torch.Tensor]
+
+
+class ScaledGradients:
+    """Answers functions of user code that measure or scale gradients which lie below.
+
+    Attributes:
+        asked: norms that user code took of each gradient in the step that is traced; none of one that it only scaled.
+        is_on: gradients that lie below are guarded.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self.asked: dict[Hashable, set[Norm]] = {}
+        self.is_on = False
+        self._wanted: Mapping[Hashable, frozenset[Norm]] = {}
+        self._measured: dict[Hashable, _Measured] = {}
+        self._copied: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def begin(self, recorded: Recorded | None) -> None:
+        """A step begins; `recorded`: what is known of its kind."""
+        self.asked, self._measured, self._copied = {}, {}, None
+        self._wanted = recorded.norms if recorded is not None else {}
+        self.is_on = bool(self._wanted) or self._context.state.record.recorder is not None
+
+    def watches(self, item: GradientItem) -> bool:
+        """True when this gradient is guarded while it is shown below; a rank's part of one is not: norms are of the whole."""
+        return self.is_on and item.outer is None
+
+    def leaves(self, item: GradientItem) -> None:
+        """A gradient is about to be copied out: takes the norms that user code will ask for."""
+        wanted = self._wanted.get(item.key)
+        if not wanted or item.value is None:
+            return
+        with as_the_engine():
+            norms = {norm: norm.of(item.value) for norm in wanted}
+        self._measured[item.key] = _Measured(version_of(item.living), norms)
+
+    def used(self, item: HomeItem) -> None:
+        """User code gets the bytes of a gradient, which it may write past every version."""
+        self._measured.pop(item.key, None)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """Answers a norm or a product of gradients that lie below.
+
+        Returns:
+            What the function returns, in a tuple; None: it is another function, or none of these gradients can be left below.
+        """
+        if kwargs or len(args) != 2:
+            return None
+        if function in _NORMS and isinstance(args[1], (int, float)):
+            return self._norms(function, args[0], float(args[1]))
+        if function in _PRODUCTS and _is_number(args[1]):
+            return self._products(function, args[0], args[1])
+        return None
+
+    def _norms(self, function: Any, what: Any, order: float) -> tuple[Any] | None:
+        norm = Norm(is_listed=isinstance(what, (list, tuple)), order=order)
+        tensors = list(what) if norm.is_listed else [what]
+        answers = [self._norm(item, norm) if (item := self._below(tensor)) is not None else None for tensor in tensors]
+        if all(answer is None for answer in answers):
+            return None
+        if not norm.is_listed:
+            return (answers[0],)
+        rest = [tensor for tensor, answer in zip(tensors, answers, strict=True) if answer is None]
+        others = iter(function(rest, order) if rest else ())
+        return ([next(others) if answer is None else answer for answer in answers],)
+
+    def _norm(self, item: GradientItem, norm: Norm) -> torch.Tensor | None:
+        if item.waiting is not None:
+            return None
+        if self._context.state.record.recorder is not None:
+            self.asked.setdefault(item.key, set()).add(norm)
+        known = self._measured.get(item.key)
+        if known is not None and known.version == version_of(item.living) and norm in known.norms:
+            return known.norms[norm].clone()
+        traffic = self._context.traffic
+        with self._context.state.lock, as_the_engine():
+            if item.is_shown_below and item.lower is not None:
+                return norm.of(item.lower)
+            traffic.want(item)
+            value = norm.of(item.valid_value)
+            item.leave(traffic)
+            return value
+
+    def _products(self, function: Any, what: Any, factor: Any) -> tuple[Any] | None:
+        is_listed = isinstance(what, (list, tuple))
+        tensors = list(what) if is_listed else [what]
+        others = [tensor for tensor in tensors if not self._waits(tensor, factor)]
+        if len(others) == len(tensors):
+            return None
+        if others:
+            function(others, factor)
+        return (None if is_listed else what,)
+
+    def _waits(self, tensor: Any, factor: Any) -> bool:
+        item = self._below(tensor)
+        if item is None or not item.dtype.is_floating_point:
+            return False
+        with self._context.state.lock, as_the_engine():
+            if self._context.state.record.recorder is not None:
+                self.asked.setdefault(item.key, set())
+            item.wait_with(self._own(factor))
+        return True
+
+    def _own(self, factor: Any) -> Factor:
+        """Returns a number as it is now; every gradient of a step shares the copy of one tensor."""
+        if not isinstance(factor, torch.Tensor):
+            return float(factor)
+        copied = self._copied
+        if copied is None or copied[0] is not factor or copied[1] != factor._version:
+            self._copied = copied = factor, factor._version, factor.detach().clone()
+        return copied[2]
+
+    def _below(self, tensor: object) -> GradientItem | None:
+        item = guarded(tensor)
+        return item if isinstance(item, GradientItem) and item.outer is None and item.may_wait() else None
+
+
+def _is_number(factor: Any) -> bool:
+    """True for what a floating-point tensor may be multiplied by in place, whatever it holds."""
+    if isinstance(factor, torch.Tensor):
+        return type(factor) is torch.Tensor and factor.dim() == 0 and factor.is_floating_point() and not factor.requires_grad
+    return isinstance(factor, (int, float)) and not isinstance(factor, bool)

@@ -1,0 +1,159 @@
+"""Gradients as items: they can be multiplied while they lie below, without moving for it.
+
+[Note: factors that wait]
+Clipping multiplies every gradient by one number, between backward and update. Where a gradient lies below, that would bring it
+up, or read and write it through its mapping, and send it down again, right before its update brings it up once more. So the
+factor waits. What lies below is then without it, and the tensor's value is the bytes below times its factors, in their order:
+the very `mul_` of the program, made later.
+Factors belong to the copy below, so they count only while that is valid (states LOWER, ARRIVING, BOTH); bytes of the
+device in other states have them. A copy that comes up gets them before anybody sees it. Whatever else wants the bytes below has
+them multiplied there first. An exception may come between any two lines: how many factors are in is told by the version counter
+of the memory that was multiplied, which moves with the multiplication itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.runtime.items.hollow import Guard, guard_class, own_class
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.item import Mover
+from tieroff.runtime.items.parameter import ParameterItem
+from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.tensors import owners_by
+
+Factor = torch.Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The factors of one tensor, oldest first.
+
+    Attributes:
+        factors: numbers, or tensors of shape [] that nobody writes.
+        below_version: of the memory below, before the first of them.
+    """
+
+    factors: tuple[Factor, ...]
+    below_version: int
+
+    def and_then(self, factor: Factor) -> Waiting:
+        """Returns these with one more."""
+        return Waiting((*self.factors, factor), self.below_version)
+
+    def apply(self, memory: torch.Tensor, version: int) -> None:
+        """Multiplies memory by all of them that are not in yet; `version`: its version when none was.
+
+        It is no op of the step that may be recorded just now: it stands for one of user code.
+        """
+        with torch.no_grad(), _disable_current_modes():
+            for factor in self.factors[memory._version - version :]:
+                memory.mul_(factor)
+
+
+# States in which the copy below is valid.
+_HAS_BELOW = (State.LOWER, State.ARRIVING, State.BOTH)
+
+
+class GradientItem(HomeItem):
+    """The gradient of a moved parameter. The next one takes its item over when it is dead; see `Traffic.retire`.
+
+    Attributes:
+        waiting: see [Note: factors that wait]; None: there are none.
+    """
+
+    __slots__ = ("_arrived_version", "waiting")
+
+    def __init__(self, of: ParameterItem, tensor: torch.Tensor, tier: Tier) -> None:
+        name = f"gradient of {of.name}"
+        super().__init__(("gradient", of.position), name, TensorClass.GRADIENT, tensor, tier, of.guard)
+        self.waiting: Waiting | None = None
+        self._arrived_version = 0
+
+    def begin_again(self, tensor: torch.Tensor, guard: Guard | None) -> bool:
+        """Stands for another tensor of the same kind from here on; False, with nothing done, where it cannot.
+
+        It must not be in flight, and its own tensor dead. What somebody holds of that one's memory below is his.
+        """
+        if (self.dtype, self.size, self.stride) != (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())):
+            return False
+        if self.lower is None if self.place is not None else self.lower is not None:
+            return False
+        if self.lower is not None and owners_by(self._lower_storage) > 1:
+            return False
+        self._ref, self.version = weakref.ref(tensor), tensor._version
+        self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
+        self.guard, self.pins, self.readers, self.state = guard, 0, 0, State.DEVICE
+        self.waiting = self.outer_ref = None
+        return True
+
+    def may_wait(self) -> bool:
+        """True when a factor may wait until the gradient comes up: nobody but the engine sees its bytes below."""
+        tensor, has_copy_below = self.tensor, self.state in _HAS_BELOW and self.lower is not None
+        is_guarded = tensor is not None and own_class(tensor) is not type(tensor)
+        return has_copy_below and is_guarded and not self.is_lifted and not self.stays_below and self.is_current()
+
+    def wait_with(self, factor: Factor) -> None:
+        """The gradient is multiplied by a number when it comes up next."""
+        assert self.lower is not None
+        waiting = self.waiting if self.waiting is not None else Waiting((), self.lower._version)
+        self.waiting = waiting.and_then(factor)
+
+    def multiply_below(self, traffic: Mover) -> None:
+        """Somebody is about to use the bytes below as they are: what waits is done there."""
+        waiting, lower = self.waiting, self.lower
+        if waiting is None or lower is None or self.state not in _HAS_BELOW:
+            return
+        traffic.settle(self)
+        if self.device is not None:
+            traffic.send(self, Event.DROP)  # older than what will lie below
+        waiting.apply(lower, waiting.below_version)
+        self.waiting = None
+        self.note()
+
+    def multiply_in_child(self) -> None:
+        """The same in a forked child, which has nothing that moves, and memory of its own."""
+        if self.waiting is not None and self.lower is not None and self.state in _HAS_BELOW:
+            self.waiting.apply(self.lower, self.waiting.below_version)
+
+    def scaled(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient's value, given that of its bytes below, which is not changed."""
+        if self.waiting is None or self.state not in _HAS_BELOW:
+            return value
+        copy = value.detach().clone()
+        self.waiting.apply(copy, copy._version)
+        return copy
+
+    def source(self) -> torch.Tensor:
+        self.waiting = None  # they are in the device's bytes
+        source = super().source()
+        if self.guard is not None:
+            self.guard.leaves(self)
+        return source
+
+    def arrived(self) -> None:
+        super().arrived()
+        self._arrived_version = self.valid_value._version
+
+    def about_to_show(self) -> None:
+        if self.waiting is not None and self.state is State.BOTH:
+            self.waiting.apply(self.valid_value, self._arrived_version)
+
+    def is_below_now(self) -> None:
+        if self.guard is not None and self.guard.watches(self):
+            guard_class(self)
+
+    def detach(self, traffic: Traffic) -> None:
+        if self.is_shown_below and not self.is_lifted:
+            self.multiply_below(traffic)
+        super().detach(traffic)
+
+    def _put_back(self, traffic: Mover) -> None:
+        self.waiting = None
+        super()._put_back(traffic)
