@@ -136,6 +136,18 @@ class DeviceGroup(dist.ProcessGroup):
 
         return self._begin(run, inputs, outputs, self._others_share() * _bytes(inputs))
 
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> DeviceWork:
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
+
+    def reduce_scatter_single(  # type: ignore[override]
+        self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions
+    ) -> DeviceWork:
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    # What versions of PyTorch before 2.13 look for.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
     def alltoall_base(  # type: ignore[override]
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: dist.AllToAllOptions
     ) -> DeviceWork:

@@ -117,7 +117,7 @@ class Gradients:
         if why_unmovable(grad):
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
         known = self._item_for(item, grad)
-        known.is_part_of(item.leaf.grad if item.leaf is not None else None)
+        known.is_part_of(item.leaf.grad if item.leaf is not None else None, grad)
         self._items[item.position] = known
         context.runner.born(known)
         known.adopt(context.traffic)

@@ -56,7 +56,6 @@ class HomeItem(Item):
         readers: threads besides the step's that use the tensor just now: it stays where it is.
         is_let_go: the tensor lies on memory that the engine cannot move, until it is taken over again.
         times_assigned: how often user code gave the tensor other memory.
-        outer_ref: gives the `DTensor` that people hold of which the tensor is this rank's part, or None.
     """
 
     __slots__ = (
@@ -71,7 +70,6 @@ class HomeItem(Item):
         "is_lifted",
         "lower",
         "may_be_written",
-        "outer_ref",
         "pins",
         "readers",
         "size",
@@ -94,7 +92,6 @@ class HomeItem(Item):
         self.is_lifted = True
         self.may_be_written = self.is_let_go = False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
-        self.outer_ref: Callable[[], torch.Tensor | None] | None = None
         self._value_address = self._lower_address = self._lower_storage = 0
         self._hollow: torch.Tensor | None = None
         self.version = tensor._version
@@ -103,16 +100,6 @@ class HomeItem(Item):
     def tensor(self) -> torch.Tensor | None:
         """The tensor itself, or None when it died."""
         return self._ref()
-
-    @property
-    def outer(self) -> torch.Tensor | None:
-        """The `DTensor` that people hold, where the tensor is this rank's part of one."""
-        return self.outer_ref() if self.outer_ref is not None else None
-
-    def is_part_of(self, outer: torch.Tensor | None) -> None:
-        """People hold this for the tensor; None or the tensor itself: they hold no other."""
-        if outer is not None and outer is not self.tensor:
-            self.outer_ref = weakref.ref(outer)
 
     @property
     def living(self) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -58,6 +59,7 @@ class Item:
         device: the device copy as a 1-d uint8 tensor; None in state LOWER.
         place: the room below, or None before the first copy out.
         state: see `runtime/items/residency.py`.
+        outer_ref: gives the `DTensor` that people hold, of which the tensor is this rank's part; None where it is of none.
         room: device memory that the item keeps while it is below; see backend/rooms.py.
     """
 
@@ -70,6 +72,7 @@ class Item:
         "kind",
         "leaving",
         "name",
+        "outer_ref",
         "place",
         "room",
         "size_bytes",
@@ -89,7 +92,18 @@ class Item:
         self.state = State.DEVICE
         self.leaving: Completion | None = None
         self.arriving: Completion | None = None
+        self.outer_ref: Callable[[], torch.Tensor | None] | None = None
         self.room: Room | None = None
+
+    @property
+    def outer(self) -> torch.Tensor | None:
+        """The `DTensor` that people hold, where the tensor is this rank's part of one."""
+        return self.outer_ref() if self.outer_ref is not None else None
+
+    def is_part_of(self, outer: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        """People hold `outer` for an item's tensor; None or the tensor itself: they hold no other."""
+        if outer is not None and outer is not tensor:
+            self.outer_ref = weakref.ref(outer)
 
     # What a kind of item does when its copies change; overridden by those that people can reach.
     def make_place(self, traffic: Mover) -> Place:

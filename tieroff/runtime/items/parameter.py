@@ -51,7 +51,7 @@ class ShardItem(ParameterItem):
     def __init__(self, position: int, name: str, parameter: torch.Tensor, tier: Tier, guard: Guard | None = None) -> None:
         super().__init__(position, name, local_of(parameter), tier, guard)
         self._parameter = parameter
-        self.is_part_of(parameter)
+        self.is_part_of(parameter, local_of(parameter))
         self.arrival: Completion | None = None
 
     def arrived(self) -> None:

@@ -155,7 +155,7 @@ class OptimizerState:
             tier = context.traffic.spill.tier_for(size_bytes)
             name = self._name_of(id(param), key)
             item = HomeItem(("state", id(param), key), name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
-            item.is_part_of(self._optimizer.state[param][key])
+            item.is_part_of(self._optimizer.state[param][key], tensor)
             context.runner.assign(item)
             item.adopt(context.traffic)
             self._items[id(param), key] = item
