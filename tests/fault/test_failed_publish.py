@@ -14,6 +14,7 @@ from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.table import bring_home
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.engines import choose
 from tieroff.storage.nvme.file_store import FileStore
@@ -42,7 +43,7 @@ def test_a_home_keeps_its_new_value_when_publishing_it_fails(tmp_path: Path, mon
     item.leave(traffic)
     assert [*states, item.state] == [State.DEVICE, State.LOWER]
     assert torch.equal(tensor, torch.full((1024,), 2.0))
-    item.bring_home(traffic)
+    bring_home(item, traffic)
     assert torch.equal(tensor, torch.full((1024,), 2.0))
     store.close()
     engine.close()

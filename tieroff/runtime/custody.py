@@ -24,7 +24,7 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import settle_below
+from tieroff.runtime.items.table import bring_home, leave_place, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
@@ -257,7 +257,7 @@ class Custody:
             elif item.tensor is not None:
                 item.refresh(traffic)
                 item.lift(traffic)
-                item.leave_place(traffic)
+                leave_place(item, traffic)
         self.executor.gate.intercept(not kind.moves_nothing)
         # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
         self.backend.tune_allocator(None if kind.moves_nothing else self.settings.allocator_threshold_bytes)
@@ -312,7 +312,7 @@ class Custody:
         if item.tier is not tier:
             item.refresh(self.executor.traffic)
             item.lift(self.executor.traffic)
-            item.leave_place(self.executor.traffic)
+            leave_place(item, self.executor.traffic)
             item.tier = tier
         item.leave(self.executor.traffic)
 
@@ -335,7 +335,7 @@ class Custody:
         self._gradient_hooks.close()
         homes, traffic = self.executor.homes, self.executor.traffic
         for home in (*homes.gradients.values(), *homes.parameters.values()):
-            home.bring_home(traffic)
+            bring_home(home, traffic)
         homes.parameters.clear()
         self.executor.shards.close()
         self.executor.gate.mints.sweep()

@@ -416,28 +416,6 @@ class HomeItem(Item):
             return room.holders > 1  # the tensor
         return owners_of(device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
 
-    def leave_place(self, traffic: Traffic) -> None:
-        """Gives the room below back; the tensor stays where it is lifted to. One that is held below keeps it."""
-        if not self.is_lifted or self.is_let_go:
-            return
-        traffic.settle(self)
-        if self.place is not None:
-            self.place.free()
-            self.place = None
-        self.lower = None
-        self.state = State.DEVICE
-
-    def bring_home(self, traffic: Traffic) -> None:
-        """Gives the tensor ordinary device memory with its latest value; the engine's care ends."""
-        tensor = self.tensor
-        if tensor is None:
-            traffic.end(self)
-            return
-        if self.is_current():
-            self.refresh(traffic)
-            self.lift(traffic)
-        self.detach(traffic)
-
     def detach(self, traffic: Traffic) -> None:
         """Ends the engine's care and leaves the tensor valid where it lies; a hollow one gets its bytes back first."""
         traffic.settle(self)

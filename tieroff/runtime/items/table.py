@@ -9,6 +9,7 @@ from typing import Any
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
+from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.nvme.pages import MappedFiles
 
@@ -53,3 +54,26 @@ def settle_below(item: HomeItem, traffic: Traffic, mapped: MappedFiles) -> None:
     item.leave(traffic)
     if memory is not None and memory.is_cpu and item.device is None:
         mapped.page_out(memory.data_ptr(), item.size_bytes)
+
+
+def leave_place(item: HomeItem, traffic: Traffic) -> None:
+    """Gives the room below back; the tensor stays where it is lifted to. One that is held below keeps it."""
+    if not item.is_lifted or item.is_let_go:
+        return
+    traffic.settle(item)
+    if item.place is not None:
+        item.place.free()
+        item.place = None
+    item.lower = None
+    item.state = State.DEVICE
+
+
+def bring_home(item: HomeItem, traffic: Traffic) -> None:
+    """Gives the tensor ordinary device memory with its latest value; the engine's care ends."""
+    if item.tensor is None:
+        traffic.end(item)
+        return
+    if item.is_current():
+        item.refresh(traffic)
+        item.lift(traffic)
+    item.detach(traffic)

@@ -10,7 +10,7 @@ from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.movable import local_of, why_unmovable
-from tieroff.runtime.items.table import settle_below
+from tieroff.runtime.items.table import bring_home, settle_below
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
 from tieroff.runtime.settings import Settings
 from tieroff.storage.nvme.pages import MappedFiles
@@ -176,6 +176,6 @@ class OptimizerState:
     def bring_home(self) -> None:
         """Makes every state tensor ordinary memory again."""
         for item in self._items.values():
-            item.bring_home(self._context.traffic)
+            bring_home(item, self._context.traffic)
         self._items.clear()
         self._settled.clear()
