@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 import torch
 
-from tieroff.runtime.backend.stamp import Stamp, Time
+from tieroff.runtime.backend.stamp import Stamp, Time, ns_of
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.on_demand import OnDemand
@@ -45,6 +46,7 @@ class StepTimes:
         self.begun: Time = begun if begun is not None else time.monotonic_ns()
         self._starts: list[Stamp] = []
         self._stops: list[Stamp] = []
+        self._beside: list[tuple[int, Time, Time]] = []  # (op, start, stop): see `add`
 
     def start(self, stamp: Stamp | None) -> None:
         """An op begins."""
@@ -64,6 +66,11 @@ class StepTimes:
         if stamp is not None:
             self._stops.append(stamp)
 
+    def add(self, start: Time, stop: Time) -> None:
+        """The engine computed in the place of the program; it counts for the op that began last, of which it may be a part."""
+        if self.host_starts_ns:
+            self._beside.append((len(self.host_starts_ns) - 1, start, stop))
+
     @property
     def is_running(self) -> bool:
         """True while an op has begun and not ended."""
@@ -81,7 +88,13 @@ class StepTimes:
 
     def durations_ns(self) -> list[int]:
         """Returns per op of a step that is over how long its compute took."""
-        return [max(b - a, 0) for a, b in zip(self.starts_ns, self.stops_ns, strict=True)]
+        starts_ns, stops_ns = self.starts_ns, self.stops_ns
+        durations = [max(b - a, 0) for a, b in zip(starts_ns, stops_ns, strict=True)]
+        for op, start, stop in self._beside:
+            start_ns, stop_ns = ns_of(start), ns_of(stop)
+            is_counted = starts_ns[op] <= start_ns and stop_ns <= stops_ns[op]
+            durations[op] += 0 if is_counted else max(stop_ns - start_ns, 0)
+        return durations
 
 
 class Clock:
@@ -154,6 +167,15 @@ class Clock:
         times = self.times
         if len(times.host_stops_ns) < len(times.host_starts_ns):
             times.start_again(self._stamp())
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, the engine computes in the place of the program."""
+        start = self._traffic.now()
+        try:
+            yield
+        finally:
+            self.times.add(start, self._traffic.now())
 
     def diverge(self, name: Callable[[], str]) -> None:
         """The step is another one than was planned: it goes on without its plan."""

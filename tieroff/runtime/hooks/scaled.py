@@ -66,7 +66,7 @@ class ScaledGradients:
         wanted = self._wanted.get(item.key)
         if not wanted or item.value is None:
             return
-        with as_the_engine():
+        with self._context.clock.computing(), as_the_engine():
             norms = {norm: norm.of(item.value) for norm in wanted}
         self._measured[item.key] = _Measured(version_of(item.living), norms)
 

@@ -78,6 +78,10 @@ class UserAccess:
         """True when functions that get this gradient while it is shown below are to go through the guard."""
         return self._scaled is not None and self._scaled.watches(item)
 
+    def multiplying(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a gradient that came up is multiplied in the place of the program."""
+        return contextlib.nullcontext() if self._context is None else self._context.clock.computing()
+
     def leaves(self, item: GradientItem) -> None:
         """A gradient is about to be copied out."""
         if self._scaled is not None:

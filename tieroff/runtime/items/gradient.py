@@ -13,6 +13,7 @@ of the memory that was multiplied, which moves with the multiplication itself.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import dataclass
 
@@ -143,7 +144,8 @@ class GradientItem(HomeItem):
 
     def about_to_show(self) -> None:
         if self.waiting is not None and self.state is State.BOTH:
-            self.waiting.apply(self.valid_value, self._arrived_version)
+            with self.guard.multiplying() if self.guard is not None else contextlib.nullcontext():
+                self.waiting.apply(self.valid_value, self._arrived_version)
 
     def is_below_now(self) -> None:
         if self.guard is not None and self.guard.watches(self):

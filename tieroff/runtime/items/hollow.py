@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,9 @@ class Guard(Protocol):
 
     def leaves(self, item: Any) -> None:
         """A gradient is about to be copied out."""
+
+    def multiplying(self) -> AbstractContextManager[None]:
+        """Inside, a gradient that came up is multiplied in the place of the program."""
 
 
 _items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor

@@ -39,7 +39,7 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
 
     def timed() -> Stats:
         step_ns = ns_of(ended) - ns_of(times.begun)
-        compute_ns = sum(b - a for a, b in zip(times.starts_ns, times.stops_ns, strict=False))
+        compute_ns = sum(times.durations_ns())
         return replace(
             counted,
             step_s=step_ns / NS_PER_S,
