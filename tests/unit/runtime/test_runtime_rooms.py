@@ -144,7 +144,7 @@ def test_a_program_leaves_out_what_asks_nothing_of_the_runtime() -> None:
     assert make_program(ticks, {0}) == (
         None,
         Actions((), (), (), ((False, 0),), ()),
-        Actions((), (), (0,), (), ()),
+        Actions((), (0,), (0,), (), ()),
         Actions((), (), (), ((True, 0),), (0,)),
     )
 

@@ -1,8 +1,8 @@
 """A program: what the runtime does at each tick of a plan, as flat lists of tensors, made once when the plan is adopted.
 
 A `Tick` of the schedule lists residencies and transfers, most of which ask nothing of the runtime at that tick: copies below
-that begin or end, what stays on the device for the whole step, a wait for a copy whose tensor is freed right after, which
-waits for it too. The program leaves those out, so that a tick at which nothing happens costs nothing.
+that begin or end, and what stays on the device for the whole step. The program leaves those out, so that a tick at which
+nothing happens costs nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _actions(tick: Tick, moved: Collection[int]) -> Actions | None:
     leaves = tuple(r.tensor for r in tick.ends if r.tier is Tier.DEVICE and r.tensor in moved)
     actions = Actions(
         outs_first=tuple(t.tensor for t in tick.issue_first if t.source is Tier.DEVICE),
-        waits=tuple(t.tensor for t in tick.await_outs if t.tensor not in leaves),
+        waits=tuple(t.tensor for t in tick.await_outs),  # also of what leaves right after: a copy under way holds its source
         leaves=leaves,
         issues=tuple(map(_issue, tick.issues)),
         arrivals=tuple(t.tensor for t in tick.await_ins),
