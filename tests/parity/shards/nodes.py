@@ -19,7 +19,7 @@ from tieroff.session.ranks import on_wrap
 
 
 def main() -> None:
-    """Runs `FOLDER` of the command line; each rank writes what it found there."""
+    """Runs `DEVICE FOLDER` of the command line; each rank writes what it found there."""
     torch.set_num_threads(1)
     settle_vector_math()
     dist.init_process_group("gloo")
@@ -40,7 +40,7 @@ def main() -> None:
         name for a, b in zip(plain, wrapped, strict=True) for name in a if name not in b or not torch.equal(a[name], b[name])
     ]
     found |= {"shares": shares, "dirs": [str(path) for path in config.nvme.dirs or ()], "tiers": [tier.value for tier in Tier]}
-    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     gc.collect()  # torch's gloo thread may still hold the last collective's tensors, and would die in freeing them
     dist.destroy_process_group()
 

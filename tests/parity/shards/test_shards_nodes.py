@@ -76,7 +76,7 @@ def test_ranks_under_torchrun_share_what_their_own_node_has(tmp_path: Path, proj
     commands = [
         [
             *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-            *("--nproc-per-node", "2", "--master-addr", "localhost", "--master-port", str(port), script, str(tmp_path)),
+            *("--nproc-per-node", "2", "--master-addr", "localhost", "--master-port", str(port), script, "cpu", str(tmp_path)),
         ]
         for node in range(2)
     ]
@@ -98,7 +98,7 @@ def test_launch_starts_the_ranks_of_several_nodes(tmp_path: Path, project: Path,
             [
                 *(sys.executable, "-W", "ignore", "-m", "tieroff", "launch", "--config", str(node_config(tmp_path, node))),
                 *("--nnodes", "2", *which, "--rdzv-endpoint", f"localhost:{port}", "--nproc-per-node", "2"),
-                *("--log-dir", str(logs), script, str(tmp_path)),
+                *("--log-dir", str(logs), script, "cpu", str(tmp_path)),
             ]
         )
     found = found_by(commands, [{}, {}], tmp_path, project)
