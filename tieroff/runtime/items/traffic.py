@@ -300,9 +300,18 @@ class Traffic:
             if self._spares:
                 self.forget_spares()
                 return self._make_place(item)
-            if not self.spill.demote(item, error):
+            if not self._demote(item, error):
                 raise
             return item.make_place(self)
+
+    def _demote(self, item: Item, error: StoreError) -> bool:
+        """Gives an item another tier after its copy out failed; spare items make room there, if that is what it takes."""
+        if self.spill.demote(item, error):
+            return True
+        if not self._spares:
+            return False
+        self.forget_spares()
+        return self.spill.demote(item, error)
 
     def _await_out(self, item: Item) -> None:
         arrival = item.leaving
@@ -320,7 +329,7 @@ class Traffic:
             if item.place is not None:
                 item.place.free()
                 item.place = None
-            if not self.spill.demote(item, error):
+            if not self._demote(item, error):
                 raise
             self.send(item, Event.STORE)
             self._await_out(item)
