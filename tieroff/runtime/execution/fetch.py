@@ -52,10 +52,14 @@ class ParameterFetch:
     def _home_by_plan(self, item: ParameterItem) -> torch.Tensor:
         """The same in a step that follows its plan, which says when it leaves; as a rule it is there."""
         context = self._context
+        may_be_written = item.key in self._written_by_plan
         with context.state.lock:
-            item.refresh(context.traffic)
+            if may_be_written:
+                self._refresh(item)
+            else:
+                item.refresh(context.traffic)
             item.lift(context.traffic)
-            item.may_be_written = item.key in self._written_by_plan
+            item.may_be_written = may_be_written
             context.on_demand.forget_read(item)
             context.clock.resume()
             return item.living
