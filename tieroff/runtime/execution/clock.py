@@ -21,8 +21,6 @@ from tieroff.runtime.step.mode import Mode
 
 log = logging.getLogger("tieroff")
 
-_now_ns = time.monotonic_ns
-
 
 class AtBackwardEnd(Protocol):
     """What acts when a backward ends, before user code runs again."""
@@ -50,19 +48,19 @@ class StepTimes:
 
     def start(self, stamp: Stamp | None) -> None:
         """An op begins."""
-        self.host_starts_ns.append(_now_ns())
+        self.host_starts_ns.append(time.monotonic_ns())
         if stamp is not None:
             self._starts.append(stamp)
 
     def start_again(self, stamp: Stamp | None) -> None:
         """The running op begins here."""
-        self.host_starts_ns[-1] = _now_ns()
+        self.host_starts_ns[-1] = time.monotonic_ns()
         if stamp is not None:
             self._starts[-1] = stamp
 
     def stop(self, stamp: Stamp | None) -> None:
         """The running op ends."""
-        self.host_stops_ns.append(_now_ns())
+        self.host_stops_ns.append(time.monotonic_ns())
         if stamp is not None:
             self._stops.append(stamp)
 
@@ -139,7 +137,7 @@ class Clock:
             is_by_host = times.is_by_host
             if len(times.host_stops_ns) < len(times.host_starts_ns):
                 if is_by_host:
-                    times.host_stops_ns.append(_now_ns())
+                    times.host_stops_ns.append(time.monotonic_ns())
                 else:
                     times.stop(self._stamp())
             if mode is Mode.PLANNED:
@@ -153,7 +151,7 @@ class Clock:
                 self._on_demand.tick()
                 state.record.event(key, name, phase)
             if is_by_host:
-                times.host_starts_ns.append(_now_ns())
+                times.host_starts_ns.append(time.monotonic_ns())
             else:
                 times.start(self._stamp())
 
