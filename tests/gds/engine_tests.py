@@ -324,8 +324,7 @@ class Over:
 def test_cuda_backend_hands_the_engine_its_memory_without_staging(
     make_place: type[BlockPlace | HomePlace], nvme: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AcceleratorBackend, "_ready", lambda self: Over())
-    monkeypatch.setattr(AcceleratorBackend, "_all_written", lambda self: Over())
+    monkeypatch.setattr(AcceleratorBackend, "_ready", lambda self, **_: Over())
     backend = object.__new__(AcceleratorBackend)  # its making asks for a device
     backend._staging = None
     backend._writers, backend._readers = ThreadPoolExecutor(1), ThreadPoolExecutor(1)

@@ -202,7 +202,7 @@ class AcceleratorBackend:
         return hollow
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
-        ready = self._all_written()
+        ready = self._ready(after_writes=True)
         if place.address is not None:
             copy = self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
             place.note(copy)
@@ -302,16 +302,14 @@ class AcceleratorBackend:
         if self._staging is not None:
             self._staging.close()
 
-    def _ready(self) -> torch.Event:
-        """Returns an event behind everything that compute has been given so far."""
+    def _ready(self, *, after_writes: bool = False) -> torch.Event:
+        """Returns an event behind all that compute has been given so far; `after_writes`: and what other streams wrote."""
         self._compute.join()
         event = torch.Event(self.device, enable_timing=False)
         event.record(self._compute.current())
-        return event
+        return self._behind_writes(event) if after_writes else event
 
-    def _all_written(self) -> torch.Event:
-        """Returns an event behind that, and behind what other streams wrote."""
-        ready = self._ready()
+    def _behind_writes(self, ready: torch.Event) -> torch.Event:
         self._written = [event for event in self._written if not event.query()]
         if not self._written:
             return ready
@@ -319,7 +317,7 @@ class AcceleratorBackend:
             self._joined = torch.Stream(self.device)
         for event in (ready, *self._written):
             self._joined.wait_event(event)
-        joined = torch.Event(self.device, blocking=True)
+        joined = torch.Event(self.device, enable_timing=False)
         joined.record(self._joined)
         return joined
 
