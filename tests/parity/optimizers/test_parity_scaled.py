@@ -104,6 +104,18 @@ def replace_and_clip(model: nn.Module) -> Tensor:
     return clip(model)
 
 
+def differentiate_norms(model: nn.Module) -> Tensor:
+    found = gradients(model)
+    for gradient in found:
+        gradient.requires_grad_()
+    torch.stack([torch.linalg.vector_norm(gradient, 2.0) for gradient in found]).sum().backward()
+    slopes = [gradient.grad for gradient in found]
+    for gradient in found:
+        gradient.requires_grad_(False)
+        gradient.grad = None
+    return torch.stack([slope.sum() for slope in slopes if slope is not None])
+
+
 FREE: list[Act] = [
     clip,
     clip_compiled,
@@ -115,7 +127,15 @@ FREE: list[Act] = [
     clip_some,
     clip_by_a_number_that_changes,
 ]
-NEEDING: list[Act] = [clip_and_look, clip_and_clamp, clamp_and_clip, clip_with_aliases, write_past_versions, replace_and_clip]
+NEEDING: list[Act] = [
+    differentiate_norms,
+    clip_and_look,
+    clip_and_clamp,
+    clamp_and_clip,
+    clip_with_aliases,
+    write_past_versions,
+    replace_and_clip,
+]
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:

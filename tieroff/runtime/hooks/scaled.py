@@ -148,7 +148,9 @@ class ScaledGradients:
 
     def _below(self, tensor: object) -> GradientItem | None:
         item = guarded(tensor)
-        return item if isinstance(item, GradientItem) and item.outer is None and item.may_wait() else None
+        if not isinstance(item, GradientItem) or item.outer is not None or item.living.requires_grad:
+            return None  # autograd would have to see the call
+        return item if item.may_wait() else None
 
 
 def _is_number(factor: Any) -> bool:
