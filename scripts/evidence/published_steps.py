@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
@@ -72,6 +72,8 @@ class _NoUpdate(torch.optim.SGD):
 
 class Collected:
     """Prices nothing, and keeps what work there was."""
+
+    is_repeatable: ClassVar[bool] = False  # each call is to be counted
 
     def __init__(self) -> None:
         self.works: Counter[Work] = Counter()

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _push_mode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
+from tieroff.tracing.memo import Memo
 from tieroff.tracing.recorder import StepRecorder
+from tieroff.tracing.recording.arguments import tensors_in
 from tieroff.tracing.recording.life import Life
+
+_DEVICE = torch.ops.prim.device.default
 
 
 class Prices(Protocol):
-    """Knows what an aten op takes."""
+    """Knows what an aten op takes.
+
+    Attributes:
+        is_repeatable: equal calls take equal times, so one answer serves them all.
+    """
+
+    is_repeatable: ClassVar[bool]
 
     def duration_ns(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         """Returns the estimated time of one call, in ns."""
@@ -68,6 +78,7 @@ class FakeRecorder(StepRecorder):
         self._counter = None  # fake kernels take no scratch
         self._fakes = fakes
         self._prices = prices
+        self._memo = Memo()
         self.spent_ns: list[int] = []
         self.accesses: dict[Hashable, list[int]] = {}
         self.is_updating = False
@@ -97,23 +108,44 @@ class FakeRecorder(StepRecorder):
         self._arrivals[key] = self.op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # a fake tensor is asked for its device, more often than it is computed with
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked more often than it is computed with
+            return args[0].fake_device
+        if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
-        if any(_is_meta(leaf) for leaf in tree_iter((args, kwargs))):  # one that the factory made: a loss's targets, say
+        if any(_is_meta(leaf) for leaf in tensors_in((args, kwargs))):  # one that the factory made: a loss's targets, say
             args, kwargs = tree_map(self._fakes.of, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
+        if type(tensor) is FakeTensor and tensor.layout is torch.strided and tensor.fake_device.type == self._device_type:
+            self._use_storage(tensor, tensor.untyped_storage(), is_written, is_output)  # asked for its device, it dispatches
+        else:
+            super()._use(tensor, is_written, is_output)
+
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
+        call = self._memo.call_of(func, args, kwargs)
+        known = self._memo.find(call) if call is not None else None
+        if known is not None:
+            out, duration_ns = known
+            if not self._prices.is_repeatable:
+                duration_ns = self._prices.duration_ns(func, args, kwargs, out)
+        else:
+            out = self._run_new(func, args, kwargs)
+            duration_ns = self._prices.duration_ns(func, args, kwargs, out)
+            if call is not None:
+                self._memo.note(call, func, args, kwargs, out, duration_ns)
+        self._now += 1
+        if self.spent_ns:
+            self.spent_ns[self.op] += duration_ns
+        return out
+
+    def _run_new(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            out = func(*args, **kwargs)
+            return func(*args, **kwargs)
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default or not self.is_updating:
                 raise
-            out = 1.0 if args[0].is_floating_point() else 1
-        self._now += 1
-        if self.spent_ns:
-            self.spent_ns[self.op] += self._prices.duration_ns(func, args, kwargs, out)
-        return out
+            return 1.0 if args[0].is_floating_point() else 1
 
     def _held(self, life: Life, count: int) -> list[tuple[int, int]]:
         key = next((key for key in life.keys if key in self.accesses), None)

@@ -280,6 +280,10 @@ class StepRecorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # a wrapper without a storage of its own: its inner tensors are seen by themselves
+        self._use_storage(tensor, storage, is_written, is_output)
+
+    def _use_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_written: bool, is_output: bool) -> None:
+        """Notes the use of a tensor on the device that is followed."""
         life, is_new = self._life_of(storage)
         if is_new and not is_output and not is_in_collective(self._makers.running):
             # First seen as an input: it was there before the step, or came in the midst of it.

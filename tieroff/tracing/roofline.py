@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,7 @@ class Roofline:
     fp32_flops_per_s: float
     bf16_flops_per_s: float
     memory_bytes_per_s: int
+    is_repeatable: ClassVar[bool] = True
 
     @classmethod
     def of(cls, machine: Machine) -> Roofline:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
 from tieroff.core.machine import Machine
 from tieroff.errors import ConfigError
@@ -86,6 +86,7 @@ class Clock:
 
     machine: Machine
     constants: Constants
+    is_repeatable: ClassVar[bool] = True
 
     @classmethod
     def of(cls, machine: Machine, constants: Constants | None = None) -> Clock:
