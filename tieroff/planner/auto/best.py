@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from tieroff.core.plan import Plan
+from tieroff.core.tensor import Tier
+from tieroff.planner.problem.assemble import Move, build_plan
+from tieroff.planner.problem.moved import totals_of_moves
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.simulator import simulate_totals
 
@@ -47,6 +51,14 @@ class Best:
         step_ns, moved = simulate_totals(plan, self._problem.trace, self._problem.machine)
         self.weigh(step_ns, moved, lambda: plan)
         return step_ns
+
+    def offer_moves(self, policy: str, moves: list[Move], tier_of: dict[int, Tier]) -> int | None:
+        """As `offer`, of the plan that `build_plan` makes of moves; it is made when it is asked for."""
+        totals = totals_of_moves(self._problem, moves, tier_of)
+        if totals is None:
+            return None
+        self.weigh(*totals, partial(build_plan, self._problem, policy, moves, tier_of))
+        return totals[0]
 
     def weigh(self, step_ns: int, moved_bytes: dict[str, int], make: Callable[[], Plan | None]) -> None:
         """Takes a plan that fits the budget, but is not made yet, if it is better than all before it.

@@ -19,7 +19,7 @@ from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Stall, Timeline
 from tieroff.planner.auto.best import Best
-from tieroff.planner.auto.greedy import TOLERANCE, candidate_count, last_resort, sweep_choices, sweep_leads
+from tieroff.planner.auto.greedy import TOLERANCE, Swept, candidate_count, last_resort, sweep_choices, sweep_leads
 from tieroff.planner.auto.relaxed import relaxed_selection
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.auto.windows import make_moves
@@ -68,14 +68,14 @@ def plan_exchanged(problem: Problem, policy: str) -> Plan:
     counts as equal.
     """
     best = Best(problem, TOLERANCE)
-    greedy = _offer_all(best, itertools.islice(sweep_choices(problem, policy), candidate_count(problem)))
+    greedy = _offer_all(best, policy, itertools.islice(sweep_choices(problem), candidate_count(problem)))
     if best.plan is None:
         return last_resort(problem, policy)
     bound_ns, changes = lower_bound_ns(problem), exchange_count(problem)
     if best.is_within(bound_ns, _CLOSE) or not changes:
         return best.plan
     relaxed = relaxed_selection(problem)
-    guided = _offer_all(best, sweep_leads(problem, policy, relaxed)) if relaxed is not None else []
+    guided = _offer_all(best, policy, sweep_leads(problem, relaxed)) if relaxed is not None else []
     if problem.op_count + len(problem.units) > _SEARCHED_AT_MOST[problem.effort]:
         return best.plan
     begins = [*guided[:1], *greedy[:_BEGINS]][:_BEGINS]
@@ -94,11 +94,11 @@ class _Begin:
     lead_ns: int
 
 
-def _offer_all(best: Best, choices: Iterable[tuple[Selection, int, Plan]]) -> list[_Begin]:
+def _offer_all(best: Best, policy: str, choices: Iterable[Swept]) -> list[_Begin]:
     """Offers the plans of choices and returns those that fit, the fastest first."""
     begins: list[_Begin] = []
-    for number, (selection, lead_ns, plan) in enumerate(choices):
-        step_ns = best.offer(plan)
+    for number, (selection, lead_ns, moves) in enumerate(choices):
+        step_ns = best.offer_moves(policy, moves, selection.tier_of)
         if step_ns is not None:
             begins.append(_Begin(step_ns, number, selection, lead_ns))
     return sorted(begins, key=lambda begin: (begin.step_ns, begin.number))

@@ -11,7 +11,7 @@ from tieroff.planner.auto.floor import floor_selection, plan_floor
 from tieroff.planner.auto.select import Score, Selection, Selector
 from tieroff.planner.auto.windows import make_moves
 from tieroff.planner.policy import policy
-from tieroff.planner.problem.assemble import build_plan
+from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Problem
 
 # Share of the budget to choose for (the rest is room for windows), score, and reluctance to move what is persistent;
@@ -37,6 +37,7 @@ CHOICES = (
     (0.97, Score.SLACK, 2.0),
 )
 _LEADS = (0.02, 0.0, 0.1)  # of the step
+Swept = tuple[Selection, int, list[Move]]
 TOLERANCE = 0.005
 """Share of a step within which plans are equals: nobody measures durations better than that."""
 
@@ -62,35 +63,33 @@ def plan_greedy(problem: Problem) -> Plan:
     if problem.fits:
         return build_plan(problem, "greedy", [], {})
     best = Best(problem, TOLERANCE)
-    for _, _, plan in itertools.islice(sweep_choices(problem, "greedy"), candidate_count(problem)):
-        best.offer(plan)
+    for selection, _, moves in itertools.islice(sweep_choices(problem), candidate_count(problem)):
+        best.offer_moves("greedy", moves, selection.tier_of)
     return best.plan if best.plan is not None else last_resort(problem, "greedy")
 
 
 def last_resort(problem: Problem, policy: str) -> Plan:
     """Returns a plan whenever there is one: the floor's choice with windows, or the floor itself, over the budget or not."""
     best = Best(problem)
-    for _, _, plan in _swept(problem, policy, _floor_candidate(problem)):
-        best.offer(plan)
+    for selection, _, moves in _swept(problem, _floor_candidate(problem)):
+        best.offer_moves(policy, moves, selection.tier_of)
     return best.plan if best.plan is not None else plan_floor(problem)
 
 
-def sweep_choices(problem: Problem, policy: str) -> Iterator[tuple[Selection, int, Plan]]:
-    """Yields each greedy choice with each lead in ns, and the floor's, with its plan; see tieroff/planner/auto/windows.py."""
-    yield from _swept(problem, policy, itertools.chain(greedy_selections(problem), _floor_candidate(problem)))
+def sweep_choices(problem: Problem) -> Iterator[Swept]:
+    """Yields each greedy choice with each lead in ns, and the floor's, with its moves; see tieroff/planner/auto/windows.py."""
+    yield from _swept(problem, itertools.chain(greedy_selections(problem), _floor_candidate(problem)))
 
 
-def sweep_leads(problem: Problem, policy: str, selection: Selection) -> Iterator[tuple[Selection, int, Plan]]:
-    """Yields one choice with each lead in ns, and its plan."""
-    yield from _swept(problem, policy, ((selection, lead) for lead in _LEADS))
+def sweep_leads(problem: Problem, selection: Selection) -> Iterator[Swept]:
+    """Yields one choice with each lead in ns, and its moves."""
+    yield from _swept(problem, ((selection, lead) for lead in _LEADS))
 
 
-def _swept(
-    problem: Problem, policy: str, selections: Iterable[tuple[Selection, float]]
-) -> Iterator[tuple[Selection, int, Plan]]:
+def _swept(problem: Problem, selections: Iterable[tuple[Selection, float]]) -> Iterator[Swept]:
     for selection, lead in selections:
         lead_ns = int(lead * int(problem.starts_ns[-1]))
-        yield selection, lead_ns, build_plan(problem, policy, make_moves(problem, selection, lead_ns), selection.tier_of)
+        yield selection, lead_ns, make_moves(problem, selection, lead_ns)
 
 
 def greedy_selections(problem: Problem) -> Iterator[tuple[Selection, float]]:

@@ -18,32 +18,30 @@ import numpy as np
 
 from tieroff.planner.auto.select import Selection
 from tieroff.planner.native import _native
-from tieroff.planner.problem.assemble import Move, last_dirty_writes
+from tieroff.planner.problem.assemble import Move
+from tieroff.planner.problem.moved import NO_WRITE, dirty_writes, slot_columns
 from tieroff.planner.problem.pieces import LOWER
 from tieroff.planner.problem.problem import Bytes, Problem, Slot, holds_within
 
 _NEVER = -1
-_COLUMNS = 11  # of `_native.sweep_windows`
 
 
 def _rows(problem: Problem, selection: Selection) -> tuple[list[Slot], Bytes]:
-    """Returns the chosen slots by tensor, in order, and a row for each with the columns of `_native.sweep_windows`."""
+    """Returns the chosen slots by tensor, in order, and a row for each column of `_native.sweep_windows`."""
     op_count = problem.op_count
-    by_tensor: dict[int, list[Slot]] = {}
-    for slot in sorted(selection.slots, key=lambda s: (s.tensor, s.start)):
-        by_tensor.setdefault(slot.tensor, []).append(slot)
-    rows: list[tuple[int, ...]] = []
-    for tensor, slots in by_tensor.items():
-        tier = selection.tier_of[tensor]
-        number, size = LOWER.index(tier), problem.size_bytes(tensor)
-        out_ns, back_ns = problem.move_ns(tier, size)
-        for slot, write in zip(slots, last_dirty_writes(problem, slots), strict=True):
-            copy_tick = _NEVER if write is None else min(max(write + 1, 0), slot.start)
-            limit, deadline = (op_count, slot.stop - op_count) if slot.is_boundary else (slot.stop - 1, slot.stop)
-            rows.append(
-                (tensor, number, slot.start, limit, deadline, copy_tick, size, out_ns, back_ns, slot.is_boundary, slot.is_last)
-            )
-    return [slot for slots in by_tensor.values() for slot in slots], np.array(rows, np.int64).reshape(-1, _COLUMNS)
+    slots = sorted(selection.slots, key=lambda s: (s.tensor, s.start))
+    tensor, start, stop, is_boundary, is_last = slot_columns(slots)
+    write = dirty_writes(problem, tensor, start, stop)
+    copy_tick = np.where(write == NO_WRITE, _NEVER, np.minimum(np.maximum(write + 1, 0), start))
+    limit = np.where(is_boundary, op_count, stop - 1)
+    deadline = np.where(is_boundary, stop - op_count, stop)
+    own = [(LOWER.index(tier), *problem.move_ns(tier, problem.size_bytes(t))) for t, tier in selection.tier_of.items()]
+    moved = np.zeros((len(problem.trace.tensors), 3), np.int64)
+    moved[list(selection.tier_of)] = np.array(own, np.int64).reshape(-1, 3)
+    tier, out_ns, back_ns = moved[tensor].T
+    size = problem.sizes[tensor]
+    columns = (tensor, tier, start, limit, deadline, copy_tick, size, out_ns, back_ns, is_boundary, is_last)
+    return slots, np.stack(columns)
 
 
 def _move(problem: Problem, slot: Slot, release_at: int, load_at: int) -> Move:
@@ -63,8 +61,7 @@ def make_moves(problem: Problem, selection: Selection, lead_ns: int) -> list[Mov
     selection = _with_gaps(problem, selection)
     slots, rows = _rows(problem, selection)
     usage = selection.usage.copy()
-    columns = (np.ascontiguousarray(column) for column in rows.T)
-    ticks = _native.sweep_windows(usage, problem.starts_ns, problem.device_bytes, lead_ns, *columns)
+    ticks = _native.sweep_windows(usage, problem.starts_ns, problem.device_bytes, lead_ns, *rows)
     releases, loads = (column.tolist() for column in ticks)
     moves = [_move(problem, *each) for each in zip(slots, releases, loads, strict=True)]
     return _settle(problem, moves, usage)

@@ -123,6 +123,31 @@ class Problem:
         """Returns the bytes of a tensor."""
         return self.trace.tensors[tensor].size_bytes
 
+    @cached_property
+    def sizes(self) -> Bytes:
+        """Bytes of each tensor."""
+        return np.array([tensor.size_bytes for tensor in self.trace.tensors], np.int64)
+
+    @cached_property
+    def is_persistent(self) -> npt.NDArray[np.bool_]:
+        """Of each tensor, whether it outlives the step."""
+        return np.array([tensor.is_persistent for tensor in self.trace.tensors], np.bool_)
+
+    @cached_property
+    def _writes(self) -> Bytes:
+        """Every write as tensor * 3 n + op + n, sorted; those of persistent tensors also one step earlier."""
+        n = self.op_count
+        keys = [life.tensor * 3 * n + op + n for life in self.trace.lifetimes for op in life.writes]
+        written = np.array(keys, np.int64)
+        return np.sort(np.append(written, written[self.is_persistent[written // (3 * n)]] - n))
+
+    def writes_before(self, tensor: Bytes, tick: Bytes) -> Bytes:
+        """Returns of each tensor its last write before a tick, of the step before as negative; far below 0 if there is none."""
+        n = self.op_count
+        writes = np.append(-1, self._writes)
+        found = writes[np.searchsorted(writes, tensor * 3 * n + tick + n) - 1]
+        return np.where(found // (3 * n) == tensor, found % (3 * n) - n, np.iinfo(np.int64).min)
+
     def room_bytes(self, tensor: int) -> int:
         """Returns the bytes that a tensor takes in a lower tier."""
         granule = self.capabilities.granule_bytes
