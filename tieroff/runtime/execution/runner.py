@@ -6,6 +6,7 @@ import threading
 from collections.abc import Hashable
 
 from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import State
@@ -26,6 +27,7 @@ class PlanRunner:
     Attributes:
         cursor: ticks that went by in the step.
         peak_bytes: largest count of device bytes in the step: copies the engine holds plus the trace's transients.
+        alone_activations, alone_gradients: of the plan that runs; see [Note: left alone] in step/executable.py.
         unborn_bytes: of activations and gradients that the trace has by now and the engine has not: transients so far.
     """
 
@@ -36,6 +38,8 @@ class PlanRunner:
         self._program: Program = ()
         self._births: tuple[int, ...] = ()
         self._transients: tuple[int, ...] = ()
+        self.alone_activations: frozenset[int] = frozenset()
+        self.alone_gradients: frozenset[int] = frozenset()
         self._items: list[Item | None] = []  # by index in the trace
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
@@ -50,13 +54,17 @@ class PlanRunner:
         self.planned, self._late = planned, []
         self._items = [None] * len(planned.trace.tensors) if planned is not None else []
         self._keys, self._program = (), ()
+        self.alone_activations = self.alone_gradients = frozenset()
         if planned is not None:
             self._keys, self._program = planned.recorded.keys, planned.executable.program
             self._births, self._transients = planned.executable.births, planned.executable.transients
+            self.alone_activations = planned.executable.alone_activations
+            self.alone_gradients = planned.executable.alone_gradients
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
         self._late = []
+        self.alone_activations = self.alone_gradients = frozenset()
 
     # -- ticks -----------------------------------------------------------------------------------------------------
 
@@ -88,6 +96,17 @@ class PlanRunner:
             item = items[index]
             if item is not None and item.leaving is not None:
                 traffic.settle(item)
+        if traffic.keeps_rooms and len(leaves) + len(issues) > 2:
+            self._move_at_once(leaves, issues)
+        else:
+            self._move_one_by_one(leaves, issues)
+        for index in arrivals:
+            item = items[index]
+            if item is not None and item.state is State.ARRIVING:
+                traffic.settle(item)
+
+    def _move_one_by_one(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
+        items, traffic = self._items, self._traffic
         for index in leaves:
             item = items[index]
             if item is not None and item.device is not None:
@@ -101,10 +120,14 @@ class PlanRunner:
                     traffic.store(item)
             elif item.state is State.LOWER and not item.stays_below:
                 traffic.fetch(item)
-        for index in arrivals:
-            item = items[index]
-            if item is not None and item.state is State.ARRIVING:
-                traffic.settle(item)
+
+    def _move_at_once(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
+        """Does the same where small copies are over when they are issued, so that their order does not matter."""
+        items, traffic = self._items, self._traffic
+        leave_all(traffic, [item for index in leaves if (item := items[index]) is not None and item.device is not None])
+        outs = [item for leads_in, index in issues if not leads_in and (item := items[index]) is not None]
+        store_all(traffic, [item for item in outs if item.device is not None])
+        fetch_all(traffic, [item for leads_in, index in issues if leads_in and (item := items[index]) is not None])
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended."""
@@ -179,6 +202,10 @@ class PlanRunner:
     def keeps(self, item: Item) -> bool:
         """True when the plan that runs leaves the item on the device for the whole step."""
         return self._state.mode is Mode.PLANNED and item.index >= 0 and self._stays(item.index)
+
+    def leaves_alone(self, item: Item) -> bool:
+        """True for an item that the plan that runs leaves on the device, and that needs no look when it is used."""
+        return item.index >= 0 and self._state.mode is Mode.PLANNED and self._stays(item.index)
 
     def _stays(self, index: int) -> bool:
         return self.planned is None or index not in self.planned.executable.tiers
