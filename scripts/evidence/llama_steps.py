@@ -206,11 +206,19 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(hidden), words, reduction="sum").float()
 
 
+def evenly(count: int, first: int, last: int) -> frozenset[int]:
+    """Returns so many layers from the first to the last, evenly spread: what they keep then queues up for the link least.
+
+    A round begins and ends with other transfers, of gradients and of the output layer, so neither end is the best place.
+    """
+    return frozenset(first + (2 * i * (last - first) + count - 1) // (2 * (count - 1)) for i in range(count))
+
+
 def llama(
     sequence: int = 1024,
     round_tokens: int = 32 << 10,
     step_tokens: int = 64 << 10,
-    kept_layers: int = 0,
+    kept_layers: Collection[int] = (),
     sizes: Sizes = SIZES_8B,
 ) -> Callable[[], DryModel]:
     """Returns a factory of a model of the family.
@@ -219,14 +227,12 @@ def llama(
         sequence: tokens of a sequence.
         round_tokens: tokens of one forward and backward.
         step_tokens: tokens of one update.
-        kept_layers: how many layers keep what backward needs; evenly spread, so that what they keep does not queue up for
-            the link to the host. The others run again.
+        kept_layers: those that keep what backward needs; see `evenly`. The others run again.
         sizes: of the model.
     """
-    kept = {number * sizes.layers // kept_layers for number in range(kept_layers)}
 
     def factory() -> DryModel:
-        model = Llama(sizes, sequence, kept).to(torch.bfloat16)
+        model = Llama(sizes, sequence, kept_layers).to(torch.bfloat16)
         tokens = torch.zeros((round_tokens // sequence, sequence), dtype=torch.long)
         return DryModel(
             model,
@@ -240,6 +246,6 @@ def llama(
     return factory
 
 
-step_64k = llama(kept_layers=9)
-step_64k_at_4096 = llama(sequence=4096, kept_layers=9)
+step_64k = llama(kept_layers=evenly(9, 1, 28))
+step_64k_at_4096 = llama(sequence=4096, kept_layers=evenly(9, 1, 28))
 step_405b = llama(sequence=4096, step_tokens=32 << 10, sizes=SIZES_405B)
