@@ -112,7 +112,7 @@ def test_a_step_that_leaves_its_plan_moves_what_was_left_alone() -> None:
         step.step()
         step.zero_grad()
     assert torch.equal(loss, expected)
-    assert tieroff.engine(model).stats().fallbacks == 0, "the step is not over"
+    assert tieroff.engine(model).stats().fallbacks == 1
     assert all(
         torch.equal(a, b)
         for a, b in zip(train(model, optimizer, range(10, 14)), train(plain, of_plain, range(10, 14)), strict=True)
@@ -190,7 +190,12 @@ def test_gradients_that_are_not_cleared_are_taken_over() -> None:
 def test_a_write_to_one_that_was_saved_is_an_error() -> None:
     model, _ = planned("95%")
     outputs: list[torch.Tensor] = []
-    model.layers[2].register_forward_hook(lambda _module, _inputs, output: outputs.append(torch.exp(output)) or outputs[-1])
+
+    def exponential(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        outputs.append(torch.exp(output))
+        return outputs[-1]
+
+    model.layers[2].register_forward_hook(exponential)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     tieroff.unwrap(model)
     tieroff.wrap(model, optimizer, CONFIG, budget="95%")
