@@ -210,3 +210,25 @@ def test_a_write_to_one_that_was_saved_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     tieroff.unwrap(model)
+
+
+def test_a_model_that_sleeps_has_nothing_left_on_the_device() -> None:
+    model, optimizer = planned()
+    plain, of_plain = make(None)
+    train(plain, of_plain, range(6))
+    kept = model(batch(9)).square().mean()
+    kept.backward(retain_graph=True)
+    expected = plain(batch(9)).square().mean()
+    expected.backward()
+    assert tieroff.engine(model).device_bytes > 0
+    tieroff.sleep(model)
+    assert tieroff.engine(model).device_bytes == 0
+    for one, step in ((model, optimizer), (plain, of_plain)):
+        assert all(p.grad is not None for p in one.parameters())
+        step.step()
+        step.zero_grad()
+    del kept
+    assert equal(model, plain)
+    pairs = zip(train(model, optimizer, range(10, 13)), train(plain, of_plain, range(10, 13)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    tieroff.unwrap(model)

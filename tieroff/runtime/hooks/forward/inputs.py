@@ -108,7 +108,7 @@ def makes_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """True where a backward may follow: not under no_grad, nor of a frozen model (a teacher) on plain inputs."""
     if not torch.is_grad_enabled():
         return False
-    return any(parameter.requires_grad for parameter in parameters_in(model)) or is_given_gradients((args, kwargs))
+    return any(parameter.requires_grad for parameter in model.parameters()) or is_given_gradients((args, kwargs))
 
 
 def to_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
