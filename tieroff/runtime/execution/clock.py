@@ -108,7 +108,7 @@ class Clock:
     Attributes:
         times: of the running step's ops.
         at_backward_end: called in this order when a backward ends.
-        at_divergence: called when a step leaves its plan.
+        at_divergence: called when a step leaves its plan, and before a model sleeps.
         is_backward_open: one that was watched has not come to its end.
     """
 

@@ -82,6 +82,11 @@ class Gradients:
         """A step begins; gradients are left of one whose plan left them alone where it did not clear them."""
         self._taken_over()
 
+    def alone_bytes(self) -> int:
+        """Returns the bytes of gradients that are left alone and not cleared."""
+        grads = [item.grad for item in self._alone if item.position not in self._items]
+        return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
+
     def _taken_over(self) -> list[GradientItem]:
         taken = list[GradientItem]()
         homes = self._context.homes.parameters
@@ -179,6 +184,8 @@ class Gradients:
     def sweep(self) -> None:
         """Ends the care for gradients that were cleared or replaced."""
         self._release_reduced()  # of a backward that broke off
+        if not self._items:
+            return
         homes = {item.position: item for item in self._context.homes.parameters.values()}
         for position, known in list(self._items.items()):
             home = homes.get(position)

@@ -245,6 +245,12 @@ class SavedTensors:
         self._alone[key].append(ref)
         return alone
 
+    def alone_bytes(self) -> int:
+        """Returns the bytes of activations that are left alone."""
+        alive = [saved for ref in self._all_alone if (saved := ref()) is not None and saved.packed is None]
+        storages = [saved.tensor.untyped_storage() for saved in alive]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
     def left_plan(self) -> None:
         """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""
         items = dict[int, ActivationItem]()
