@@ -71,6 +71,14 @@ class Links:
             machine = self._measured()
         return machine.with_checksums() if nvme.checksum == "always" else machine
 
+    @property
+    def unmeasured(self) -> Machine:
+        """The machine where its speed does not matter: of the links it may say only that they are there."""
+        if self.is_named or "machine" in self.__dict__:
+            return self.machine
+        nvme = 1 if self._dirs else 0
+        return Machine(d2h_bytes_per_s=1, h2d_bytes_per_s=1, nvme_write_bytes_per_s=nvme, nvme_read_bytes_per_s=nvme)
+
     def _measured(self) -> Machine:
         engine = self._config.nvme.engine
         if self._device == "cpu":

@@ -89,7 +89,6 @@ def test_a_training_process_has_its_machine_measured_by_another(tmp_path: Path, 
         raise AssertionError("the buffers of a measurement are in this process")
 
     monkeypatch.setattr(machines, "measure_links", here)
-    monkeypatch.setattr("tieroff.session.links._MEASURE_S", 0.2)
     machine = Links(Config.load({"device": "cpu"}), "cpu", (tmp_path,), Ranks.here()).machine
     assert machine.has_tier(Tier.HOST) and machine.has_tier(Tier.NVME)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.recorded import Recorded
 
 log = logging.getLogger("tieroff")
 
@@ -369,11 +371,15 @@ class Steps:
             self._keep_recording(kind, traced)
         elif isinstance(kind.stage, Measuring) and kind.asked is not None:
             return  # it was measured, and its plan is under way
-        elif isinstance(kind.stage, Measuring) and keys == kind.stage.recorded.keys:
+        elif isinstance(kind.stage, Measuring) and self._may_plan(kind.stage.recorded, keys):
             self._planning.plan(kind, kind.stage.recorded)
         elif isinstance(kind.stage, Measuring):
             log.info("two steps in a row differed: the step is traced again")
             kind.advance(Recording())
+
+    def _may_plan(self, recorded: Recorded, keys: tuple[Hashable, ...]) -> bool:
+        """True after a step like the recorded one; a plan that moves nothing suits others too."""
+        return keys == recorded.keys or not self._plans.can_move(recorded.trace)
 
     def _keep_recording(self, kind: StepKind, traced: TracedStep) -> None:
         if not traced.is_watched:
