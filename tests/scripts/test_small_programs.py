@@ -34,7 +34,7 @@ def episodes(wrap: Callable[..., object]) -> tuple[nn.Module, list[str]]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item().hex())
+        losses.append(float(loss.item()).hex())
     return policy, losses
 
 
@@ -52,7 +52,7 @@ def by_hand(wrap: Callable[..., object]) -> tuple[nn.Module, list[str]]:
         for parameter in line.parameters():
             assert parameter.grad is not None
             parameter.data.add_(-0.1 * parameter.grad)
-        losses.append(loss.item().hex())
+        losses.append(float(loss.item()).hex())
     return line, losses
 
 
