@@ -16,6 +16,7 @@ from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.step.feedback import Span
 from tieroff.runtime.step.kinds import Asked, Planned, Recording, StepKind, Unplanned
+from tieroff.runtime.step.likeness import is_like
 from tieroff.runtime.step.recorded import Recorded
 from tieroff.units import NS_PER_S, format_seconds
 
@@ -84,8 +85,7 @@ class StepPlanning:
         """Returns the durations of the ops in the step that has just ended; of one with other ops, equal parts of it."""
         executor, count = self._custody.executor, len(recorded.keys)
         durations = executor.clock.times.durations_ns()
-        is_same = tuple(executor.state.record.keys) == recorded.keys
-        return durations if is_same else [sum(durations) // count] * count
+        return durations if is_like(executor.state.record.keys, recorded.keys) else [sum(durations) // count] * count
 
     def _tell(self, trace: Trace, plan: Plan) -> None:
         asked = self._custody.settings.device_budget
