@@ -246,6 +246,7 @@ class Steps:
 
     def _start_step(self, signature: Signature, shapes: Shapes, *, is_passed_through: bool) -> None:
         custody = self._custody
+        custody.executor.gradients.begin()
         is_covered = custody.executor.on_demand.experience.covers(shapes)
         kind = self.kinds.enter(signature, is_covered=is_covered, is_passed_through=is_passed_through)
         self._is_stranger, self._mismatches = signature not in self.kinds, kind.mismatches
