@@ -188,6 +188,9 @@ class PlanSource(Protocol):
             TraceMismatchError: the user gave a plan, and it is of another step.
         """
 
+    def can_move(self, trace: Trace) -> bool:
+        """Returns False for a step of which no plan moves anything: its tensors are all small, or there is no tier below."""
+
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         """Returns the trace with tensors on the device that user code used in an op while they were below.
 

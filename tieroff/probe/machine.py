@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import json
+import logging
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +24,11 @@ from tieroff.storage.limits import host_limit_bytes
 if TYPE_CHECKING:
     from tieroff.probe.survey import Survey
 
+log = logging.getLogger("tieroff")
+
 LINKS_SHARE, CHECKSUM_SHARE = 0.3, 0.02
 """Shares of the time that go to the host link and to checksums when there are folders to measure too."""
+_START_S = 60.0  # that another interpreter may take beside its measuring, on a machine that is busy
 
 
 def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "auto", seconds: float = 1.5) -> Machine:
@@ -40,6 +48,36 @@ def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "au
     rates = measure_dirs(dirs, engine, seconds * (1 - LINKS_SHARE - CHECKSUM_SHARE)) if dirs else None
     checksum = measure_checksum(seconds * CHECKSUM_SHARE) if dirs else 0
     return compose_machine(device, links, dirs, rates, "short copies at the start of a run", checksum)
+
+
+def measure_apart(dirs: Sequence[Path], *, engine: str, seconds: float) -> Machine:
+    """Returns the machine of the CPU backend as measured now, by a process of its own; by this one where there can be none.
+
+    On the CPU backend a budget is about the memory of this process, and small models need less in all than the buffers that
+    measuring takes. The other process is a fresh interpreter without torch.
+
+    Args:
+        dirs: folders of the NVMe tier.
+        engine: I/O engine to measure them with.
+        seconds: time to spend in total, roughly.
+
+    Raises:
+        ConfigError: a folder is missing, read-only or too small.
+        StoreError: a transfer failed.
+    """
+    # -P: the working directory is in the path where the trainer has it there, and nowhere else.
+    command = [sys.executable, "-P", "-m", __name__, engine, str(seconds), *map(os.path.abspath, dirs)]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + _START_S, check=True
+        )
+        return Machine(**json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
+        # What is wrong with a folder is an error of this process too, which says it as it is.
+        log.info("no other process could measure the machine (%s): this one does", error)
+        return measure_machine("cpu", dirs, engine=engine, seconds=seconds)
 
 
 def surveyed_machine(device: str, dirs: Sequence[Path], found: Survey, seconds: float) -> Machine:
@@ -141,3 +179,13 @@ def _device_bytes(device: str) -> int:
     import torch
 
     return int(torch.accelerator.get_memory_info()[0])
+
+
+def main(engine: str, seconds: str, *dirs: str) -> None:
+    """Prints the machine that is measured, as `measure_apart` reads it."""
+    machine = measure_machine("cpu", [Path(folder) for folder in dirs], engine=engine, seconds=float(seconds))
+    sys.stdout.write(json.dumps(dataclasses.asdict(machine)) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

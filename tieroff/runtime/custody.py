@@ -288,7 +288,8 @@ class Custody:
         homes = {item.position: item.tensor for item in self.executor.homes.parameters.values()}
         keys = kind.recorded.keys if kind.recorded is not None else ()
         arrived = [key[1] for key in keys if isinstance(key, tuple) and key[0] == "grad"]
-        self._gradient_hooks.stand_aside(homes.get(arrived[-1]) if arrived else None)
+        if arrived:
+            self._gradient_hooks.stand_aside(homes.get(arrived[-1]))  # else all stay: none is known to get a gradient
         quieten(self.model, is_quiet=True)
         return Watch(self.model, [tensor for tensor in homes.values() if tensor is not None])
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection
+from pathlib import Path
 
-import psutil
 import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.engine import Engine
+
+_STATM = Path("/proc/self/statm")
 
 
 class Resident:
@@ -40,4 +43,4 @@ def _held_bytes(engines: Collection[Engine]) -> int:
 
 
 def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+    return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE

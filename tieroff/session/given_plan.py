@@ -57,6 +57,10 @@ class GivenPlan:
         check(self._plan, trace, self._capabilities)
         return self._plan
 
+    def can_move(self, trace: Trace) -> bool:
+        """Returns True: the plan says what moves."""
+        return True
+
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         if not may_bring_back(self._config, self._ranks) or self._plan.trace_digest == trace.digest:
             return trace

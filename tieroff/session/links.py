@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tieroff.config import Config
 from tieroff.core.machine import Machine, load_machine
-from tieroff.probe.machine import measure_machine
+from tieroff.probe.machine import measure_apart, measure_machine
 from tieroff.session.ranks import Ranks
 from tieroff.storage.engines.base import Engine
 from tieroff.storage.store import Store
@@ -68,8 +68,22 @@ class Links:
             machine = self._ranks.share_machine(load_machine(path), self._device)
         else:
             log.info("measuring links and folders for %.1f s; [plan] machine names a file that saves this", _MEASURE_S)
-            machine = measure_machine(self._device, self._dirs, engine=nvme.engine, seconds=_MEASURE_S)
+            machine = self._measured()
         return machine.with_checksums() if nvme.checksum == "always" else machine
+
+    @property
+    def unmeasured(self) -> Machine:
+        """The machine where its speed does not matter: of the links it may say only that they are there."""
+        if self.is_named or "machine" in self.__dict__:
+            return self.machine
+        nvme = 1 if self._dirs else 0
+        return Machine(d2h_bytes_per_s=1, h2d_bytes_per_s=1, nvme_write_bytes_per_s=nvme, nvme_read_bytes_per_s=nvme)
+
+    def _measured(self) -> Machine:
+        engine = self._config.nvme.engine
+        if self._device == "cpu":
+            return measure_apart(self._dirs, engine=engine, seconds=_MEASURE_S)
+        return measure_machine(self._device, self._dirs, engine=engine, seconds=_MEASURE_S)
 
     def best_engine(self) -> str | None:
         """Returns the I/O engine that the machine file found fastest in the folders; None without a file."""

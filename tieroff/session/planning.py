@@ -102,7 +102,7 @@ class Planning:
 
     def _problem(self, trace: Trace, device_bytes: int) -> Problem:
         budget = {Tier.DEVICE: device_bytes, **self._budgets.lower}
-        return make_problem(trace, self._links.machine, budget, self._capabilities)
+        return make_problem(trace, self._links.unmeasured, budget, self._capabilities)
 
     def _check(self, trace: Trace, device_bytes: int, limit: int) -> None:
         """Says that a step gets more than was asked for, if it does.
@@ -122,7 +122,10 @@ class Planning:
         agreed = self._rank_budget.settle(last, budget[Tier.DEVICE], is_of_kind=is_of_kind, may_raise=self._budgets.may_raise)
         budget[Tier.DEVICE] = agreed.budget_bytes
         is_first = last.digest not in self._machines
-        machine = self._machine_for(traces, rates)
+        is_trivial = not self.can_move(last)
+        if is_trivial:
+            self._workshop.close()  # until there is a question for it
+        machine = self._links.unmeasured if is_trivial else self._machine_for(traces, rates)
         policy, effort = self._planning.policy, self._planning.effort
         log.info("planning %d ops and %d tensors (%s, %s)", len(last.ops), len(last.tensors), policy, effort)
         may_rerun = self._planning.recompute and bool(layers_to_recompute(self._config, self._ranks))
@@ -155,7 +158,12 @@ class Planning:
                 self._budgets.layers_chosen(budget[Tier.DEVICE])
             return made
 
-        return self._workshop.ask(order, finish, is_first=is_first)
+        return self._workshop.ask(order, finish, is_first=is_first, is_trivial=is_trivial)
+
+    def can_move(self, trace: Trace) -> bool:
+        if layers_to_recompute(self._config, self._ranks) or self._ranks.world > 1 or self._rank_budget.is_shared:
+            return True
+        return bool(self._problem(trace, 0).units)
 
     def _machine_for(self, traces: Sequence[Trace], rates: dict[str, float]) -> Machine:
         machine = self._links.at(rates)

@@ -72,20 +72,24 @@ class Workshop:
             self._is_beside = False
 
     @overload
-    def ask(self, request: Order, finish: Finish, *, is_first: bool = False) -> Pending[Made]: ...
+    def ask(self, request: Order, finish: Finish, *, is_first: bool = False, is_trivial: bool = False) -> Pending[Made]: ...
 
     @overload
     def ask(self, request: Question) -> Pending[tuple[int, int]]: ...
 
-    def ask(self, request: Order | Question, finish: Finish | None = None, *, is_first: bool = False) -> Pending[Any]:
+    def ask(
+        self, request: Order | Question, finish: Finish | None = None, *, is_first: bool = False, is_trivial: bool = False
+    ) -> Pending[Any]:
         """Asks for a plan or a forecast.
 
         Args:
             finish: is given what returns the plan, and returns it or raises.
             is_first: there is no plan yet to go on with.
+            is_trivial: the answer takes no longer than to ask.
         """
-        self.open()
-        if not self._is_beside:
+        if not is_trivial:
+            self.open()
+        if is_trivial or not self._is_beside:
 
             def work() -> Any:
                 return carry_out(request) if isinstance(request, Order) else answer(request)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tieroff
 from tests.support.parity import BACKENDS, HOST, MIXED, NVME, SEED, Tiers, are_same_bits, config_for
+from tests.support.twins import MACHINE
 
 STEPS = 7
 Act = Callable[[nn.Module], Any]
@@ -191,6 +192,36 @@ def test_gradients_of_several_rounds(tmp_path: Path) -> None:
     found, stats = train(clip, tmp_path, HOST, rounds=3)
     assert stats.phase == "planned"
     assert_same(expected, found)
+
+
+def test_gradients_cleared_between_forward_and_backward(tmp_path: Path) -> None:
+    """The last step's gradient is gone when its copy out is due: the plan has one tensor for both."""
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    outcomes = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())], nn.Linear(64, 256))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if is_wrapped:
+            planning = {"min_bytes": 0, "machine": str(tmp_path / "machine.toml")}
+            config = {"device": "cpu", "budget": {"nvme": "16MiB"}, "nvme": {"dirs": [str(tmp_path)]}, "plan": planning}
+            tieroff.wrap(model, optimizer, config, budget="85%")
+        for step in range(STEPS):
+            loss = model(torch.randn(64, 64)).square().mean()
+            model.zero_grad(set_to_none=True)
+            if is_wrapped and step == STEPS - 1:
+                executor = tieroff.engine(model).executor
+                gone = [item for item in executor.homes.gradients.values() if item.device is not None]
+                assert gone
+                for item in gone:
+                    executor.traffic.store(item)  # as at a tick of such a plan
+            loss.backward()
+            clip(model)
+            optimizer.step()
+        outcomes.append(list(model.parameters()))
+    assert_same(*outcomes)
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)
 
 
 def test_hooks_that_write_past_versions(tmp_path: Path) -> None:

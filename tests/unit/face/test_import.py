@@ -27,7 +27,7 @@ OWN_WITH_WRAP = {
 }
 """Packages that running a step needs."""
 
-FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "psutil", "pydantic", "pydantic_core", "torch", "typing_inspection"}
+FOREIGN_WITH_WRAP = {"annotated_types", "numpy", "pydantic", "pydantic_core", "torch", "typing_inspection"}
 
 NOT_WITH_WRAP = {
     "tieroff.probe.survey",

@@ -81,6 +81,16 @@ def test_an_activation_is_named_by_module_kind_and_line(tmp_path: Path) -> None:
     assert f"backward of layers.1.fc1: saved by GELU, made by addmm ({LINE})" in words
 
 
+def test_the_page_of_a_run_names_activations_too(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    model = trained(tmp_path, device="1GiB")
+    tieroff.engine(model).save_report(tmp_path / "run.html")
+    tieroff.unwrap(model)
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "layers.1.fc1: saved by GELU, made by addmm" in page
+    assert re.search(r"activation:\d", page) is None
+
+
 def test_labels_are_kept_in_files_and_are_no_part_of_the_structure(tmp_path: Path) -> None:
     model = trained(tmp_path, device="1GiB")
     trace = tieroff.engine(model).trace

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tieroff
-from tests.unit.report.browser import BROWSER, body_of, dom_of
+from tests.unit.report.browser import BROWSER, body_of, check_scripts, dom_of
 
 _STEP = """
 import sys, tempfile, torch, tieroff
@@ -85,5 +85,6 @@ def first_session(project: Path, folder: Path, environment: dict[str, str]) -> N
         assert done.returncode == 0, done.stderr
     page = (session / "report.html").read_text(encoding="utf-8")
     assert "It fits" in page and "bit for bit" in page
+    assert check_scripts(session / "report.html") > 0
     if BROWSER is not None:
         assert body_of(dom_of(session / "report.html")) == {"errors": "0", "drawn": "4"}

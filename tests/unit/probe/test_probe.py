@@ -12,18 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from tieroff.config import Config
 from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StoreError
 from tieroff.probe import limits
+from tieroff.probe import machine as machines
 from tieroff.probe import survey as surveys
 from tieroff.probe.checksum import measure_checksum
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.links import LinkRates, measure_links, measure_memory
-from tieroff.probe.machine import compose_machine, measure_machine, surveyed_machine
+from tieroff.probe.machine import compose_machine, measure_apart, measure_machine, surveyed_machine
 from tieroff.probe.nvme import MIB, NvmeRates, Track, measure_dirs, open_track
 from tieroff.probe.plausible import Counters, doubt, read_counters
 from tieroff.probe.survey import choose_engine, survey
+from tieroff.session.links import Links
+from tieroff.session.ranks import Ranks
 from tieroff.storage.engines import OpenFile, available
 from tieroff.storage.nvme import files
 
@@ -78,6 +82,25 @@ def test_measured_machine_has_every_tier_and_survives_its_file(tmp_path: Path) -
     assert machine.checksum_bytes_per_s > 0
     save_machine(machine, tmp_path / "machine.toml")
     assert load_machine(tmp_path / "machine.toml") == machine
+
+
+def test_a_training_process_has_its_machine_measured_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(*_arguments: object) -> LinkRates:
+        raise AssertionError("the buffers of a measurement are in this process")
+
+    monkeypatch.setattr(machines, "measure_links", here)
+    machine = Links(Config.load({"device": "cpu"}), "cpu", (tmp_path,), Ranks.here()).machine
+    assert machine.has_tier(Tier.HOST) and machine.has_tier(Tier.NVME)
+
+
+def test_a_machine_is_measured_here_where_no_other_process_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    assert measure_apart([], engine="auto", seconds=0.1).has_tier(Tier.HOST)
+
+
+def test_a_folder_that_the_other_process_cannot_measure_is_named_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        measure_apart([tmp_path / "nowhere"], engine="auto", seconds=0.1)
 
 
 def test_measured_machine_without_folders_has_no_nvme() -> None:

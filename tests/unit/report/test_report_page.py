@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.report.browser import check_scripts
 from tests.unit.report.report_samples import HOSTILE, MS, NVME, PLAN, TIMELINE, TRACE, figures, hostile, idle, sample
 from tieroff.core.explain.wear import wear_of
+from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import HostUpdate, Repeat
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline
 from tieroff.errors import ConfigError
@@ -91,6 +94,13 @@ def test_names_that_end_a_script_stay_text() -> None:
     assert read(text).handlers == []
     assert HOSTILE not in text
     assert rows_of(text)[0][0] == f"a{HOSTILE}"
+
+
+@pytest.mark.parametrize("make", [sample, hostile])
+def test_scripts_of_a_page_are_programs_and_its_data_can_be_read(make: Callable[[], Run], tmp_path: Path) -> None:
+    run = make()
+    write_page(tmp_path / "run.html", run, *predict(run))
+    assert check_scripts(tmp_path / "run.html") == len(rows_of((tmp_path / "run.html").read_text(encoding="utf-8")))
 
 
 def test_run_in_which_everything_fits_says_so_and_draws_the_prediction() -> None:

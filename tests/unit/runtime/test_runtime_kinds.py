@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tieroff.core.plan import Plan, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -10,6 +11,7 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import StateError
 from tieroff.runtime.step.executable import make_executable
 from tieroff.runtime.step.kinds import Measuring, Recording, Stage, StepKind, Unplanned
+from tieroff.runtime.step.likeness import is_like, suits
 from tieroff.runtime.step.recorded import Recorded
 
 KEYS = (("forward",), ("param", 0), ("grad", 0), ("bucket", 0), ("end",))
@@ -85,3 +87,16 @@ def test_what_is_there_for_the_update_stays_and_is_fetched_again_if_it_had_to_le
     at_update = executable.ticks[executable.update_at]
     assert [(t.tensor, t.target) for t in at_update.issues] == [(PARAMETER, DEVICE)]
     assert not at_update.await_ins, "it is awaited where it is used"
+
+
+def test_events_suit_those_of_a_step_with_larger_tensors() -> None:
+    small = ((torch.float32, (3, 4), False), "int", True)
+    large = ((torch.float32, (5, 4), False), "int", True)
+    narrow = ((torch.float32, (5, 2), False), "int", True)
+    assert suits(("forward", small), ("forward", large)) and not suits(("forward", large), ("forward", small))
+    assert not suits(("forward", narrow), ("forward", small))
+    assert not suits(("forward", ((torch.float64, (3, 4), False), "int", True)), ("forward", large))
+    assert suits(("pack", 8), ("pack", 9)) and not suits(("pack", 10), ("pack", 9))
+    assert suits(("grad", 1), ("grad", 1)) and not suits(("grad", 1), ("grad", 2))
+    assert is_like([("pack", 8), ("end",)], [("pack", 9), ("end",)])
+    assert not is_like([("pack", 8)], [("pack", 9), ("end",)])

@@ -12,6 +12,7 @@ from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned
+from tieroff.runtime.step.likeness import suits
 from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.step.program import Actions, Program
 
@@ -71,7 +72,7 @@ class PlanRunner:
     def advance(self, key: Hashable) -> bool:
         """Does what is due at the next tick; False, with nothing done, when the plan has another event there."""
         cursor = self.cursor
-        if cursor >= len(self._keys) or self._keys[cursor] != key:
+        if cursor >= len(self._keys) or (self._keys[cursor] != key and not suits(key, self._keys[cursor])):
             return False
         self.cursor = cursor + 1
         if self._late:

@@ -102,7 +102,7 @@ class Gradients:
     def stays(self, home: torch.Tensor) -> None:
         """A gradient reached a parameter that does not move. FSDP2's would keep the memory of all that came with it."""
         state = self._context.state
-        state.saw_gradient = True
+        state.saw_backward = state.saw_gradient = True
         if home in self._shards and state.mode in (Mode.DEMAND, Mode.PLANNED) and self._are_covered:
             part_gradient(home, self._context.traffic.backend.copied)
 

@@ -64,8 +64,8 @@ class ScaledGradients:
     def leaves(self, item: GradientItem) -> None:
         """A gradient is about to be copied out: takes the norms that user code will ask for."""
         wanted = self._wanted.get(item.key)
-        if not wanted or item.value is None:
-            return
+        if not wanted or item.value is None or item.tensor is None:
+            return  # the program may have dropped it since: cleared between forward and backward, say
         with self._context.clock.computing(), as_the_engine():
             norms = {norm: norm.of(item.value) for norm in wanted}
         self._measured[item.key] = _Measured(version_of(item.living), norms)

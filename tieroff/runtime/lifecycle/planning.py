@@ -16,6 +16,7 @@ from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.step.feedback import Span
 from tieroff.runtime.step.kinds import Asked, Planned, Recording, StepKind, Unplanned
+from tieroff.runtime.step.likeness import is_like
 from tieroff.runtime.step.recorded import Recorded
 from tieroff.units import NS_PER_S, format_seconds
 
@@ -62,7 +63,7 @@ class StepPlanning:
         """
         if kind.asked is not None:
             return
-        trace = recorded.trace.with_durations(self._custody.executor.clock.times.durations_ns())
+        trace = recorded.trace.with_durations(self._measured_ns(recorded))
         self._custody.backend.keep_freed(0)  # planning takes memory too
         wanted = self._plans.bring_back(trace, recorded.update_at - 1, recorded.used_below)
         traces = (wanted,) if wanted is trace else (wanted, trace)
@@ -79,6 +80,12 @@ class StepPlanning:
 
         kind.asked = Asked(pending, take)
         self.look(kind)
+
+    def _measured_ns(self, recorded: Recorded) -> list[int]:
+        """Returns the durations of the ops in the step that has just ended; of one with other ops, equal parts of it."""
+        executor, count = self._custody.executor, len(recorded.keys)
+        durations = executor.clock.times.durations_ns()
+        return durations if is_like(executor.state.record.keys, recorded.keys) else [sum(durations) // count] * count
 
     def _tell(self, trace: Trace, plan: Plan) -> None:
         asked = self._custody.settings.device_budget

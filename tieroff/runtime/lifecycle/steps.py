@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from tieroff.runtime.hooks.forward.inputs import (
     shapes_of,
     signature_of,
     storages_of,
-    structure_of,
 )
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.parameters.watch import Watch
@@ -42,7 +42,9 @@ from tieroff.runtime.lifecycle.repair import is_torn, repair
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
+from tieroff.runtime.step.likeness import is_like, is_within, structure_of
 from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.recorded import Recorded
 
 log = logging.getLogger("tieroff")
 
@@ -50,6 +52,8 @@ log = logging.getLogger("tieroff")
 _KINDS_KEPT = 16
 # Steps that a kind runs on demand before a plan of its own is worth a trace, if others say what its ops need.
 _FORESEEN_STEPS = 4
+# Steps with smaller inputs that are taken for a kind's although they turn out to be others.
+_STRANGERS_AT_MOST = 2
 # Steps in a row that must leave a plan before the kind is traced again; doubled each time.
 _MISMATCHES_BEFORE_RETRACE = 2
 _RECORDINGS_AT_MOST = 6
@@ -68,7 +72,10 @@ class KnownKinds(OrderedDict[Signature, StepKind]):
             is_covered: inputs at least as large were traced, so it is known what the ops of this step need.
             is_passed_through: gradients flow through it to another model.
         """
-        kind = self.get(signature)
+        kind = self.serving(signature)
+        if kind is not None and signature not in self:
+            self.move_to_end(self._name_of(kind))
+            return kind
         if kind is None:
             kind = StepKind(is_passed_through=is_passed_through)
             if is_covered and self._has_traced_like(signature):
@@ -89,6 +96,26 @@ class KnownKinds(OrderedDict[Signature, StepKind]):
             kind.retraces += 1
             kind.mismatches = 0
         return kind
+
+    def serving(self, signature: Signature) -> StepKind | None:
+        """Returns the kind of a step: its own, or one that is planned, or about to be, for larger inputs and else the same.
+
+        What a plan moves, and when, is right for smaller tensors too, and they take no more memory.
+        """
+        own = self.get(signature)
+        if own is not None:
+            return own
+        measuring = None
+        for known, kind in reversed(self.items()):
+            is_ready = isinstance(kind.stage, Planned | Measuring) and kind.strangers < _STRANGERS_AT_MOST
+            if is_ready and is_within(signature, known):
+                if isinstance(kind.stage, Planned):
+                    return kind
+                measuring = measuring or kind
+        return measuring
+
+    def _name_of(self, kind: StepKind) -> Signature:
+        return next(signature for signature, known in self.items() if known is kind)
 
     def _has_traced_like(self, signature: Signature) -> bool:
         """Returns whether a kind was traced that differs from this one in sizes only."""
@@ -115,6 +142,8 @@ class Steps:
         self.readings = Readings(custody, self._planning)
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
+        self._is_stranger = False  # the step that runs has smaller inputs than its kind's
+        self._mismatches = 0  # of its kind before it
         self._is_updated = True  # the step that runs was updated, or there is none
         self._aside: StepKind | None = None  # see [Note: aside]
         self._watch: Watch | None = None
@@ -129,7 +158,7 @@ class Steps:
         if kind is None or watch is None or is_torn(self._custody) or not watch.is_same:
             return False
         signature = signature_of(self._custody.model, args, kwargs, watch.trained)
-        return self.kinds.get(signature) is kind and self._planning.may_follow(kind)
+        return self.kinds.serving(signature) is kind and self._planning.may_follow(kind)
 
     def begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins: of a new step, or one more of the step that runs."""
@@ -228,6 +257,7 @@ class Steps:
         custody.executor.gradients.begin()
         is_covered = custody.executor.on_demand.experience.covers(shapes)
         kind = self.kinds.enter(signature, is_covered=is_covered, is_passed_through=is_passed_through)
+        self._is_stranger, self._mismatches = signature not in self.kinds, kind.mismatches
         self._planning.look(kind)
         if custody.stepper is not None:
             custody.stepper.state.take_over()
@@ -360,6 +390,9 @@ class Steps:
         executor.end()
         self.close()
         self._kind = None
+        if self._is_stranger and kind.mismatches > self._mismatches:
+            kind.mismatches = self._mismatches  # which says nothing of the kind's own steps
+            kind.strangers += 1
         if mode is Mode.PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
             self.readings.observe(kind, kind.stage)
         keys = tuple(executor.state.record.keys)
@@ -371,11 +404,17 @@ class Steps:
             self._keep_recording(kind, traced)
         elif isinstance(kind.stage, Measuring) and kind.asked is not None:
             return  # it was measured, and its plan is under way
-        elif isinstance(kind.stage, Measuring) and keys == kind.stage.recorded.keys:
+        elif isinstance(kind.stage, Measuring) and self._may_plan(kind.stage.recorded, keys):
             self._planning.plan(kind, kind.stage.recorded)
+        elif isinstance(kind.stage, Measuring) and self._is_stranger:
+            kind.strangers += 1
         elif isinstance(kind.stage, Measuring):
             log.info("two steps in a row differed: the step is traced again")
             kind.advance(Recording())
+
+    def _may_plan(self, recorded: Recorded, keys: tuple[Hashable, ...]) -> bool:
+        """True after a step like the recorded one; a plan that moves nothing suits others too."""
+        return is_like(keys, recorded.keys) or not self._plans.can_move(recorded.trace)
 
     def _keep_recording(self, kind: StepKind, traced: TracedStep) -> None:
         if not traced.is_watched:

@@ -1,5 +1,7 @@
 """Kinds of steps: a kind is what has one signature, and its stage says how far it is on the way to a plan.
 
+Steps that differ from a kind in smaller inputs only are taken for it once it was recorded (`step/likeness.py`).
+
 | stage     | what its next step is for                        | next stages                                           |
 |-----------|--------------------------------------------------|-------------------------------------------------------|
 | Recording | every event and tensor is traced                 | Recording, Measuring, Unplanned (never repeats, or    |
@@ -119,6 +121,7 @@ class StepKind:
         retraces: how often it was traced.
         foreseen: steps that it still runs on demand, by what traces of other kinds say, before it is traced itself.
         mismatches: steps in a row that left their plan.
+        strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
     """
 
@@ -133,6 +136,7 @@ class StepKind:
         "recorded",
         "retraces",
         "stage",
+        "strangers",
     )
 
     def __init__(self, *, is_passed_through: bool = False) -> None:
@@ -141,7 +145,7 @@ class StepKind:
         self.recorded: Recorded | None = None
         self.planned: Planned | None = None
         self.ran: Ran | None = None
-        self.retraces = self.mismatches = self.foreseen = 0
+        self.retraces = self.mismatches = self.foreseen = self.strangers = 0
         self.feedback = Feedback()
         self.asked: Asked | None = None
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 if TYPE_CHECKING:
     from tieroff.storage.native import _native
@@ -38,7 +37,8 @@ def page_pool() -> _native.PagePool | None:
     except ImportError:
         return None
     try:
-        return _native.process_pool(psutil.virtual_memory().total * _RESERVED_OF_MEMORY, _has_huge_pages())
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _native.process_pool(memory_bytes * _RESERVED_OF_MEMORY, _has_huge_pages())
     except OSError as error:
         log.info("no address space for the pool of freed pages (%s): all memory comes from the system", error)
         return None

@@ -65,11 +65,6 @@ def is_given_gradients(values: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves_of(values))
 
 
-def structure_of(signature: Signature) -> Signature:
-    """Returns what a signature says but for sizes: steps that share it differ at most in how large their inputs are."""
-    return tuple((part[0], len(part[1]), part[2]) if isinstance(part, tuple) else part for part in signature)
-
-
 def leaves_of(values: Any) -> list[Any]:
     """Returns the leaves of a nested structure, in order; of mappings that torch does not know (a tokenizer's batch) too."""
     found: list[Any] = []
