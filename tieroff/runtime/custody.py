@@ -244,11 +244,13 @@ class Custody:
     def place_for(self, kind: StepKind) -> None:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
 
-        Those that go to files move first and those that go to host memory last, so that host memory is free by then.
+        Those that go to files move first and those that go to host memory last, so that host memory is free by then. Gradients
+        that were kept come up where nothing moves: what backward adds to them then passes no hook of ours.
         """
         homes, traffic = self.executor.homes, self.executor.traffic
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
-        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
+        kept = homes.gradients.values() if kind.moves_nothing else ()
+        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
         targets = [(item, tier) for item in items if not _lies(item, tier := _tier_between_steps(item, kind))]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
