@@ -52,7 +52,7 @@ from tests.support.parity import (
 )
 from tieroff.errors import StateError
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.items.movable import local_of
+from tieroff.runtime.movable import local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 

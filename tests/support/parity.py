@@ -24,7 +24,7 @@ from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.movable import local_of
+from tieroff.runtime.movable import local_of
 
 SEED = 20
 STEPS = 6

@@ -21,11 +21,11 @@ from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.items.hollow import own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.movable import local_of, why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.table import bring_home, leave_place, settle_below
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings

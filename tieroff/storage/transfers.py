@@ -213,10 +213,13 @@ class StoreTransfer:
 
 
 class Copied:
-    """Stands for the write of a block that had ended well when its call returned; implements Completion."""
+    """A copy that had ended well when the call for it returned; implements Completion."""
 
-    start_ns = stop_ns = 0  # its times are those of the engine's transfer
     checksum: int | None = None
+
+    def __init__(self, start_ns: int = 0, stop_ns: int = 0) -> None:
+        """Takes when it was made; 0 where that is known of the engine's transfer."""
+        self.start_ns, self.stop_ns = start_ns, stop_ns
 
     def done(self) -> bool:
         """True."""

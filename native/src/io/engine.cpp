@@ -11,6 +11,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -78,6 +79,17 @@ std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_rea
     lane.submit(transfer);
   }
   return transfer;
+}
+
+std::optional<Span> Engine::copy_now(std::span<const Copy> copies) {
+  check_process();
+  for (const Copy& copy : copies)
+    if (copy.size_bytes > kCopiedAtOnceBytes) throw std::invalid_argument("expected copies of 32 KiB or less");
+  if (state_->faults.is_armed()) return std::nullopt;
+  state_->reads->check_open();
+  const std::int64_t start_ns = monotonic_ns();
+  for (const Copy& copy : copies) std::memcpy(copy.target, copy.source, copy.size_bytes);
+  return Span{start_ns, monotonic_ns()};
 }
 
 bool Engine::cancel(const std::shared_ptr<Transfer>& transfer) {

@@ -44,7 +44,7 @@ from tests.parity.shards.program import (
 )
 from tests.unit.checkpoint.checkpoint_memory_run import growth_of
 from tieroff.errors import StateError
-from tieroff.runtime.items.movable import local_of
+from tieroff.runtime.movable import local_of
 from tieroff.storage.engines import choose
 
 Made = tuple[nn.Module, torch.optim.Optimizer]

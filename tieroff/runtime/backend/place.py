@@ -133,6 +133,17 @@ class HomePlace:
         assert isinstance(self.home, HostHome)
         return self.home.store.get(self.home.block, target_address, (self.home, keep))
 
+    @property
+    def block(self) -> Block:
+        """Its lease, of a near place."""
+        assert isinstance(self.home, HostHome)
+        return self.home.block
+
+    @property
+    def is_settled(self) -> bool:
+        """True for a near place with no copy under way."""
+        return self.is_near and not self.block.transfers
+
     def note(self, copy: Completion) -> None:
         self.home.note(copy)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Hashable
 
 from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import State
@@ -88,6 +89,17 @@ class PlanRunner:
             item = items[index]
             if item is not None and item.leaving is not None:
                 traffic.settle(item)
+        if traffic.keeps_rooms and len(leaves) + len(issues) > 2:
+            self._move_at_once(leaves, issues)
+        else:
+            self._move_one_by_one(leaves, issues)
+        for index in arrivals:
+            item = items[index]
+            if item is not None and item.state is State.ARRIVING:
+                traffic.settle(item)
+
+    def _move_one_by_one(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
+        items, traffic = self._items, self._traffic
         for index in leaves:
             item = items[index]
             if item is not None and item.device is not None:
@@ -101,10 +113,14 @@ class PlanRunner:
                     traffic.store(item)
             elif item.state is State.LOWER and not item.stays_below:
                 traffic.fetch(item)
-        for index in arrivals:
-            item = items[index]
-            if item is not None and item.state is State.ARRIVING:
-                traffic.settle(item)
+
+    def _move_at_once(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
+        """Does the same where small copies are over when they are issued, so that their order does not matter."""
+        items, traffic = self._items, self._traffic
+        leave_all(traffic, [item for index in leaves if (item := items[index]) is not None and item.device is not None])
+        outs = [item for leads_in, index in issues if not leads_in and (item := items[index]) is not None]
+        store_all(traffic, [item for item in outs if item.device is not None])
+        fetch_all(traffic, [item for leads_in, index in issues if leads_in and (item := items[index]) is not None])
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended."""

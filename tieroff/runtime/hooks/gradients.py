@@ -12,8 +12,8 @@ from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.sharded import Shards
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.movable import why_unmovable
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_gradient
+from tieroff.runtime.movable import why_unmovable
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.mode import Mode
 

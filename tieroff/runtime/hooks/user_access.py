@@ -35,10 +35,10 @@ from tieroff.runtime.items.hollow import (
     untouched,
 )
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.movable import local_of, with_local
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.movable import local_of, with_local
 from tieroff.runtime.step.mode import Mode
 from tieroff.units import format_bytes
 

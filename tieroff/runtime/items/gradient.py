@@ -86,7 +86,7 @@ class GradientItem(HomeItem):
             return False
         if self.lower is None if self.place is not None else self.lower is not None:
             return False
-        if self.lower is not None and owners_by(self._lower_storage) > 1:
+        if self.lower is not None and owners_by(self.lower_storage) > 1:
             return False
         self._ref, self.version = weakref.ref(tensor), tensor._version
         self.is_lifted, self.may_be_written, self.is_let_go = True, False, False

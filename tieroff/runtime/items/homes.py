@@ -36,9 +36,9 @@ from tieroff.runtime.items.hollow import (
     version_of,
 )
 from tieroff.runtime.items.item import Item, Mover
-from tieroff.runtime.items.movable import is_dense
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.movable import is_dense
 from tieroff.runtime.tensors import bytes_of, owners_by, storage_of, view_of
 
 
@@ -59,16 +59,15 @@ class HomeItem(Item):
     """
 
     __slots__ = (
-        "_hollow",
-        "_lower_address",
-        "_lower_storage",
         "_ref",
-        "_value_address",
         "dtype",
         "guard",
+        "hollow",
         "is_let_go",
         "is_lifted",
         "lower",
+        "lower_address",
+        "lower_storage",
         "may_be_written",
         "pins",
         "readers",
@@ -76,6 +75,7 @@ class HomeItem(Item):
         "stride",
         "times_assigned",
         "value",
+        "value_address",
         "value_version",
         "version",
     )
@@ -92,8 +92,8 @@ class HomeItem(Item):
         self.is_lifted = True
         self.may_be_written = self.is_let_go = False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
-        self._value_address = self._lower_address = self._lower_storage = 0
-        self._hollow: torch.Tensor | None = None
+        self.value_address = self.lower_address = self.lower_storage = 0
+        self.hollow: torch.Tensor | None = None
         self.version = tensor._version
 
     @property
@@ -122,17 +122,17 @@ class HomeItem(Item):
         traffic.hold(self, bytes_of(tensor))
         value = tensor.detach()
         self._set_value(value)
-        self._hollow = traffic.backend.hollow(value, f"{self.name} lies below the device: tieroff has its bytes")
+        self.hollow = traffic.backend.hollow(value, f"{self.name} lies below the device: tieroff has its bytes")
 
     def _set_value(self, value: torch.Tensor) -> None:
         self.value = value
-        if self._hollow is None:
-            self._value_address = value.data_ptr()
+        if self.hollow is None:
+            self.value_address = value.data_ptr()
 
     @property
     def is_shown_below(self) -> bool:
         """True when people reach the tensor's bytes where they lie below."""
-        return self._hollow is None
+        return self.hollow is None
 
     def is_current(self) -> bool:
         """True when `.data` still lies where the engine put it (nobody assigned another memory)."""
@@ -145,32 +145,32 @@ class HomeItem(Item):
     def _is_where_it_was_put(self, tensor: torch.Tensor | None) -> bool:
         if tensor is None or tensor.dtype is not self.dtype or tensor.size() != self.size:
             return False
-        if self._hollow is not None:
-            expected = self.value if self.is_lifted else self._hollow
+        if self.hollow is not None:
+            expected = self.value if self.is_lifted else self.hollow
             return expected is not None and lies_on(tensor, expected)
         expected = self.value if self.is_lifted else self.lower
         if expected is None or self.is_let_go or tensor.stride() != self.stride:
             return False
-        return tensor.data_ptr() == (self._value_address if self.is_lifted else self._lower_address)
+        return tensor.data_ptr() == (self.value_address if self.is_lifted else self.lower_address)
 
     def is_as_left(self) -> bool:
         """True when nobody gave the tensor other memory or wrote it; False where that takes more than a look to know."""
         tensor = self._ref()
-        if self._hollow is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_let_go:
+        if self.hollow is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_let_go:
             return False
         assert tensor is not None
-        if tensor.data_ptr() != (self._value_address if self.is_lifted else self._lower_address):
+        if tensor.data_ptr() != (self.value_address if self.is_lifted else self.lower_address):
             return False
         value = self.value
         return tensor._version == self.version and (value is None or value._version == self.value_version)
 
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
-        return self._hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
+        return self.hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
 
     def is_elsewhere(self) -> bool:
         """True when the tensor lies on memory that is none of the engine's, whatever the item says of itself."""
-        tensor, known = self.tensor, (self.device, self.value, self.lower, self._hollow)
+        tensor, known = self.tensor, (self.device, self.value, self.lower, self.hollow)
         return tensor is not None and not any(memory is not None and lies_on(tensor, memory) for memory in known)
 
     def was_written(self) -> bool:
@@ -198,13 +198,13 @@ class HomeItem(Item):
         memory = torch.frombuffer(place.home, dtype=torch.uint8, count=self.size_bytes)
         self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
         traffic.took(self.lower)
-        self._lower_address = place.home.address
-        self._lower_storage = storage_of(self.lower)
+        self.lower_address = place.home.address
+        self.lower_storage = storage_of(self.lower)
         return place
 
     def part_with_lent(self) -> None:
         """Memory below that somebody else keeps is his, with its values: the next ones get another place."""
-        is_hidden = self._hollow is not None or self.is_lifted
+        is_hidden = self.hollow is not None or self.is_lifted
         if is_hidden and self.lower is not None and owners_of(self.lower) > 1:
             self.place = self.lower = None  # the memory goes back when its last tensor dies
 
@@ -215,7 +215,7 @@ class HomeItem(Item):
     def lift(self, traffic: Traffic) -> None:
         """Makes the tensor lie on its device copy, which is fetched when it is not there; one held below stays there."""
         self._take_assigned(traffic)
-        if self._hollow is None and self.is_lifted and self.state in ON_DEVICE:
+        if self.hollow is None and self.is_lifted and self.state in ON_DEVICE:
             return  # most often: it is there
         if not self.is_lifted:
             self.refresh(traffic)  # a copy that came up ahead may be older than what lies below
@@ -241,9 +241,9 @@ class HomeItem(Item):
     @property
     def stays_below(self) -> bool:
         """True while something besides the engine holds or uses the tensor's memory below, where it is shown."""
-        if self._hollow is not None or self.is_lifted or self.lower is None:
+        if self.hollow is not None or self.is_lifted or self.lower is None:
             return False
-        return self.readers > 0 or owners_by(self._lower_storage) > 2  # the tensor, and the engine's view
+        return self.readers > 0 or owners_by(self.lower_storage) > 2  # the tensor, and the engine's view
 
     def _drop_copy(self, traffic: Mover) -> None:
         """What was fetched of a tensor that is used below may be older than it by the time it would be used."""
@@ -260,7 +260,7 @@ class HomeItem(Item):
         if room is None or room.memory is not device:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         else:
-            self.value, self._value_address = room.whole(self.dtype, self.size, self.stride), room.address
+            self.value, self.value_address = room.whole(self.dtype, self.size, self.stride), room.address
         self.value_version = self.valid_value._version  # and not the tensor's, which may have moved since the copy began
 
     def about_to_show(self) -> None:
@@ -272,12 +272,12 @@ class HomeItem(Item):
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
-            if self._hollow is None:
-                if address_of(tensor) == self._value_address:  # else user code gave it other memory, which `refresh` takes
+            if self.hollow is None:
+                if address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
                     tensor.data = self.lower
                     self.is_below_now()
             elif self.is_current():  # else somebody gave it other memory, which is its own now
-                set_data(tensor, self._hollow)
+                set_data(tensor, self.hollow)
                 guard_class(self)
         self.is_lifted = False
         self.value = None
@@ -329,8 +329,8 @@ class HomeItem(Item):
         tensor = self._ref()
         if tensor is None or self.is_let_go:
             return
-        if self._hollow is None:
-            if address_of(tensor) != (self._value_address if self.is_lifted else self._lower_address):
+        if self.hollow is None:
+            if address_of(tensor) != (self.value_address if self.is_lifted else self.lower_address):
                 restore_class(self)
                 self._follow(tensor, traffic)
             return
@@ -346,7 +346,7 @@ class HomeItem(Item):
         """The tensor is shown below or up, and lies on neither of the engine's memories, or on the other one."""
         if self.device is None and self.place is None:
             return  # nothing of it is the engine's
-        if self.lower is not None and tensor.data_ptr() == self._lower_address and lies_on(tensor, self.lower):
+        if self.lower is not None and tensor.data_ptr() == self.lower_address and lies_on(tensor, self.lower):
             self._put_back(traffic)
             return
         is_shared = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_shared()
@@ -384,9 +384,9 @@ class HomeItem(Item):
             tensor = self.living
             traffic.hold(self, bytes_of(tensor))
             self._set_value(tensor.detach())
-            if self.stride != tuple(tensor.stride()) and self._hollow is not None:
+            if self.stride != tuple(tensor.stride()) and self.hollow is not None:
                 self.stride = tuple(tensor.stride())
-                self._hollow = self._hollow.as_strided(self.size, self.stride)
+                self.hollow = self.hollow.as_strided(self.size, self.stride)
                 self.lower = self.place = None  # of the other geometry
         self.times_assigned += 1
         self.state, self.is_lifted = State.DEVICE, True
@@ -424,7 +424,7 @@ class HomeItem(Item):
     def detach(self, traffic: Traffic) -> None:
         """Ends the engine's care and leaves the tensor valid where it lies; a hollow one gets its bytes back first."""
         traffic.settle(self)
-        if self._hollow is not None and not self.is_lifted and self.is_current():
+        if self.hollow is not None and not self.is_lifted and self.is_current():
             self.lift(traffic)
         self.forsake(traffic)
 
@@ -436,6 +436,6 @@ class HomeItem(Item):
             restore_class(self)
             if self.was_assigned():
                 self.times_assigned += 1
-        self.guard = self._hollow = None
+        self.guard = self.hollow = None
         traffic.let_go(self)
         self.value = self.lower = None

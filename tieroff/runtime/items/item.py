@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,6 +14,9 @@ from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.items.residency import Event, State
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
+
+if TYPE_CHECKING:
+    from tieroff.runtime.items.at_once import Route
 
 
 class Mover(Protocol):
@@ -61,6 +64,7 @@ class Item:
         state: see `runtime/items/residency.py`.
         outer_ref: gives the `DTensor` that people hold, of which the tensor is this rank's part; None where it is of none.
         room: device memory that the item keeps while it is below; see backend/rooms.py.
+        route: between that and a near place, of an item that may move with many; see at_once.py.
     """
 
     __slots__ = (
@@ -75,6 +79,7 @@ class Item:
         "outer_ref",
         "place",
         "room",
+        "route",
         "size_bytes",
         "state",
         "tier",
@@ -94,6 +99,12 @@ class Item:
         self.arriving: Completion | None = None
         self.outer_ref: Callable[[], torch.Tensor | None] | None = None
         self.room: Room | None = None
+        self.route: Route | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that people hold, where it is known; None when it died, or for memory that only autograd knows."""
+        return None
 
     @property
     def outer(self) -> torch.Tensor | None:

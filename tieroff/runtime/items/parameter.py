@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.items.hollow import Guard, set_data
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.movable import local_of, why_unmovable, with_local
+from tieroff.runtime.movable import local_of, why_unmovable, with_local
 from tieroff.storage.completion import Completion
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +20,11 @@ from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
 from tieroff.runtime.items.spill import Spill
 from tieroff.storage.completion import Completion, Timed
+from tieroff.storage.host.pool import HostStore
 from tieroff.storage.transfers import StoreTransfer
+
+if TYPE_CHECKING:
+    from tieroff.runtime.items.at_once import Route
 
 log = logging.getLogger("tieroff")
 
@@ -119,7 +124,7 @@ class Traffic:
             elif do is Do.AWAIT_IN:
                 self._settle_in(item)
             else:
-                self._free_device(item)
+                self.free_device(item)
         item.state = state
 
     def recall(self, item: Item, device: torch.Tensor) -> None:
@@ -153,7 +158,7 @@ class Traffic:
         if state is State.STALE or (state is State.DEVICE and not self._put(item)):
             self.send(item, Event.STORE)
         if item.state is State.BOTH:
-            self._free_device(item)
+            self.free_device(item)
             item.state = State.LOWER
         else:
             self.send(item, Event.DROP)
@@ -192,6 +197,23 @@ class Traffic:
             item.state = State.BOTH
         return True
 
+    def copy_all(self, routes: Sequence[Route], copies: Sequence[int], link: str) -> bool:
+        """Copies items to (`d2h`) or from near places before it returns; False, with nothing done, where that cannot be now."""
+        store = self.stores[Tier.HOST]
+        assert isinstance(store, HostStore)
+        copied = store.copy_all(copies, [route.place.block for route in routes] if link == "d2h" else ())
+        if copied is None:
+            return False
+        by_class, moved_bytes = self.counts.by_class, 0
+        for route in routes:
+            size_bytes = route.item.size_bytes
+            moved_bytes += size_bytes
+            by_class[route.kind_name] += size_bytes
+            if self.keep_spans:
+                self.spans.append((route.item.index, link, copied, size_bytes))
+        self.counts.moved_bytes[link] += moved_bytes
+        return True
+
     def _room_for(self, item: Item) -> Room:
         room = item.room
         if room is not None and room.is_free:
@@ -223,7 +245,7 @@ class Traffic:
         """The tensor is dead: waits for what is in flight, then gives all its bytes back."""
         self._await_end(item)
         if item.device is not None:
-            self._free_device(item)
+            self.free_device(item)
         self._forget_room(item)
         if item.place is not None:
             item.place.free()
@@ -248,7 +270,7 @@ class Traffic:
             return
         self._await_end(item)
         if item.device is not None:
-            self._free_device(item)
+            self.free_device(item)
         self._spares[item.key] = item
         self._spare_bytes += kept_bytes
 
@@ -354,14 +376,15 @@ class Traffic:
             self._wait(item, arrival, f"bringing {item.name} back")
         except StoreError:
             item.arriving = None
-            self._free_device(item)
+            self.free_device(item)
             item.state, _ = transition(item.state, Event.FETCH_FAILED)
             raise
         item.state, _ = transition(item.state, Event.ARRIVED)
         item.arrived()
         item.arriving = None
 
-    def _free_device(self, item: Item) -> None:
+    def free_device(self, item: Item) -> None:
+        """Lets go of the item's device copy, which its tensor no longer lies on from here."""
         if item.device is not None:
             self.backend.order_frees()
             item.freed()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tieroff.runtime.items.movable import local_of, with_local
+from tieroff.runtime.movable import local_of, with_local
 
 
 def clip_grad_norm_(

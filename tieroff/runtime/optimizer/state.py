@@ -9,8 +9,8 @@ import torch
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.movable import local_of, why_unmovable
 from tieroff.runtime.items.table import bring_home, settle_below
+from tieroff.runtime.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
 from tieroff.runtime.settings import Settings
 from tieroff.storage.nvme.pages import MappedFiles

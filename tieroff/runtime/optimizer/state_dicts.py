@@ -14,7 +14,7 @@ import torch
 from tieroff.errors import StateError
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.items.hollow import guarded
-from tieroff.runtime.items.movable import with_local
+from tieroff.runtime.movable import with_local
 
 
 class Handle(Protocol):

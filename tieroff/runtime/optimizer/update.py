@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.items.at_once import show_all
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import ON_DEVICE, State
@@ -172,15 +173,20 @@ class BucketUpdate:
         context = self._context
         needed = self._items_of(bucket)
         context.on_demand.claim(*needed)
+        left: Sequence[HomeItem] = needed
+        if context.traffic.keeps_rooms:
+            lifted += needed  # before the first is: an exception may come between any two lines
+            left = show_all(needed)
         # All fetches begin before the first is awaited.
-        for known in needed:
+        for known in left:
             known.refresh(context.traffic)
             if known.state is State.LOWER and not known.stays_below:
                 context.traffic.counts.faults += 1
                 context.traffic.fetch(known)
         may_write_gradients, is_recorded = self.may_write_gradients, context.state.record.recorder is not None
-        for known in needed:
-            lifted.append(known)
+        for known in left:
+            if left is needed:
+                lifted.append(known)
             known.lift(context.traffic)
             if known.kind is not TensorClass.GRADIENT or may_write_gradients:
                 known.touch(context.traffic)  # from here on the device copy counts, wherever an exception may come

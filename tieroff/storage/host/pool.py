@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from tieroff.core.tensor import Tier
@@ -17,7 +18,7 @@ from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
 from tieroff.storage.memory import PAGE_BYTES, align_up
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block, By
-from tieroff.storage.transfers import COPIED, StoreTransfer
+from tieroff.storage.transfers import COPIED, Copied, StoreTransfer
 from tieroff.units import format_bytes
 
 SLAB_BYTES = 64 * 2**20
@@ -141,6 +142,24 @@ class HostStore(SpaceStore):
         self._check_settled(block)
         transfer = self.engine.copy(target_address, self.address(block), block.size_bytes, Direction.IN)
         return transfer if _is_over(transfer) else self._started(block, transfer, "read", keep)
+
+    def copy_all(self, copies: Sequence[int], written: Iterable[Block]) -> Timed | None:
+        """Copies to and from small blocks before it returns.
+
+        Args:
+            copies: flat, of each: where to, where from, bytes. All blocks are in use, with no transfer under way.
+            written: those that are written.
+
+        Returns:
+            When they were made; None, with nothing done, where the engine cannot copy them just now.
+        """
+        self._check_open()
+        span = self.engine.copy_now(copies)
+        if span is None:
+            return None
+        for block in written:
+            block.written = COPIED
+        return Copied(*span)
 
     def _check_settled(self, block: Block) -> None:
         """Returns if no transfer on a block is under way; the engine says whose process this is."""

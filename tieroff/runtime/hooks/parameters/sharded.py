@@ -27,8 +27,8 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.fsdp2 import HeldByFsdp2, fsdp_roots, held_by_fsdp2
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.items.hollow import own_class, set_data, untouched
-from tieroff.runtime.items.movable import local_of
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
+from tieroff.runtime.movable import local_of
 
 
 class Gathered:

@@ -1,0 +1,217 @@
+"""Small tensors that people hold, moved many at once: what a bucket of optimizer state needs in one tick.
+
+[Note: moved at once]
+A tensor of some KiB is copied in less than a microsecond; what its move costs is the Python around it. So where a tick moves
+many, each is looked at once, one call makes all copies, and then each is told. That is only for the usual case: the item has a
+near place and a room (backend/rooms.py), lies where the engine put it, and nobody else holds that memory. Whatever is different
+takes the general way, one by one: `Traffic.fetch`, `Traffic.store`, `HomeItem.leave` and `HomeItem.lift` do the same and are
+right for all. Loops are written out, without a call for each look: there are three looks at a tensor for every copy of it.
+An exception may come between any two lines: an item's state changes after its bytes were copied and before anybody sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tieroff.runtime.backend.place import HomePlace
+from tieroff.runtime.backend.rooms import Room
+from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.item import Item
+from tieroff.runtime.items.parameter import ParameterItem
+from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.tensors import owners_by, storage_of
+
+# Kinds of items that do nothing of their own when their bytes move.
+_SIMPLE = frozenset({HomeItem, ParameterItem})
+
+
+class Route:
+    """The way of a small item between its room and its place, with what a move needs at hand.
+
+    Attributes:
+        item, room, place, lower: see `HomeItem`.
+        memory, address, value: the room's.
+        lower_address: of the place.
+        up, down: copies between them, as `Engine.copy_now` takes them.
+        kind_name: of the item's class.
+    """
+
+    __slots__ = (
+        "_block",
+        "_lower_storage",
+        "_room_storage",
+        "_views",
+        "address",
+        "down",
+        "item",
+        "kind_name",
+        "lower",
+        "lower_address",
+        "memory",
+        "place",
+        "room",
+        "up",
+        "value",
+    )
+
+    def __init__(self, item: HomeItem, room: Room, place: HomePlace, lower: torch.Tensor) -> None:
+        self.item, self.room, self.place, self.lower = item, room, place, lower
+        self.memory, self.address = room.memory, room.address
+        self.value = room.whole(item.dtype, item.size, item.stride)
+        self.lower_address = item.lower_address
+        self.up = (self.address, self.lower_address, item.size_bytes)
+        self.down = (self.lower_address, self.address, item.size_bytes)
+        self.kind_name = item.kind.value
+        self._block, self._views = place.block, room.views
+        self._room_storage, self._lower_storage = storage_of(room.memory), storage_of(lower)
+
+    def is_idle(self) -> bool:
+        """True while no copy of the place is under way."""
+        return not self._block.transfers
+
+    def holders_above(self) -> int:
+        """How many tensors share the room's memory besides its own."""
+        return owners_by(self._room_storage) - 1 - len(self._views)
+
+    def holders_below(self) -> int:
+        """How many tensors share the memory below besides the engine's view."""
+        return owners_by(self._lower_storage) - 1
+
+
+def _route_of(item: Item) -> Route | None:
+    """Returns the way of an item that may move at once, whatever it does just now; None for any other."""
+    route = item.route
+    if route is not None and item.room is route.room and item.place is route.place:
+        return route
+    item.route = None
+    if type(item) not in _SIMPLE:
+        return None
+    assert isinstance(item, HomeItem)
+    room, place, lower = item.room, item.place, item.lower
+    if not isinstance(place, HomePlace) or not place.is_near or lower is None or room is None or item.hollow is not None:
+        return None
+    item.route = Route(item, room, place, lower)
+    return item.route
+
+
+def fetch_all(traffic: Traffic, items: Iterable[Item]) -> None:
+    """Begins to bring up those items that lie below; as `Traffic.fetch` does."""
+    ready: list[Route] = []
+    copies: list[int] = []
+    for item in items:
+        if item.state is not State.LOWER:
+            continue
+        route = _route_of(item)
+        tensor = item.tensor if route is not None else None
+        if (
+            route is not None
+            and tensor is not None
+            and type(tensor) in PLAIN
+            and tensor.data_ptr() == route.lower_address
+            and route.is_idle()
+            and not route.item.readers
+            and route.holders_below() <= 1  # the tensor
+            and route.holders_above() == 0
+        ):
+            ready.append(route)
+            copies += route.up
+        elif not item.stays_below:
+            traffic.fetch(item)
+    if ready and not traffic.copy_all(ready, copies, "h2d"):
+        for route in ready:
+            traffic.fetch(route.item)
+        return
+    for route in ready:
+        item, value = route.item, route.value
+        traffic.device_bytes += item.size_bytes
+        item.device = route.memory
+        item.state = State.BOTH
+        item.value, item.value_address = value, route.address
+        item.note()
+
+
+def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
+    """Lifts items that were brought up, to be written; returns those that are left, with nothing done, to the general way."""
+    if torch._C._len_torch_dispatch_stack():
+        return items
+    left: list[HomeItem] = []
+    for item in items:
+        route = item.route
+        if (
+            route is None
+            or item.state is not State.BOTH
+            or item.is_lifted
+            or item.readers
+            or item.lower is not route.lower
+            or item.value is not route.value
+            or not item.is_as_left()
+            or route.holders_below() > 1
+        ):
+            left.append(item)
+            continue
+        tensor = item.living
+        tensor.data = route.value
+        item.is_lifted = True
+        item.state = State.DEVICE  # the device copy counts from here on, wherever an exception may come
+        item.note()
+    return left
+
+
+def store_all(traffic: Traffic, items: Iterable[Item]) -> None:
+    """Begins to copy below those items whose valid copy is on the device alone; as `Traffic.store` does."""
+    ready: list[Route] = []
+    copies: list[int] = []
+    for item in items:
+        route = _route_of(item)
+        if route is None or not _is_only_above(item, route):
+            traffic.store(item)
+            continue
+        ready.append(route)
+        copies += route.down
+        route.item.note()  # what is written from here on is newer than the copy
+    if ready and not traffic.copy_all(ready, copies, "d2h"):
+        for route in ready:
+            traffic.store(route.item)
+        return
+    for route in ready:
+        route.item.state = State.BOTH
+
+
+def _is_only_above(item: Item, route: Route) -> bool:
+    """True for one that its tensor lies on in its room, while its bytes below are void and nobody's."""
+    tensor = item.tensor
+    return (
+        tensor is not None
+        and item.state is State.DEVICE
+        and route.item.is_lifted
+        and item.device is route.memory
+        and type(tensor) in PLAIN
+        and tensor.data_ptr() == route.address
+        and route.is_idle()
+        and route.holders_below() == 0
+    )
+
+
+def leave_all(traffic: Traffic, items: Sequence[Item]) -> None:
+    """Sends items below; as their own `leave` does."""
+    there = [item for item in items if item.route is not None and _may_go(item.route)]
+    store_all(traffic, [item for item in there if item.state is State.DEVICE])
+    for item in items:
+        route = _route_of(item)
+        if route is None or item.state is not State.BOTH or not _may_go(route) or not route.item.is_as_left():
+            item.leave(traffic)
+            continue
+        traffic.free_device(item)
+        item.state = State.LOWER
+
+
+def _may_go(route: Route) -> bool:
+    """True for one in its room that nobody but its tensor holds."""
+    item = route.item
+    if item.pins or item.readers or item.device is not route.memory:
+        return False
+    return not item.is_lifted or route.holders_above() <= 1
