@@ -16,7 +16,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forked import guard_forks_of
-from tieroff.runtime.hooks.forward.inputs import trained_of
+from tieroff.runtime.hooks.forward.inputs import modules_in, parameters_in, trained_of
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
@@ -240,7 +240,7 @@ class Custody:
         with untouched():
             return tuple(
                 (id(p), p.dtype)
-                for module in self.model.modules()
+                for module in modules_in(self.model)
                 for used in module._parameters.values()
                 if used is not None and (p := self.executor.shards.leaf_of(used)) is not None
             )
@@ -249,7 +249,7 @@ class Custody:
         """True while other tensors stand in for parameters, for one call only (torch.func.functional_call)."""
         return any(
             p is not None and type(p) is not torch.nn.Parameter and not isinstance(p, torch.nn.Parameter)
-            for module in self.model.modules()
+            for module in modules_in(self.model)
             for p in module._parameters.values()
         )
 
@@ -263,7 +263,8 @@ class Custody:
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
         kept = homes.gradients.values() if kind.moves_nothing else ()
         items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
-        targets = [(item, tier) for item in items if not _lies(item, tier := _tier_between_steps(item, kind))]
+        between = _TiersBetweenSteps(kind)
+        targets = [(item, tier) for item in items if not _lies(item, tier := between.of(item))]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
             if tier is not None:
@@ -281,6 +282,8 @@ class Custody:
         executor = self.executor
         with executor.state.lock:  # other threads may read
             executor.on_demand.release_all()
+            for follower in executor.clock.at_divergence:
+                follower.left_plan()
             for item in (*executor.activations, *executor.homes):
                 if item.device is not None:
                     item.leave(executor.traffic)
@@ -334,7 +337,7 @@ class Custody:
         with untouched():
             return {
                 p.untyped_storage()._cdata
-                for p in self.model.parameters()
+                for p in parameters_in(self.model)
                 if p.layout is torch.strided and own_class(p) in (torch.Tensor, torch.nn.Parameter)
             }
 
@@ -366,14 +369,23 @@ def _lies(item: HomeItem, tier: Tier | None) -> bool:
     return is_there and item.is_as_left()
 
 
-def _tier_between_steps(item: HomeItem, kind: StepKind) -> Tier | None:
-    """Returns the lower tier of an item at the start of a step, or None for the device."""
-    if not isinstance(kind.stage, Planned):
-        return item.tier
-    recorded, plan = kind.stage.recorded, kind.stage.plan
-    index, tiers = recorded.index.get(item.key, -1), kind.stage.executable.tiers
-    if index < 0 and item.kind is TensorClass.OPTIMIZER and not recorded.is_updated:
-        return item.tier  # the plan has no room for it, and no op of the step uses it
-    if plan.moves_nothing or (index >= 0 and index not in tiers):
-        return None
-    return tiers.get(index, item.tier)
+class _TiersBetweenSteps:
+    """Where the items of a model lie at the start of a step."""
+
+    def __init__(self, kind: StepKind) -> None:
+        stage = kind.stage if isinstance(kind.stage, Planned) else None
+        self._stage = stage
+        if stage is not None:
+            self._index, self._tiers = stage.recorded.index, stage.executable.tiers
+            self._moves_nothing, self._is_updated = stage.plan.moves_nothing, stage.recorded.is_updated
+
+    def of(self, item: HomeItem) -> Tier | None:
+        """Returns the lower tier of an item, or None for the device."""
+        if self._stage is None:
+            return item.tier
+        index = self._index.get(item.key, -1)
+        if index < 0 and item.kind is TensorClass.OPTIMIZER and not self._is_updated:
+            return item.tier  # the plan has no room for it, and no op of the step uses it
+        if self._moves_nothing or (index >= 0 and index not in self._tiers):
+            return None
+        return self._tiers.get(index, item.tier)

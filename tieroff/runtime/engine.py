@@ -375,7 +375,8 @@ class Engine:
     @property
     def device_bytes(self) -> int:
         """Bytes of device copies that the engine holds now."""
-        return self.executor.traffic.device_bytes
+        executor = self.executor
+        return executor.traffic.device_bytes + executor.saved_tensors.alone_bytes() + executor.gradients.alone_bytes()
 
     @property
     def own_device_bytes(self) -> int:

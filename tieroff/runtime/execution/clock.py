@@ -29,6 +29,13 @@ class AtBackwardEnd(Protocol):
         """A backward has ended."""
 
 
+class AtDivergence(Protocol):
+    """Takes over what the plan left alone."""
+
+    def left_plan(self) -> None:
+        """The step goes on without its plan."""
+
+
 class StepTimes:
     """When compute of each op of a step began and ended.
 
@@ -101,6 +108,7 @@ class Clock:
     Attributes:
         times: of the running step's ops.
         at_backward_end: called in this order when a backward ends.
+        at_divergence: called when a step leaves its plan, and before a model sleeps.
         is_backward_open: one that was watched has not come to its end.
     """
 
@@ -112,6 +120,7 @@ class Clock:
         self._stamp = traffic.backend.stamp
         self.times = StepTimes(None)
         self.at_backward_end: list[AtBackwardEnd] = []
+        self.at_divergence: list[AtDivergence] = []
         self._watched_task = -1
         self.is_backward_open = False
 
@@ -192,6 +201,8 @@ class Clock:
                     runner.expected,
                     name(),
                 )
+        for follower in self.at_divergence:
+            follower.left_plan()
         self._on_demand.release(*[item for item in self._activations if item.device is not None])
 
     def watch_backward(self) -> None:

@@ -27,6 +27,7 @@ class PlanRunner:
     Attributes:
         cursor: ticks that went by in the step.
         peak_bytes: largest count of device bytes in the step: copies the engine holds plus the trace's transients.
+        alone_activations, alone_gradients: of the plan that runs; see [Note: left alone] in step/executable.py.
         unborn_bytes: of activations and gradients that the trace has by now and the engine has not: transients so far.
     """
 
@@ -37,6 +38,8 @@ class PlanRunner:
         self._program: Program = ()
         self._births: tuple[int, ...] = ()
         self._transients: tuple[int, ...] = ()
+        self.alone_activations: frozenset[int] = frozenset()
+        self.alone_gradients: frozenset[int] = frozenset()
         self._items: list[Item | None] = []  # by index in the trace
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
@@ -51,13 +54,17 @@ class PlanRunner:
         self.planned, self._late = planned, []
         self._items = [None] * len(planned.trace.tensors) if planned is not None else []
         self._keys, self._program = (), ()
+        self.alone_activations = self.alone_gradients = frozenset()
         if planned is not None:
             self._keys, self._program = planned.recorded.keys, planned.executable.program
             self._births, self._transients = planned.executable.births, planned.executable.transients
+            self.alone_activations = planned.executable.alone_activations
+            self.alone_gradients = planned.executable.alone_gradients
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
         self._late = []
+        self.alone_activations = self.alone_gradients = frozenset()
 
     # -- ticks -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +202,10 @@ class PlanRunner:
     def keeps(self, item: Item) -> bool:
         """True when the plan that runs leaves the item on the device for the whole step."""
         return self._state.mode is Mode.PLANNED and item.index >= 0 and self._stays(item.index)
+
+    def leaves_alone(self, item: Item) -> bool:
+        """True for an item that the plan that runs leaves on the device, and that needs no look when it is used."""
+        return item.index >= 0 and self._state.mode is Mode.PLANNED and self._stays(item.index)
 
     def _stays(self, index: int) -> bool:
         return self.planned is None or index not in self.planned.executable.tiers

@@ -26,6 +26,8 @@ class Gradients:
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
         self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
+        self._alone: list[ParameterItem] = []  # whose gradients the plan that runs leaves alone
+        context.clock.at_divergence.append(self)
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
@@ -48,6 +50,9 @@ class Gradients:
         context = self._context
         context.clock.watch_backward()
         context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
+        if item.position in context.runner.alone_gradients and item.position not in self._items:
+            self._alone.append(item)
+            return
         with context.state.lock:
             if not self._are_covered:
                 return
@@ -67,6 +72,32 @@ class Gradients:
                 known.leave(context.traffic)  # at once: hooks of users run next, and may write it
                 context.state.record.bind(known)
             context.clock.resume()
+
+    def left_plan(self) -> None:
+        """The step goes on without its plan: what that left alone moves like all others."""
+        for known in self._taken_over():
+            known.leave(self._context.traffic)
+
+    def begin(self) -> None:
+        """A step begins; gradients are left of one whose plan left them alone where it did not clear them."""
+        self._taken_over()
+
+    def alone_bytes(self) -> int:
+        """Returns the bytes of gradients that are left alone and not cleared."""
+        grads = [item.grad for item in self._alone if item.position not in self._items]
+        return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
+
+    def _taken_over(self) -> list[GradientItem]:
+        taken = list[GradientItem]()
+        homes = self._context.homes.parameters
+        while self._alone:
+            item = self._alone[-1]  # it stays until it is dealt with
+            grad = item.grad if item.position not in self._items and homes.get(id(item.leaf)) is item else None
+            known = self._take(item, grad) if grad is not None else None
+            if known is not None:
+                taken.append(known)
+            self._alone.pop()
+        return taken
 
     def stays(self, home: torch.Tensor) -> None:
         """A gradient reached a parameter that does not move. FSDP2's would keep the memory of all that came with it."""
@@ -153,6 +184,8 @@ class Gradients:
     def sweep(self) -> None:
         """Ends the care for gradients that were cleared or replaced."""
         self._release_reduced()  # of a backward that broke off
+        if not self._items:
+            return
         homes = {item.position: item for item in self._context.homes.parameters.values()}
         for position, known in list(self._items.items()):
             home = homes.get(position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,30 @@ class Kept:
         return self.tensor
 
 
+class LeftAlone(Kept):
+    """A saved view of an activation that the plan leaves on the device; see [Note: left alone] in step/executable.py.
+
+    Attributes:
+        ordinal: of the activation.
+        packed: what stands for it once the engine has taken it over; then `tensor` has no memory.
+    """
+
+    __slots__ = ("__weakref__", "ordinal", "packed")
+
+    def __init__(self, tensor: torch.Tensor, ordinal: int) -> None:
+        super().__init__(tensor)
+        self.ordinal = ordinal
+        self.packed: Packed | None = None
+
+    def become(self, item: ActivationItem) -> Packed:
+        """The engine has this for an item from here on; the version that was saved stays the one that is expected."""
+        packed = Packed(self.tensor, item)
+        packed.version = self.version
+        self.packed = packed
+        self.tensor = packed.probe
+        return packed
+
+
 class SavedTensors:
     """The pack and unpack hooks of one engine.
 
@@ -129,14 +154,19 @@ class SavedTensors:
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
         # By storage: whether it lives, its item and how many that had stood for, and what counts its versions.
         self._known: dict[int, tuple[StorageWeakRef, ActivationItem, int, torch.Tensor]] = {}
+        self._alone: dict[int, list[weakref.ref[LeftAlone]]] = {}  # by storage, in this step
+        self._all_alone: list[weakref.ref[LeftAlone]] = []
         self._count = 0  # of storages that were packed in this step
         self._written = WrittenActivations()
         self.fixed: set[int] = set()
         self.gathered: Gathered | None = None
         self.is_closed = False
+        context.clock.at_divergence.append(self)
 
     def begin(self) -> None:
         """A step begins."""
+        self.left_plan()  # graphs that outlived the step before
+        self._alone = {}
         self._count = 0
         self._written.begin()
         recorder = self._context.state.record.recorder
@@ -170,12 +200,21 @@ class SavedTensors:
             return Kept(tensor.detach())
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
             return Kept(tensor.detach())  # also one that needs no gradient
+        saved = self._alone_of(key, tensor) if key in self._alone else None
+        if saved is not None:
+            return self._leave_alone(key, tensor, saved.ordinal)
         known = self._known.get(key)
         if known is not None and self._is_same(known, tensor):
             item = known[1]
             packed = Packed(tensor, item)
         else:
-            item = self._take(bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
+            size_bytes, ordinal = storage.nbytes(), self._count
+            self._count += 1
+            self._context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
+            if ordinal in self._context.runner.alone_activations and self._context.state.mode is Mode.PLANNED:
+                self._alone[key] = []
+                return self._leave_alone(key, tensor, ordinal)
+            item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
             packed = Packed(tensor, item)
             self._known[key] = (StorageWeakRef(storage), item, item.lives, packed.probe)
         self._activations.watch(packed, item)  # an exception before this leaves an item that counts as unused, and is ended
@@ -191,6 +230,42 @@ class SavedTensors:
         ref, item, lives, probe = known
         return not ref.expired() and item.lives == lives and bool(item.packs) and _is_same_version(probe, tensor)
 
+    def _alone_of(self, key: int, tensor: torch.Tensor) -> LeftAlone | None:
+        """Returns a view that was saved of an activation that is left alone and that this tensor is one of, or None."""
+        for ref in self._alone.get(key, ()):
+            saved = ref()
+            if saved is not None and saved.packed is None:  # what holds for it holds for all of them
+                return saved if _is_same_version(saved.tensor, tensor) else None
+        return None
+
+    def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int) -> LeftAlone:
+        alone = LeftAlone(tensor.detach(), ordinal)
+        ref = weakref.ref(alone)
+        self._all_alone.append(ref)
+        self._alone[key].append(ref)
+        return alone
+
+    def alone_bytes(self) -> int:
+        """Returns the bytes of activations that are left alone."""
+        alive = [saved for ref in self._all_alone if (saved := ref()) is not None and saved.packed is None]
+        storages = [saved.tensor.untyped_storage() for saved in alive]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def left_plan(self) -> None:
+        """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""
+        items = dict[int, ActivationItem]()
+        while self._all_alone:
+            alone = self._all_alone[-1]()  # it stays until it is dealt with
+            if alone is not None and alone.packed is None:
+                storage = alone.tensor.untyped_storage()
+                item = items.get(storage._cdata)
+                if item is None:
+                    item = items[storage._cdata] = self._item_for(alone.ordinal, bytes_of(alone.tensor))
+                packed = alone.become(item)
+                self._known[storage._cdata] = (StorageWeakRef(storage), item, item.lives, packed.probe)
+                self._activations.watch(packed, item)
+            self._all_alone.pop()
+
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
         if not _is_plain(tensor):
@@ -200,6 +275,10 @@ class SavedTensors:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The unpack hook: the same data each time it is asked."""
+        if type(packed) is LeftAlone:
+            if packed.packed is None:
+                return self._unpack_alone(packed)
+            packed = packed.packed
         if isinstance(packed, Kept):
             return packed.get()
         packed.check()
@@ -211,6 +290,15 @@ class SavedTensors:
         if room is not None and room.memory is device:
             return room.view(packed.dtype, packed.size, packed.stride, packed.offset)
         return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
+
+    def _unpack_alone(self, packed: LeftAlone) -> torch.Tensor:
+        tensor, context = packed.get(), self._context
+        context.state.inside += 1
+        context.state.saw_backward = True
+        context.clock.watch_backward()
+        context.clock.tick(("unpack", packed.ordinal), lambda: f"unpack:{packed.ordinal}", "backward")
+        context.state.inside -= 1
+        return tensor
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -244,12 +332,19 @@ class SavedTensors:
 
     # -- activations -----------------------------------------------------------------------------------------------
 
-    def _take(self, storage_bytes: torch.Tensor, maker: torch.autograd.graph.Node | None) -> ActivationItem:
+    def _take(self, ordinal: int, storage_bytes: torch.Tensor, maker: torch.autograd.graph.Node | None) -> ActivationItem:
         """Takes a storage that autograd saves for the first time under the engine's care; `maker`: the op that made it."""
-        context, ordinal = self._context, self._count
-        self._count += 1
-        size_bytes = storage_bytes.numel()
-        context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
+        item, context = self._item_for(ordinal, storage_bytes), self._context
+        context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
+        if context.state.record.recorder is not None:
+            label = _label_here(module_of(reversed(context.state.record.names)), maker)
+            subject = Subject(item.key, f"activation:{ordinal}", item.size_bytes, item.kind, label=label)
+            context.state.record.add(subject)
+        return item
+
+    def _item_for(self, ordinal: int, storage_bytes: torch.Tensor) -> ActivationItem:
+        """Returns the item of a storage, which the engine has from here on."""
+        context, size_bytes = self._context, storage_bytes.numel()
         spare = context.traffic.spare(("activation", ordinal), size_bytes)
         if isinstance(spare, ActivationItem):
             item = spare
@@ -261,10 +356,6 @@ class SavedTensors:
         context.traffic.hold(item, storage_bytes)
         item.is_kept = self._written.is_kept(item, is_ordered=self._has_order())
         self._activations.add(item)
-        context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
-        if context.state.record.recorder is not None:
-            label = _label_here(module_of(reversed(context.state.record.names)), maker)
-            context.state.record.add(Subject(item.key, f"activation:{ordinal}", size_bytes, item.kind, label=label))
         return item
 
     def _send_off(self, item: ActivationItem, is_complete: bool) -> None:

@@ -12,6 +12,7 @@ An exception may come between any two lines: an item's state changes after its b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -33,7 +34,7 @@ class Route:
     """The way of a small item between its room and its place, with what a move needs at hand.
 
     Attributes:
-        item, room, place, lower: see `HomeItem`.
+        room, place, lower: see `HomeItem`.
         memory, address, value: the room's.
         lower_address: of the place.
         up, down: copies between them, as `Engine.copy_now` takes them.
@@ -47,7 +48,6 @@ class Route:
         "_views",
         "address",
         "down",
-        "item",
         "kind_name",
         "lower",
         "lower_address",
@@ -59,7 +59,7 @@ class Route:
     )
 
     def __init__(self, item: HomeItem, room: Room, place: HomePlace, lower: torch.Tensor) -> None:
-        self.item, self.room, self.place, self.lower = item, room, place, lower
+        self.room, self.place, self.lower = room, place, lower
         self.memory, self.address = room.memory, room.address
         self.value = room.whole(item.dtype, item.size, item.stride)
         self.lower_address = item.lower_address
@@ -100,38 +100,41 @@ def _route_of(item: Item) -> Route | None:
 
 def fetch_all(traffic: Traffic, items: Iterable[Item]) -> None:
     """Begins to bring up those items that lie below; as `Traffic.fetch` does."""
-    ready: list[Route] = []
+    ready: list[tuple[HomeItem, Route]] = []
     copies: list[int] = []
     for item in items:
         if item.state is not State.LOWER:
             continue
         route = _route_of(item)
-        tensor = item.tensor if route is not None else None
-        if (
-            route is not None
-            and tensor is not None
-            and type(tensor) in PLAIN
-            and tensor.data_ptr() == route.lower_address
-            and route.is_idle()
-            and not route.item.readers
-            and route.holders_below() <= 1  # the tensor
-            and route.holders_above() == 0
-        ):
-            ready.append(route)
+        if route is not None and isinstance(item, HomeItem) and _may_come(item, route):
+            ready.append((item, route))
             copies += route.up
         elif not item.stays_below:
             traffic.fetch(item)
     if ready and not traffic.copy_all(ready, copies, "h2d"):
-        for route in ready:
-            traffic.fetch(route.item)
+        for item, _ in ready:
+            traffic.fetch(item)
         return
-    for route in ready:
-        item, value = route.item, route.value
+    for item, route in ready:
         traffic.device_bytes += item.size_bytes
         item.device = route.memory
         item.state = State.BOTH
-        item.value, item.value_address = value, route.address
+        item.value, item.value_address = route.value, route.address
         item.note()
+
+
+def _may_come(item: HomeItem, route: Route) -> bool:
+    """True for one that lies below where the engine put it, and that nobody but its tensor holds there, or in its room."""
+    tensor = item.tensor
+    return (
+        tensor is not None
+        and type(tensor) in PLAIN
+        and tensor.data_ptr() == route.lower_address
+        and not item.readers
+        and route.is_idle()
+        and route.holders_below() <= 1
+        and route.holders_above() == 0
+    )
 
 
 def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
@@ -153,8 +156,7 @@ def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
         ):
             left.append(item)
             continue
-        tensor = item.living
-        tensor.data = route.value
+        item.living.data = route.value
         item.is_lifted = True
         item.state = State.DEVICE  # the device copy counts from here on, wherever an exception may come
         item.note()
@@ -163,31 +165,31 @@ def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
 
 def store_all(traffic: Traffic, items: Iterable[Item]) -> None:
     """Begins to copy below those items whose valid copy is on the device alone; as `Traffic.store` does."""
-    ready: list[Route] = []
+    ready: list[tuple[HomeItem, Route]] = []
     copies: list[int] = []
     for item in items:
         route = _route_of(item)
-        if route is None or not _is_only_above(item, route):
+        if route is None or not isinstance(item, HomeItem) or not _is_only_above(item, route):
             traffic.store(item)
             continue
-        ready.append(route)
+        ready.append((item, route))
         copies += route.down
-        route.item.note()  # what is written from here on is newer than the copy
+        item.note()  # what is written from here on is newer than the copy
     if ready and not traffic.copy_all(ready, copies, "d2h"):
-        for route in ready:
-            traffic.store(route.item)
+        for item, _ in ready:
+            traffic.store(item)
         return
-    for route in ready:
-        route.item.state = State.BOTH
+    for item, _ in ready:
+        item.state = State.BOTH
 
 
-def _is_only_above(item: Item, route: Route) -> bool:
+def _is_only_above(item: HomeItem, route: Route) -> bool:
     """True for one that its tensor lies on in its room, while its bytes below are void and nobody's."""
     tensor = item.tensor
     return (
         tensor is not None
         and item.state is State.DEVICE
-        and route.item.is_lifted
+        and item.is_lifted
         and item.device is route.memory
         and type(tensor) in PLAIN
         and tensor.data_ptr() == route.address
@@ -198,20 +200,18 @@ def _is_only_above(item: Item, route: Route) -> bool:
 
 def leave_all(traffic: Traffic, items: Sequence[Item]) -> None:
     """Sends items below; as their own `leave` does."""
-    there = [item for item in items if item.route is not None and _may_go(item.route)]
-    store_all(traffic, [item for item in there if item.state is State.DEVICE])
+    store_all(traffic, [item for item in items if item.state is State.DEVICE and _may_go(item)])
     for item in items:
-        route = _route_of(item)
-        if route is None or item.state is not State.BOTH or not _may_go(route) or not route.item.is_as_left():
+        if item.state is not State.BOTH or not _may_go(item) or not item.is_as_left():
             item.leave(traffic)
             continue
         traffic.free_device(item)
         item.state = State.LOWER
 
 
-def _may_go(route: Route) -> bool:
+def _may_go(item: Item) -> TypeGuard[HomeItem]:
     """True for one in its room that nobody but its tensor holds."""
-    item = route.item
-    if item.pins or item.readers or item.device is not route.memory:
+    route = _route_of(item)
+    if route is None or not isinstance(item, HomeItem) or item.pins or item.readers or item.device is not route.memory:
         return False
     return not item.is_lifted or route.holders_above() <= 1

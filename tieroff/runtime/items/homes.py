@@ -206,7 +206,7 @@ class HomeItem(Item):
         """Memory below that somebody else keeps is his, with its values: the next ones get another place."""
         is_hidden = self.hollow is not None or self.is_lifted
         if is_hidden and self.lower is not None and owners_of(self.lower) > 1:
-            self.place = self.lower = None  # the memory goes back when its last tensor dies
+            self.place = self.lower = self.route = None  # the memory goes back when its last tensor dies
 
     def source(self) -> torch.Tensor:
         self.note()
@@ -369,7 +369,7 @@ class HomeItem(Item):
         traffic.settle(self)
         tensor = self.living
         self.is_let_go = True
-        self.place = self.lower = None
+        self.place = self.lower = self.route = None
         if tensor.layout is torch.strided:
             traffic.hold(self, bytes_of(tensor))
         self._set_value(tensor.detach())
@@ -387,7 +387,7 @@ class HomeItem(Item):
             if self.stride != tuple(tensor.stride()) and self.hollow is not None:
                 self.stride = tuple(tensor.stride())
                 self.hollow = self.hollow.as_strided(self.size, self.stride)
-                self.lower = self.place = None  # of the other geometry
+                self.lower = self.place = self.route = None  # of the other geometry
         self.times_assigned += 1
         self.state, self.is_lifted = State.DEVICE, True
         self.note()
@@ -438,4 +438,4 @@ class HomeItem(Item):
                 self.times_assigned += 1
         self.guard = self.hollow = None
         traffic.let_go(self)
-        self.value = self.lower = None
+        self.value = self.lower = self.route = None

@@ -197,20 +197,20 @@ class Traffic:
             item.state = State.BOTH
         return True
 
-    def copy_all(self, routes: Sequence[Route], copies: Sequence[int], link: str) -> bool:
+    def copy_all(self, moved: Sequence[tuple[Item, Route]], copies: Sequence[int], link: str) -> bool:
         """Copies items to (`d2h`) or from near places before it returns; False, with nothing done, where that cannot be now."""
         store = self.stores[Tier.HOST]
         assert isinstance(store, HostStore)
-        copied = store.copy_all(copies, [route.place.block for route in routes] if link == "d2h" else ())
+        copied = store.copy_all(copies, [route.place.block for _, route in moved] if link == "d2h" else ())
         if copied is None:
             return False
         by_class, moved_bytes = self.counts.by_class, 0
-        for route in routes:
-            size_bytes = route.item.size_bytes
+        for item, route in moved:
+            size_bytes = item.size_bytes
             moved_bytes += size_bytes
             by_class[route.kind_name] += size_bytes
             if self.keep_spans:
-                self.spans.append((route.item.index, link, copied, size_bytes))
+                self.spans.append((item.index, link, copied, size_bytes))
         self.counts.moved_bytes[link] += moved_bytes
         return True
 
@@ -227,7 +227,7 @@ class Traffic:
 
     def _forget_room(self, item: Item) -> None:
         if item.room is not None:
-            item.room = None
+            item.room = item.route = None
             self._rooms_bytes -= item.size_bytes
 
     def settle(self, item: Item) -> None:

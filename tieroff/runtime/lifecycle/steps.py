@@ -25,6 +25,7 @@ from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.experience import Experience, Shapes
 from tieroff.runtime.hooks.forward.inputs import (
     Signature,
+    buffers_in,
     is_given_gradients,
     leaves_of,
     shapes_of,
@@ -176,7 +177,7 @@ class Steps:
         if executor.state.mode is not Mode.PASS:
             self._note_input(shapes_of((args, kwargs)))
             executor.saved_tensors.fixed = (
-                storages_of((args, kwargs)) | storages_of(list(custody.model.buffers())) | custody.device_storages()
+                storages_of((args, kwargs)) | storages_of(buffers_in(custody.model)) | custody.device_storages()
             )
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
 
@@ -224,6 +225,7 @@ class Steps:
 
     def _start_step(self, signature: Signature, shapes: Shapes, *, is_passed_through: bool) -> None:
         custody = self._custody
+        custody.executor.gradients.begin()
         is_covered = custody.executor.on_demand.experience.covers(shapes)
         kind = self.kinds.enter(signature, is_covered=is_covered, is_passed_through=is_passed_through)
         self._planning.look(kind)

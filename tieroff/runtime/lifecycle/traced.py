@@ -15,7 +15,7 @@ from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
 from tieroff.runtime.hooks.forward.inputs import storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
-from tieroff.runtime.step.kinds import sums_no_gradients
+from tieroff.runtime.step.executable import sums_no_gradients
 from tieroff.runtime.step.recorded import Recorded, is_updated, update_of
 
 log = logging.getLogger("tieroff")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,10 +83,14 @@ class BucketUpdate:
         context = self._context
         context.clock.pause()
         bucket, moved = self._lifted[-1]
-        moved = self._let_go_replaced(moved) + self._state.adopt(bucket, are_current=True)
+        self._let_go_replaced(moved)
+        moved = moved + self._state.adopt(bucket, are_current=True)
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
         may_write_gradients = self.may_write_gradients
         for item in moved:
+            if self._stays(item):
+                item.note()
+                continue
             # Fused kernels write without a trace in any version; only gradients are usually left alone.
             if item.kind is not TensorClass.GRADIENT or may_write_gradients:
                 item.touch(context.traffic)
@@ -98,16 +102,19 @@ class BucketUpdate:
             for item in moved:
                 context.state.record.bind(item)
 
-    def _let_go_replaced(self, moved: list[HomeItem]) -> list[HomeItem]:
-        """Returns the items that still are where they were brought to; of others (`p.data = x` in `step`) x is the value."""
+    def _stays(self, item: HomeItem) -> bool:
+        """True for one that is on the device, where the plan has it all the time: its update asks nothing of the engine."""
+        return item.is_lifted and item.state is State.DEVICE and self._context.runner.leaves_alone(item)
+
+    def _let_go_replaced(self, moved: list[HomeItem]) -> None:
+        """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
         context = self._context
         for item in moved:
-            if item.is_lifted and not item.is_current() and item.tensor is not None:
+            if item.is_lifted and not self._stays(item) and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
                 item.detach(context.traffic)
                 context.homes.drop(item)
-        return moved
 
     def step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the optimizer's own step on a subset of its parameters; the groups are the same objects meanwhile."""
@@ -173,10 +180,9 @@ class BucketUpdate:
         context = self._context
         needed = self._items_of(bucket)
         context.on_demand.claim(*needed)
-        left: Sequence[HomeItem] = needed
-        if context.traffic.keeps_rooms:
-            lifted += needed  # before the first is: an exception may come between any two lines
-            left = show_all(needed)
+        lifted += needed  # before the first is: an exception may come between any two lines
+        left = show_all(needed) if context.traffic.keeps_rooms else needed
+        left = [known for known in left if not self._stays(known)]
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)
@@ -185,8 +191,6 @@ class BucketUpdate:
                 context.traffic.fetch(known)
         may_write_gradients, is_recorded = self.may_write_gradients, context.state.record.recorder is not None
         for known in left:
-            if left is needed:
-                lifted.append(known)
             known.lift(context.traffic)
             if known.kind is not TensorClass.GRADIENT or may_write_gradients:
                 known.touch(context.traffic)  # from here on the device copy counts, wherever an exception may come

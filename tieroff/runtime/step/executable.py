@@ -2,11 +2,17 @@
 
 `core.schedule` alone says what happens at which tick. The two passes before it say what this runtime does otherwise than the
 plan, and why: user code runs at moments that no op of a trace stands for.
+
+[Note: left alone]
+An activation or gradient that comes new in each step, and that the plan never moves, needs no item: the program's own tensor is
+all there is of it, and its bytes count as those of the trace. Should a step leave its plan, or a gradient outlive it, the
+engine takes it over then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan, Residency, Transfer
@@ -29,8 +35,10 @@ class Executable:
         program: what the runtime does at each of them.
         tiers: tensors that move -> their lower tier.
         copied_from: tensors that are copied out -> the first tick at which a copy is issued.
-        births: per op, bytes of activations and gradients that come to life in it.
-        transients: per op, bytes that it takes for itself.
+        births: per op, bytes of activations and gradients that come to life in it and are not left alone.
+        transients: per op, bytes that it takes for itself, and those that are left alone.
+        alone_activations: see [Note: left alone]; by ordinal.
+        alone_gradients: the same, by position of their parameter.
         update_at: the tick at which the update begins.
         stays_after_backward: see `stays_for_update`.
     """
@@ -41,6 +49,8 @@ class Executable:
     copied_from: Mapping[int, int]
     births: tuple[int, ...]
     transients: tuple[int, ...]
+    alone_activations: frozenset[int]
+    alone_gradients: frozenset[int]
     update_at: int
     stays_after_backward: frozenset[int]
 
@@ -57,14 +67,16 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         for transfer in (*tick.issue_first, *tick.issues):
             if transfer.source is Tier.DEVICE:
                 copied_from.setdefault(transfer.tensor, at)
-    births = tuple(_births(trace))
+    alone = _left_alone(trace, recorded, tiers)
     return Executable(
         ticks=ticks,
         program=make_program(ticks, tiers),
         tiers=tiers,
         copied_from=copied_from,
-        births=births,
-        transients=tuple(op.transient_bytes for op in trace.ops),
+        births=tuple(_births(trace, alone.values())),
+        transients=tuple(_transients(trace, alone.values())),
+        alone_activations=frozenset(key for kind, key in alone if kind == "activation"),
+        alone_gradients=frozenset(key for kind, key in alone if kind == "gradient"),
         update_at=update_at,
         stays_after_backward=frozenset(r.tensor for r in stays),
     )
@@ -122,15 +134,47 @@ def brought_back_for_update(plan: Plan, stays: tuple[Residency, ...], tiers: Map
     return replace(plan, transfers=(*back, *plan.transfers))
 
 
-def _births(trace: Trace) -> list[int]:
-    """Returns per op the bytes of tensors that are not persistent and first exist in it."""
+def _left_alone(trace: Trace, recorded: Recorded, tiers: Mapping[int, Tier]) -> dict[tuple[str, int], int]:
+    """Returns the key and the number of each tensor that is left alone: see [Note: left alone]."""
+    sums = not sums_no_gradients(trace, recorded.keys)
+    alone = dict[tuple[str, int], int]()
+    for key, index in recorded.index.items():
+        tensor = trace.tensors[index]
+        is_summed = tensor.kind is TensorClass.GRADIENT and sums
+        if index in tiers or tensor.is_persistent or is_summed or not isinstance(key, tuple):
+            continue
+        if tensor.kind in (TensorClass.ACTIVATION, TensorClass.GRADIENT):
+            alone[key] = index
+    return alone
+
+
+def sums_no_gradients(trace: Trace, keys: Sequence[Hashable]) -> bool:
+    """Returns whether each gradient of a step comes new from one backward."""
+    arrived = [key for key in keys if isinstance(key, tuple) and key[0] in ("grad", "accumulate")]
+    is_new = all(tensor.kind is not TensorClass.GRADIENT or not tensor.is_persistent for tensor in trace.tensors)
+    is_summed = len({position for _, position in arrived}) < len(arrived)
+    return is_new and not is_summed
+
+
+def _transients(trace: Trace, alone: Collection[int]) -> list[int]:
+    change = [0] * (len(trace.ops) + 1)
+    for index in alone:
+        life, size_bytes = trace.lifetimes[index], trace.tensors[index].size_bytes
+        change[life.birth] += size_bytes
+        change[life.death] -= size_bytes
+    held = itertools.accumulate(change)
+    return [op.transient_bytes + held_bytes for op, held_bytes in zip(trace.ops, held, strict=False)]
+
+
+def _births(trace: Trace, alone: Collection[int]) -> list[int]:
+    """Returns per op the bytes of tensors that are not persistent, nor left alone, and first exist in it."""
     births = [0] * len(trace.ops)
     first: dict[int, int] = {}
     for i, op in enumerate(trace.ops):
         for tensor in (*op.reads, *op.writes):
             first.setdefault(tensor, i)
     for tensor, value in enumerate(trace.tensors):
-        if value.is_persistent:
+        if value.is_persistent or tensor in alone:
             continue
         starts = [first[tensor]] if tensor in first else []
         starts += [value.holds[0][0]] if value.holds else []

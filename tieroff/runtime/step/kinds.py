@@ -16,12 +16,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan
 from tieroff.core.seams import Pending
-from tieroff.core.tensor import TensorClass
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
@@ -177,11 +176,3 @@ class StepKind:
     def moves_nothing(self) -> bool:
         """True when its plan leaves everything on the device."""
         return isinstance(self.stage, Planned) and self.stage.plan.moves_nothing
-
-
-def sums_no_gradients(trace: Trace, keys: Sequence[Hashable]) -> bool:
-    """Returns whether each gradient of a step comes new from one backward."""
-    arrived = [key for key in keys if isinstance(key, tuple) and key[0] in ("grad", "accumulate")]
-    is_new = all(tensor.kind is not TensorClass.GRADIENT or not tensor.is_persistent for tensor in trace.tensors)
-    is_summed = len({position for _, position in arrived}) < len(arrived)
-    return is_new and not is_summed

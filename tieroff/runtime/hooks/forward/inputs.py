@@ -10,9 +10,31 @@ import torch
 Signature = tuple[Any, ...]
 
 
+def modules_in(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns each module of a model once, in some order that stays; as `modules` does, in a fraction of its time."""
+    found, seen = [model], {id(model)}
+    for module in found:  # it grows
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def parameters_in(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Returns each parameter of a model once, in the same way."""
+    found = {id(p): p for module in modules_in(model) for p in module._parameters.values() if p is not None}
+    return list(found.values())
+
+
+def buffers_in(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the buffers of a model in the same way; one that several modules have comes several times."""
+    return [buffer for module in modules_in(model) for buffer in module._buffers.values() if buffer is not None]
+
+
 def trained_of(model: torch.nn.Module) -> bytes:
     """Returns which of a model's parameters get a gradient: a byte each."""
-    return bytes(parameter.requires_grad for parameter in model.parameters())
+    return bytes([parameter.requires_grad for parameter in parameters_in(model)])
 
 
 def signature_of(

@@ -1,0 +1,234 @@
+"""What a plan never moves has no item, and is taken over where that is needed after all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tieroff
+from tieroff.core.tensor import TensorClass
+
+CONFIG = {
+    "device": "cpu",
+    "budget": {"device": "75%", "host": "1MiB"},
+    "plan": {"policy": "auto", "min_bytes": 0, "background": False},
+}
+
+
+class Net(nn.Module):
+    """Saves activations once, as views, and twice; another op joins the step where `is_longer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
+        self.is_longer = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            y = torch.tanh(layer(x))
+            x = y * y.view(2, -1, 24).view(-1, 24)
+            if self.is_longer and number == 3:
+                x = torch.sigmoid(x) * x
+        return x
+
+
+def make(budget: str | None) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    if budget is not None:
+        tieroff.wrap(model, optimizer, CONFIG, budget=budget)
+    return model, optimizer
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(32, 24, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    losses = []
+    for step in steps:
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def planned(budget: str = "75%") -> tuple[Net, torch.optim.Optimizer]:
+    model, optimizer = make(budget)
+    train(model, optimizer, range(6))
+    assert tieroff.engine(model).stats().phase == "planned"
+    return model, optimizer
+
+
+def equal(model: Net, plain: Net) -> bool:
+    pairs = zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def moved(model: Net, kind: TensorClass) -> tuple[int, int]:
+    """Returns how many tensors of a class the plan moves, and how many there are."""
+    plan, trace = tieroff.engine(model).plan, tieroff.engine(model).trace
+    of_kind = {index for index, tensor in enumerate(trace.tensors) if tensor.kind is kind}
+    return len(of_kind & {transfer.tensor for transfer in plan.transfers}), len(of_kind)
+
+
+def saved_in_all(*, is_longer: bool) -> int:
+    """Returns how many activations a step without a plan has items for when its forward ends."""
+    model, _ = make("75%")
+    model.is_longer = is_longer
+    model(batch(0)).square().mean()
+    count = len(list(tieroff.engine(model).executor.activations))
+    tieroff.unwrap(model)
+    return count
+
+
+def test_only_what_moves_has_items() -> None:
+    model, _ = planned()
+    engine = tieroff.engine(model)
+    loss = model(batch(9)).square().mean()
+    moves, count = moved(model, TensorClass.ACTIVATION)
+    assert moves < count, "a budget under which some stay was expected"
+    assert len(list(engine.executor.activations)) <= moves
+    loss.backward()
+    moves, count = moved(model, TensorClass.GRADIENT)
+    assert moves < count
+    assert len(engine.executor.homes.gradients) <= moves
+    tieroff.unwrap(model)
+
+
+def test_a_step_that_leaves_its_plan_moves_what_was_left_alone() -> None:
+    model, optimizer = planned()
+    plain, of_plain = make(None)
+    train(plain, of_plain, range(6))
+    model.is_longer = plain.is_longer = True
+    loss, expected = model(batch(9)).square().mean(), plain(batch(9)).square().mean()
+    assert len(list(tieroff.engine(model).executor.activations)) == saved_in_all(is_longer=True)
+    for value, step in ((loss, optimizer), (expected, of_plain)):
+        value.backward()
+        step.step()
+        step.zero_grad()
+    assert torch.equal(loss, expected)
+    assert tieroff.engine(model).stats().fallbacks == 1
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(train(model, optimizer, range(10, 14)), train(plain, of_plain, range(10, 14)), strict=True)
+    )
+    assert equal(model, plain)
+    tieroff.unwrap(model)
+
+
+def test_a_backward_that_leaves_its_plan_moves_gradients_that_were_left_alone() -> None:
+    model, optimizer = planned()
+    plain, of_plain = make(None)
+    train(plain, of_plain, range(6))
+    engine = tieroff.engine(model)
+    seen: list[int] = []
+    for one, step in ((model, optimizer), (plain, of_plain)):
+        loss = one(batch(9)).square().mean()
+        loss.backward(retain_graph=True)
+        if one is model:
+            alone = len(engine.executor.homes.gradients)
+        loss.backward()  # every gradient comes twice: no planned step had that
+        if one is model:
+            seen += [alone, len(engine.executor.homes.gradients)]
+        step.step()
+        step.zero_grad()
+    assert seen[0] < seen[1] == len(model.layers) * 2
+    assert equal(model, plain)
+    tieroff.unwrap(model)
+
+
+def test_a_graph_that_outlives_its_step_is_taken_over() -> None:
+    model, optimizer = planned()
+    plain, of_plain = make(None)
+    train(plain, of_plain, range(6))
+    grads = []
+    for one, step in ((model, optimizer), (plain, of_plain)):
+        x = batch(9).requires_grad_()
+        kept = one(batch(8)).square().mean()
+        kept.backward(retain_graph=True)
+        step.step()
+        step.zero_grad()
+        loss = one(batch(9)).square().mean()
+        if one is model:
+            held = sum(item.size_bytes for item in tieroff.engine(model).executor.activations)
+            assert held > 0, "the engine counts what the older graph holds"
+        loss.backward()
+        step.step()
+        step.zero_grad()
+        grads.append(x.grad)
+        del kept
+    assert equal(model, plain)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(train(model, optimizer, range(10, 13)), train(plain, of_plain, range(10, 13)), strict=True)
+    )
+    tieroff.unwrap(model)
+
+
+def test_gradients_that_are_not_cleared_are_taken_over() -> None:
+    model, optimizer = planned()
+    plain, of_plain = make(None)
+    train(plain, of_plain, range(6))
+    for one, step in ((model, optimizer), (plain, of_plain)):
+        for number in (9, 10):  # the second is added to the first, which its update has used
+            one(batch(number)).square().mean().backward()
+            step.step()
+        step.zero_grad()
+    assert equal(model, plain)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(train(model, optimizer, range(11, 14)), train(plain, of_plain, range(11, 14)), strict=True)
+    )
+    tieroff.unwrap(model)
+
+
+def test_a_write_to_one_that_was_saved_is_an_error() -> None:
+    model, _ = planned("95%")
+    outputs: list[torch.Tensor] = []
+
+    def exponential(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        outputs.append(torch.exp(output))
+        return outputs[-1]
+
+    model.layers[2].register_forward_hook(exponential)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    tieroff.unwrap(model)
+    tieroff.wrap(model, optimizer, CONFIG, budget="95%")
+    for step in range(5):
+        outputs.clear()
+        train(model, optimizer, range(step, step + 1))
+    assert tieroff.engine(model).stats().phase == "planned"
+    outputs.clear()
+    loss = model(batch(9)).square().mean()
+    with torch.no_grad():
+        outputs[0].add_(1)  # exp saved it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    tieroff.unwrap(model)
+
+
+def test_a_model_that_sleeps_has_nothing_left_on_the_device() -> None:
+    model, optimizer = planned()
+    plain, of_plain = make(None)
+    train(plain, of_plain, range(6))
+    kept = model(batch(9)).square().mean()
+    kept.backward(retain_graph=True)
+    expected = plain(batch(9)).square().mean()
+    expected.backward()
+    assert tieroff.engine(model).device_bytes > 0
+    tieroff.sleep(model)
+    assert tieroff.engine(model).device_bytes == 0
+    for one, step in ((model, optimizer), (plain, of_plain)):
+        assert all(p.grad is not None for p in one.parameters())
+        step.step()
+        step.zero_grad()
+    del kept
+    assert equal(model, plain)
+    pairs = zip(train(model, optimizer, range(10, 13)), train(plain, of_plain, range(10, 13)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    tieroff.unwrap(model)
