@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
 from itertools import chain
@@ -98,6 +99,14 @@ class Custody:
         self.stepper = self._gradient_hooks.follower = stepper
         stepper.state.take_over()
 
+    @functools.cached_property
+    def _scripted(self) -> frozenset[int]:
+        """Ids of parameters of scripted and traced modules, where they cannot be read below."""
+        if self.backend.device.type == "cpu":
+            return frozenset()
+        scripted = (module for module in self.model.modules() if isinstance(module, torch.jit.ScriptModule))
+        return frozenset(id(parameter) for module in scripted for parameter in module.parameters(recurse=False))
+
     def move_to_device(self) -> None:
         """Puts buffers, and parameters that will have no home below, on the device; the others go there as they are used."""
         device = self.backend.device
@@ -118,6 +127,7 @@ class Custody:
         known = {id(item.leaf): item for item in homes.parameters.values()}
         homes.parameters.clear()
         homes.names.clear()
+        self.__dict__.pop("_scripted", None)  # there may be other modules now
         self.unmoved = {}
         mapped = MappedFiles()
         for position, (name, used) in enumerate(self.model.named_parameters()):
@@ -217,6 +227,8 @@ class Custody:
         if TensorClass.PARAMETER not in self.settings.covers:
             return "parameters are not covered"
         local, shards = local_of(parameter), self.executor.shards
+        if id(parameter) in self._scripted:
+            return "read by TorchScript, which asks nobody"
         if local.numel() * local.element_size() < max(self.settings.min_bytes, 1):
             return "smaller than min_bytes"
         if parameter in shards:
@@ -244,11 +256,13 @@ class Custody:
     def place_for(self, kind: StepKind) -> None:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
 
-        Those that go to files move first and those that go to host memory last, so that host memory is free by then.
+        Those that go to files move first and those that go to host memory last, so that host memory is free by then. Gradients
+        that were kept come up where nothing moves: what backward adds to them then passes no hook of ours.
         """
         homes, traffic = self.executor.homes, self.executor.traffic
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
-        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
+        kept = homes.gradients.values() if kind.moves_nothing else ()
+        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
         between = _TiersBetweenSteps(kind)
         targets = [(item, tier) for item in items if not _lies(item, tier := between.of(item))]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)

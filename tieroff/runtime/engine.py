@@ -18,7 +18,7 @@ from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
-from tieroff.runtime.execution.autograd import functorch_is_active
+from tieroff.runtime.execution.autograd import functorch_is_active, makes_fakes
 from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, makes_graph, signature_of, to_device
@@ -254,7 +254,7 @@ class Engine:
             self._custody.stepper.early.check_forward()
         if executor.gate.beside.count:
             return inner(*args, **kwargs)
-        if executor.gate.is_interrupting():
+        if executor.gate.is_interrupting() or makes_fakes():
             return self._beside(inner, args, kwargs)
         if executor.gate.is_apart():
             if not torch.is_grad_enabled():
@@ -314,7 +314,7 @@ class Engine:
         return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 
     def _beside(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward beside the step: in another thread, or in a signal handler that runs while the engine moves something."""
+        """A forward beside the step: in another thread, in a signal handler while the engine moves something, or of fakes."""
         args, kwargs = to_device(self._backend.device, args, kwargs)
         with self.executor.beside():
             return inner(*args, **kwargs)

@@ -62,6 +62,7 @@ class SpaceStore(ABC):
         self._freed: deque[Any] = deque()  # blocks, and what the subclass queues for its homes
         self._dissolving: Any = None  # what is on the way from there to there
         self._ending: list[Block] = []  # freed, with transfers that have not ended
+        self._is_draining = False
 
     @property
     def used_bytes(self) -> int:
@@ -235,12 +236,16 @@ class SpaceStore(ABC):
         for index, area in enumerate(self.areas):
             area.rebuild((block.offset, block.extent_bytes) for block in self._live if block.area == index)
         self._used_bytes = sum(block.extent_bytes for block in self._live)
+        self._is_draining = False
 
     def _blocks_in(self, item: Any) -> list[Block]:
         """Returns the blocks of something that was queued as freed, without another effect."""
         return [item]
 
     def _drain(self) -> None:
+        if self._is_draining:  # the last one broke off in a finalizer, out of which no exception comes for whoever repairs
+            self._recount()
+        self._is_draining = True
         while self._freed:
             self._dissolving = self._freed.popleft()
             self._ending.extend(self._dissolve(self._dissolving))
@@ -255,6 +260,7 @@ class SpaceStore(ABC):
                 self.areas[block.area].give(block.offset, block.extent_bytes)
                 self._used_bytes -= block.extent_bytes
         self._ending = still_ending
+        self._is_draining = False
 
     # Transfers.
 

@@ -51,9 +51,11 @@ class Program:
         phases: of the wrapped run's steps, with the count of fallbacks.
     """
 
-    def __init__(self, folder: Path | None, make: Callable[[], nn.Module], tiers: Tiers, device: str) -> None:
+    def __init__(
+        self, folder: Path | None, make: Callable[[], nn.Module], tiers: Tiers, device: str, policy: str = "floor"
+    ) -> None:
         torch.manual_seed(SEED)
-        self._folder, self._tiers, self._budget = folder, tiers, device
+        self._folder, self._tiers, self._budget, self._policy = folder, tiers, device, policy
         self.model: Any = make().to(target.device())
         self.optimizer = adamw(self.model)
         self.seen: list[Any] = []
@@ -67,7 +69,7 @@ class Program:
     def wrap(self) -> None:
         """Where the program calls `tieroff.wrap`."""
         if self._folder is not None:
-            config = config_for(self._tiers, self._folder, device=self._budget)
+            config = config_for(self._tiers, self._folder, device=self._budget, policy=self._policy)
             tieroff.wrap(self.model, self.optimizer, config, backend=target.backend())
             self.engine = tieroff.engine(self.model)
 
@@ -119,10 +121,16 @@ Usage = Callable[[Program], None]
 
 
 def run(
-    usage: Usage, folder: Path | None, *, make: Callable[[], nn.Module] = Net, tiers: Tiers = HOST, device: str = "100%"
+    usage: Usage,
+    folder: Path | None,
+    *,
+    make: Callable[[], nn.Module] = Net,
+    tiers: Tiers = HOST,
+    device: str = "100%",
+    policy: str = "floor",
 ) -> Program:
     """Runs a program, plain without a folder."""
-    program = Program(folder, make, tiers, device)
+    program = Program(folder, make, tiers, device, policy)
     usage(program)
     program.finish()
     torch.accelerator.synchronize(target.device())

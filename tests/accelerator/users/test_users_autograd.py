@@ -214,6 +214,19 @@ def test_autograd_gives_the_same(usage: Usage, tmp_path: Path) -> None:
     check(usage, tmp_path)
 
 
+def test_gradients_are_kept_over_steps_where_nothing_moves(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(STEPS):
+            loss = p.loss(index)
+            loss.backward()
+            p.optimizer.step()
+            p.note(loss, *[parameter.grad for parameter in p.parameters])
+        assert p.engine is None or p.engine.stats().phase == "nothing moved"
+
+    check(usage, tmp_path, planned=0, policy="auto")
+
+
 def test_a_write_between_forward_and_backward_is_autograds_own_error(tmp_path: Path) -> None:
     def usage(p: Program) -> None:
         p.wrap()

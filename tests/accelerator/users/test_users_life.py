@@ -283,6 +283,23 @@ def test_life_goes_on_the_same_over_files(usage: Usage, tmp_path: Path) -> None:
     check(usage, tmp_path, tiers=NVME)
 
 
+class Scripted(Net):
+    """Its second layer is TorchScript's, whose parameters are read without Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second: Any = torch.jit.script(self.second)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_part(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+
+    check(usage, tmp_path, make=Scripted)
+
+
 def test_a_thread_may_read_while_another_trains(tmp_path: Path) -> None:
     check(two_threads, tmp_path, planned=0)
 

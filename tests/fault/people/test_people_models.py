@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tieroff
 from tests.support.twins import Mlp, Setting, adam, check_twins, look, loss_of, sgd
@@ -437,3 +438,33 @@ def test_a_module_that_assigns_its_own_parameter_in_forward(setting: Setting) ->
     assert dict(model.named_parameters())["first.weight"] is home
     assert look(model, None)["gradient of first.weight"] is not None
     tieroff.unwrap(model)
+
+
+class Traced(nn.Module):
+    """A part that `torch.jit.trace` made: its parameters are not Python's, and are read where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.traced = torch.jit.trace(Mlp(), torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.traced(torch.tanh(self.first(x)))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_traced_part(each_setting: Setting) -> None:
+    check_twins(made(Traced), usual, each_setting)
+
+
+def test_a_forward_on_fake_tensors(each_setting: Setting) -> None:
+    """What people ask for shapes: it computes nothing, and is no step."""
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        if index in (0, 4):
+            with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+                assert model(fakes.from_tensor(torch.empty(3, 8))).shape == (3, 8)
+        return usual(model, optimizer, index)
+
+    check_twins(made(Mlp), step, each_setting, steps=6)

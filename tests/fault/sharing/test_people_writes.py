@@ -67,6 +67,35 @@ def test_an_encoder_that_follows_another_inside_forward(assigns: bool, planned_s
     assert_same(follow(make, usual, 7).seen, follow(make, usual, 7, planned_setting).seen)
 
 
+def update_as_gradients_arrive(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+    """From the sixth step on, when plans have long prefetched for the update, hooks have made it by then."""
+
+    def descend(parameter: Any) -> None:
+        if model.descends:
+            with torch.no_grad():
+                parameter.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+
+    if index == 0:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(descend)
+    model.descends = index >= 5
+    loss = loss_of(model, 8, 16)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_what_hooks_write_while_it_comes_up_for_the_update(planned_setting: Setting) -> None:
+    def make() -> tuple[Any, Any]:
+        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.GELU())])
+        return model, adam(model)
+
+    plain = follow(make, update_as_gradients_arrive, 9)
+    assert_same(plain.seen, follow(make, update_as_gradients_arrive, 9, planned_setting).seen)
+
+
 def write_before_update(model: Any, optimizer: Any, index: int) -> torch.Tensor:
     """Everything that the update is about to use is written after backward."""
     optimizer.zero_grad()

@@ -66,6 +66,13 @@ def clip_by_a_number_that_changes(model: nn.Module) -> None:
         factor.mul_(0.9)
 
 
+def clip_by_a_number_that_changes_past_versions(model: nn.Module) -> None:
+    factor = torch.tensor(0.5)
+    for gradient in gradients(model):
+        gradient.mul_(factor)
+        factor.data.mul_(0.9)
+
+
 # What needs the bytes after the factor, before it, or both.
 def clip_and_look(model: nn.Module) -> Tensor:
     return clip(model) + torch.stack([gradient.norm() for gradient in gradients(model)]).sum()
@@ -127,6 +134,7 @@ FREE: list[Act] = [
     average,
     clip_some,
     clip_by_a_number_that_changes,
+    clip_by_a_number_that_changes_past_versions,
 ]
 NEEDING: list[Act] = [
     differentiate_norms,
@@ -222,6 +230,30 @@ def test_gradients_cleared_between_forward_and_backward(tmp_path: Path) -> None:
     assert_same(*outcomes)
     assert tieroff.engine(model).stats().phase == "planned"
     tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_are_kept_and_scaled_where_nothing_moves(backend: str, tmp_path: Path) -> None:
+    """The first steps scale them below, where they lie when a plan begins that moves nothing."""
+
+    def run(folder: Path | None) -> list[Tensor]:
+        model, optimizer = make()
+        if folder is not None:
+            config = config_for(HOST, folder, policy="auto", device="100%")
+            tieroff.wrap(model, optimizer, config, backend=BACKENDS[backend]())
+        seen: list[Tensor] = []
+        for _ in range(STEPS):
+            for gradient in gradients(model):
+                gradient.mul_(0.9)
+            model(torch.randn(32, 96)).square().mean().backward()
+            optimizer.step()
+            seen += [gradient.clone() for gradient in gradients(model)]
+        if folder is not None:
+            assert tieroff.engine(model).stats().phase == "nothing moved"
+            tieroff.unwrap(model)
+        return seen
+
+    assert_same(run(None), run(tmp_path))
 
 
 def test_hooks_that_write_past_versions(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import random
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.injector import Injector
 from tieroff.errors import StateError, StoreError
 from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, OpenFile, available, choose
@@ -150,6 +152,30 @@ def test_free_while_writing_waits_for_the_write(store: SpaceStore) -> None:
     again = store.allocate(store.capacity_bytes // 2)  # does not lie on bytes that are still written
     overlaps = again.area == block.area and again.offset < block.offset + size and block.offset < again.offset + size
     assert write.done() or not overlaps
+
+
+def test_an_exception_in_a_finalizer_that_frees_does_no_harm(store: SpaceStore) -> None:
+    """Python drops it, so that nobody repairs the store: what comes next finds it as it should be."""
+    injector, kept = Injector(), store.allocate(4096)
+
+    def is_interrupted(at: int) -> bool:
+        freed = store.allocate(8192)
+        was_out = injector.run(lambda: store.free(freed), at)
+        others = [store.allocate(4096) for _ in range(4)]
+        assert len({(block.area, block.offset) for block in (kept, *others)}) == 5
+        for block in others:
+            store.free(block)
+        return was_out
+
+    for at in itertools.count():
+        if not is_interrupted(at):
+            store.repair()  # the lock is still held where the line before this one took it
+            if not is_interrupted(at):
+                break
+    assert at > 20
+    store.repair()  # it takes back what was never queued
+    assert store.used_bytes == kept.extent_bytes
+    store.free(kept)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -23,6 +23,11 @@ def functorch_is_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def makes_fakes() -> bool:
+    """True under a `FakeTensorMode`, where nothing is computed."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @contextlib.contextmanager
 def as_the_engine() -> Iterator[None]:
     """Moves tensors in whatever mode the program is, and unseen by whoever records the step."""

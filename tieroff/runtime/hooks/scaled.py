@@ -49,11 +49,10 @@ class ScaledGradients:
         self.is_on = False
         self._wanted: Mapping[Hashable, frozenset[Norm]] = {}
         self._measured: dict[Hashable, _Measured] = {}
-        self._copied: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def begin(self, recorded: Recorded | None) -> None:
         """A step begins; `recorded`: what is known of its kind."""
-        self.asked, self._measured, self._copied = {}, {}, None
+        self.asked, self._measured = {}, {}
         self._wanted = recorded.norms if recorded is not None else {}
         self.is_on = bool(self._wanted) or self._context.state.record.recorder is not None
 
@@ -134,23 +133,19 @@ class ScaledGradients:
         with self._context.state.lock, as_the_engine():
             if self._context.state.record.recorder is not None:
                 self.asked.setdefault(item.key, set())
-            item.wait_with(self._own(factor))
+            item.wait_with(_as_it_is_now(factor))
         return True
-
-    def _own(self, factor: Any) -> Factor:
-        """Returns a number as it is now; every gradient of a step shares the copy of one tensor."""
-        if not isinstance(factor, torch.Tensor):
-            return float(factor)
-        copied = self._copied
-        if copied is None or copied[0] is not factor or copied[1] != factor._version:
-            self._copied = copied = factor, factor._version, factor.detach().clone()
-        return copied[2]
 
     def _below(self, tensor: object) -> GradientItem | None:
         item = guarded(tensor)
         if not isinstance(item, GradientItem) or item.outer is not None or item.living.requires_grad:
             return None  # autograd would have to see the call
         return item if item.may_wait() else None
+
+
+def _as_it_is_now(factor: Any) -> Factor:
+    """Returns a number that nobody changes; whether a tensor was written since the last call, no version would say."""
+    return factor.detach().clone() if isinstance(factor, torch.Tensor) else factor
 
 
 def _is_number(factor: Any) -> bool:

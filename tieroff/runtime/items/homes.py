@@ -217,6 +217,8 @@ class HomeItem(Item):
         self._take_assigned(traffic)
         if self.hollow is None and self.is_lifted and self.state in ON_DEVICE:
             return  # most often: it is there
+        if not self.is_lifted:
+            self.refresh(traffic)  # a copy that came up ahead may be older than what lies below
         if self.stays_below:
             self._drop_copy(traffic)
             return
@@ -249,6 +251,9 @@ class HomeItem(Item):
         if self.device is not None:
             traffic.send(self, Event.DROP)
 
+    def comes(self) -> None:
+        self.note()
+
     def arrived(self) -> None:
         device, room = self.device, self.room
         assert device is not None
@@ -256,7 +261,7 @@ class HomeItem(Item):
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         else:
             self.value, self.value_address = room.whole(self.dtype, self.size, self.stride), room.address
-        self.note()
+        self.value_version = self.valid_value._version  # and not the tensor's, which may have moved since the copy began
 
     def about_to_show(self) -> None:
         """People are about to reach the value, which came up, through the tensor."""

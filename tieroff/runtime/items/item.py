@@ -139,6 +139,9 @@ class Item:
     def freed(self) -> None:
         """The device copy is about to be let go."""
 
+    def comes(self) -> None:
+        """A copy to the device of what lies below is about to begin: what is written below from here on is not in it."""
+
     def arrived(self) -> None:
         """The device copy is valid again."""
 

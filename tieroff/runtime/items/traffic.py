@@ -172,6 +172,7 @@ class Traffic:
             return
         room = self._room_for(item)
         self.hold(item, room.memory)
+        item.comes()
         copy = place.get(room.address, room.memory)
         self._count(item, "h2d", copy)
         if isinstance(copy, StoreTransfer):
@@ -363,6 +364,7 @@ class Traffic:
         assert item.place is not None
         self.hold(item, self.backend.empty(item.place.size_bytes))
         assert item.device is not None
+        item.comes()
         item.arriving = self.backend.copy_in(item.place, item.device)
         self._count(item, "h2d" if item.place.tier is Tier.HOST else "nvme_read", item.arriving)
 

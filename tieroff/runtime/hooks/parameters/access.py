@@ -65,7 +65,7 @@ def install(model: torch.nn.Module, gate: Gate) -> None:
 def uninstall(model: torch.nn.Module) -> None:
     """Gives every module a plain dict again."""
     for module in model.modules():
-        parameters = module.__dict__["_parameters"]
+        parameters = module.__dict__.get("_parameters")  # a traced module has none
         if isinstance(parameters, QuietDict):
             module.__dict__["_parameters"] = dict(parameters.items())
 
