@@ -5,6 +5,10 @@ way changes in it. Repetitions are interleaved, in an order that changes; median
 outside: CUDA's most allocated bytes; on the CPU the peak resident set above its level after the imports. Budgets of
 tieroff are bytes, or shares of the plain run's peak, with the same meaning as in benchmarks/bench_step.py.
 
+With `--ranks N` each run has N processes under torchrun, each with data of its own, and the ways are those of shards: FSDP2
+as it is, which the others are compared with, with `CPUOffloadPolicy`, DeepSpeed's ZeRO-3, and tieroff on FSDP2's shards at
+budgets of its peak. Tokens are those of all ranks, a peak is the highest of a rank, losses are compared on every rank.
+
 A way that is not installed here, fails, or takes too long has a row that says so, and is not tried again. DeepSpeed is
 run where it can be imported; it builds its operators on first use, which needs a compiler and, for NVMe, libaio's headers.
 """
@@ -31,7 +35,7 @@ from rich.console import Console
 from bench_step import MODEL, choose_budget
 from harness import peers
 from harness.pairs import order_of
-from harness.peers import IN_BACKWARD, PEERS
+from harness.peers import IN_BACKWARD, PEERS, SHARDED
 from harness.results import command_of, save
 from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
@@ -110,7 +114,8 @@ class Row:
 
 
 def _tokens(result: Result) -> int:
-    return int(result.options["batch"]) * int(result.options["length"])
+    ranks = len(result.losses) // max(len(result.step_s), 1)
+    return int(result.options["batch"]) * int(result.options["length"]) * ranks
 
 
 def _gap(losses: Sequence[str], others: Sequence[str]) -> float:
@@ -139,6 +144,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namesp
     )
     budgets = [parse_budget(text) for text in ("100%", "50%", "25%")]
     parser.add_argument("--budget", nargs="+", type=parse_budget, default=budgets, help='such as "25%%" or "6GiB"')
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train together")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each run")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a run may take")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quarter.toml", help="of tieroff, but the budget")
@@ -149,21 +155,26 @@ def parse_arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namesp
     arguments = parser.parse_args(given)
     if arguments.repeat < 1:
         parser.error(f"expected at least one repetition, got {arguments.repeat}")
+    if arguments.ranks < 1:
+        parser.error(f"expected at least one rank, got {arguments.ranks}")
+    known = SHARDED if arguments.ranks > 1 else tuple(peer for peer in PEERS if peer == "fsdp2" or "fsdp2" not in peer)
     if arguments.peers is None:
-        arguments.peers = [peer for peer in PEERS if peer != IN_BACKWARD or not arguments.clip]
+        arguments.peers = [peer for peer in known if peer != IN_BACKWARD or not arguments.clip]
+    elif not set(arguments.peers) <= set(known):
+        parser.error(f"expected --peers of {', '.join(known)} with --ranks {arguments.ranks}, got {' '.join(arguments.peers)}")
     elif IN_BACKWARD in arguments.peers and arguments.clip:
         parser.error(f"expected --clip 0 with {IN_BACKWARD}, whose gradients are gone after backward, got {arguments.clip:g}")
     chosen = {f.name: getattr(arguments, f.name) for f in fields(Options) if hasattr(arguments, f.name)}
     return arguments, Options(**{**chosen, "config": None})
 
 
-def make_rows(peers: Sequence[str], budgets: Sequence[DeviceBudget]) -> list[Row]:
-    """Returns a row per way of training and one per budget of tieroff; the plain loop's is the first."""
-    rows = [Row("plain", "plain")]
+def make_rows(peers: Sequence[str], budgets: Sequence[DeviceBudget], first: str = "plain") -> list[Row]:
+    """Returns a row per way of training and one per budget of tieroff; that of `first`, to compare with, is the first."""
+    rows = [Row(first, first)]
     for peer in PEERS:
         if peer.startswith("tieroff") and peer in peers:
             rows += [Row(f"{peer} {budget_name(budget)}", peer, budget) for budget in budgets]
-        elif peer != "plain" and peer in peers:
+        elif peer != first and peer in peers:
             rows.append(Row(peer, peer))
     return rows
 
@@ -173,7 +184,7 @@ def budget_name(budget: DeviceBudget) -> str:
     return f"{budget.share * 100:g}%" if budget.share is not None else format_bytes(budget.size_bytes or 0)
 
 
-def options_for(row: Row, plain: Row, options: Options, config: Config, nvme_dir: Path) -> Options:
+def options_for(row: Row, plain: Row, options: Options, config: Config, nvme_dir: Path, ranks: int = 1) -> Options:
     """Returns the options of a row's run; one of tieroff gets a config with its budget.
 
     Raises:
@@ -190,10 +201,14 @@ def options_for(row: Row, plain: Row, options: Options, config: Config, nvme_dir
         chosen, row.budget_bytes = choose_budget(config, row.budget.share, peak_bytes, options.device, nvme_dir)
     else:
         raise RunFailed("there is no plain run whose peak this is a share of; give the budget in bytes")
-    return wrapped(options, chosen)
+    # The host's budget is the machine's, of which each rank has a part; the device's is of each.
+    host = (chosen.budget.host or 0) * ranks
+    return wrapped(options, chosen.model_copy(update={"budget": chosen.budget.model_copy(update={"host": host})}))
 
 
-def measure(rows: Sequence[Row], options: Options, config: Config, repeat: int, limit_s: float, folder: Path) -> Iterator[None]:
+def measure(
+    rows: Sequence[Row], options: Options, config: Config, repeat: int, limit_s: float, folder: Path, ranks: int = 1
+) -> Iterator[None]:
     """Runs every row `repeat` times, in turn, and yields after each run; the plain loop is the first in the first turn."""
     nvme_dir = folder / "nvme"
     nvme_dir.mkdir()
@@ -205,8 +220,9 @@ def measure(rows: Sequence[Row], options: Options, config: Config, repeat: int, 
             own = replace(options, out=folder / f"{rows.index(row)}-{turn}")
             more = ("--peer", row.peer, "--nvme-dir", str(nvme_dir))
             try:
-                own = options_for(row, rows[0], own, config, nvme_dir)
-                row.results.append(run(own, is_quiet=True, script=Path(peers.__file__), more=more, limit_s=limit_s))
+                own = options_for(row, rows[0], own, config, nvme_dir, ranks)
+                script = Path(peers.__file__)
+                row.results.append(run(own, is_quiet=True, script=script, more=more, limit_s=limit_s, ranks=ranks))
             except RunFailed as error:
                 row.fail(error)
             yield
@@ -286,6 +302,7 @@ def describe(options: Options, arguments: argparse.Namespace, command: str, rows
         "model": {name: getattr(options, name) for name in (*MODEL, "seed")},
         "parameters": next((row.results[0].parameters for row in rows if row.results), None),
         "repeat": arguments.repeat,
+        "ranks": arguments.ranks,
         "rows": [row.summary(rows[0]) for row in rows],
     }
 
@@ -294,12 +311,13 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exit status 1 when the config or a folder is wrong, 0 whatever became of the peers."""
     arguments, options = parse_arguments(given)
     command = command_of(__file__, given)
-    rows = make_rows(arguments.peers, arguments.budget)
+    rows = make_rows(arguments.peers, arguments.budget, SHARDED[0] if arguments.ranks > 1 else "plain")
     options = replace(options, device=choose_device(options.device), data=options.data.resolve())
     try:
         config = Config.load(arguments.config)
         with tempfile.TemporaryDirectory(prefix="tieroff-bench-", dir=arguments.nvme_dir.resolve()) as folder:
-            for _ in measure(rows, options, config, arguments.repeat, arguments.limit, Path(folder)):
+            turns = measure(rows, options, config, arguments.repeat, arguments.limit, Path(folder), arguments.ranks)
+            for _ in turns:
                 save(arguments.json, describe(options, arguments, command, rows))  # after each run: an interruption loses none
     except (ConfigError, OSError) as error:
         print(f"bench_peers: {error}", file=sys.stderr)

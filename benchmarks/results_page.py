@@ -133,6 +133,7 @@ def _peers(name: str) -> str:
             _losses(row),
         )
         for row in found["rows"]
+        if row["status"] == "ok"
     ]
     return f"{table(heads, cells)}\n\n{conditions(found)}."
 

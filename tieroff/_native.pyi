@@ -125,8 +125,8 @@ def ring_refusal() -> int: ...
 def direct_alignment(fd: int) -> tuple[int, int]: ...
 
 class SimulationResult:
-    # Rows: stalls (op, duration_ns, cause: a transfer, or the number of transfers and an update), the others (index,
-    # start_ns, stop_ns). native/include/tieroff/simulate/simulate.hpp says more.
+    # Rows: stalls (op, duration_ns, cause: a transfer, the number of transfers and an update, or -1 for communication), the
+    # others (index, start_ns, stop_ns). native/include/tieroff/simulate/simulate.hpp says more.
     @property
     def step_ns(self) -> int: ...
     @property
@@ -147,7 +147,8 @@ class SimulationResult:
     def updates(self) -> Integers: ...
 
 # Rows: transfers (source, target, issue_at, ready_by, rank, size_bytes), updates (issue_at, ready_by, duration_ns),
-# repeats (op, at), links d2h, h2d, nvme_write, nvme_read (bytes_per_s, latency_ns). Tiers are 0 device, 1 host, 2 nvme.
+# repeats (op, at), links d2h, h2d, nvme_write, nvme_read (bytes_per_s, latency_ns), queues (is_communication, awaits) of all
+# ops or of none. Tiers are 0 device, 1 host, 2 nvme.
 def simulate(
     op_ns: Integers,
     transfers: Integers,
@@ -159,6 +160,7 @@ def simulate(
     has_exclusive_link: bool,
     step_count_max: int,
     with_spans: bool,
+    queues: Integers = ...,
 ) -> SimulationResult: ...
 
 # Rows: residencies (tier, start, stop, size_bytes). Kinds are in the order of AllocationKind. Returns a line per tier.

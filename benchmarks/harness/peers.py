@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tieroff
@@ -45,6 +45,8 @@ from train_gpt import (
 )
 
 IN_BACKWARD = "tieroff-in-backward"
+SHARDED = ("fsdp2-plain", "fsdp2", "deepspeed-cpu", "deepspeed-nvme", "tieroff-fsdp2")
+"""Those that several ranks can train with; the first is what the others are compared with."""
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 
@@ -132,25 +134,38 @@ class CheckpointPerBlock(Plain):
         super().prepare(model)
 
 
-def join_group_of_one(device: torch.device) -> None:
-    """Makes this process the only rank of a process group; on CUDA it also serves tensors on the CPU."""
+def join_group(device: torch.device) -> None:
+    """Makes this process a rank of its launch, or the only one; on CUDA the group also serves tensors on the CPU."""
     if device.type == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or "0"))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if rank_count() > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def rank_count() -> int:
+    """Returns how many processes torchrun started together; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
 
 
 class Fsdp2(Plain):
-    """FSDP2: `fully_shard` on each block and on the whole, on one rank, with `CPUOffloadPolicy`."""
+    """FSDP2: `fully_shard` on each block and on the whole, with `CPUOffloadPolicy` or without."""
+
+    def __init__(self, options: Options, *, is_offloaded: bool = True) -> None:
+        super().__init__(options)
+        self.is_offloaded = is_offloaded
 
     def prepare(self, model: GPT) -> None:
-        join_group_of_one(self.device)
-        mesh = init_device_mesh(self.device.type, (1,))
-        policy = CPUOffloadPolicy(pin_memory=self.is_cuda)
+        join_group(self.device)
+        mesh = init_device_mesh(self.device.type, (rank_count(),))
+        policy = CPUOffloadPolicy(pin_memory=self.is_cuda) if self.is_offloaded else OffloadPolicy()
+        if not self.is_offloaded:
+            model = model.to(self.device)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, offload_policy=policy)
-        # The model stays on the CPU: fully_shard brings each group to the device itself.
+        # An offloaded model stays on the CPU: fully_shard brings each group to the device itself.
         fully_shard(model, mesh=mesh, offload_policy=policy)
         self.model, self.optimizer = model, self.adamw(model)
 
@@ -164,7 +179,8 @@ class DeepSpeed(Plain):
             raise PeerAbsent("deepspeed is not installed (`pip install deepspeed`)")
         # Its builds call ninja, which pip puts beside the interpreter. A rank's variables come from its launcher otherwise.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update({name: value for name, value in alone.items() if not os.environ.get(name)})
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         self.nvme_dir = nvme_dir
         self.library = importlib.import_module("deepspeed")
@@ -175,7 +191,7 @@ class DeepSpeed(Plain):
             ops.AsyncIOBuilder().load()
 
     def prepare(self, model: GPT) -> None:
-        join_group_of_one(self.device)
+        join_group(self.device)
         # Parameter by parameter, as users do whose model does not fit: `initialize` would bring the whole to the device.
         self.library.zero.Init(module=model, config_dict_or_path=self.config())
         adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
@@ -217,26 +233,42 @@ class Tieroff(Plain):
         return asdict(tieroff.engine(self.model).stats())
 
 
+class TieroffFsdp2(Fsdp2):
+    """tieroff on FSDP2's shards, under the config of the options."""
+
+    def prepare(self, model: GPT) -> None:
+        super().prepare(model)
+        self.model = tieroff.wrap(self.model, self.optimizer, config=self.options.config)
+
+    def stats(self) -> dict[str, Any] | None:
+        return asdict(tieroff.engine(self.model).stats())
+
+
 PEERS: dict[str, Callable[[Options, Path], Plain]] = {
     "plain": lambda options, nvme_dir: Plain(options),
     "save_on_cpu": lambda options, nvme_dir: SaveOnCpu(options),
     "checkpoint": lambda options, nvme_dir: CheckpointPerBlock(options),
+    "fsdp2-plain": lambda options, nvme_dir: Fsdp2(options, is_offloaded=False),
     "fsdp2": lambda options, nvme_dir: Fsdp2(options),
     "deepspeed-cpu": lambda options, nvme_dir: DeepSpeed(options),
     "deepspeed-nvme": DeepSpeed,
     "tieroff": lambda options, nvme_dir: Tieroff(options),
     IN_BACKWARD: lambda options, nvme_dir: Tieroff(options),  # by its config
+    "tieroff-fsdp2": lambda options, nvme_dir: TieroffFsdp2(options, is_offloaded=False),
 }
 
 
 def train(peer: Plain, on_step: OnStep) -> Result:
-    """Trains as the options say, in the way of `peer`, and returns what was measured."""
+    """Trains as the options say, in the way of `peer`, and returns what was measured.
+
+    Of several ranks: the losses of all, rank after rank, tokens of all together, and the highest peak of one.
+    """
     options, device = peer.options, peer.device
     memory = PeakMemory(device)
     settle_vector_math()  # or two plain runs can differ in the last bit
     torch.manual_seed(options.seed)
     text = load_text(options.data)
-    batches = torch.Generator().manual_seed(options.seed + 1)
+    batches = torch.Generator().manual_seed(options.seed + 1 + int(os.environ.get("RANK") or "0"))
 
     model = GPT(options.layers, options.width, options.heads, options.length)
     parameters = sum(p.numel() for p in model.parameters())
@@ -262,11 +294,17 @@ def train(peer: Plain, on_step: OnStep) -> Result:
         step_s.append(time.perf_counter() - start)
         on_step(step + 1, value, options.batch * options.length / step_s[-1])
 
+    all_losses, peaks = [losses], [memory.peak_bytes()]
+    if rank_count() > 1:
+        found: list[Any] = [None] * rank_count()
+        dist.all_gather_object(found, (losses, peaks[0]))
+        all_losses, peaks = [own for own, _ in found], [peak for _, peak in found]
+    tokens = options.batch * options.length * rank_count()
     return Result(
-        losses=losses,
+        losses=[loss for own in all_losses for loss in own],
         step_s=step_s,
-        tokens_per_s=options.batch * options.length / statistics.median(step_s[UNTIMED_STEPS:] or step_s),
-        peak_bytes=memory.peak_bytes(),
+        tokens_per_s=tokens / statistics.median(step_s[UNTIMED_STEPS:] or step_s),
+        peak_bytes=max(peaks),
         parameters=parameters,
         stats=peer.stats(),
         options={key: str(value) for key, value in asdict(options).items()},
@@ -291,7 +329,7 @@ def main() -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # also after an error, whose message is to be the last word
-    if options.out is not None:
+    if options.out is not None and ((os.environ.get("RANK") or "0") == "0" or "error" in content):
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "metrics.json").write_text(json.dumps(content, indent=1))
     return 1 if "error" in content else 0

@@ -75,7 +75,7 @@ Rows span_rows(const std::vector<SimulatedSpan>& spans) {
 
 SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const Rows& updates, const Rows& repeats,
                                const Rows& links, std::int32_t duplex_share_millionths, bool nvme_shares_host_link,
-                               bool has_exclusive_link, std::int32_t step_count_max, bool with_spans) {
+                               bool has_exclusive_link, std::int32_t step_count_max, bool with_spans, const Rows& queues) {
   const auto transfer_items = rows<SimulatedTransfer>(transfers, 6, "transfers", [](const std::int64_t* row) {
     return SimulatedTransfer{.source = tier(row[0]),
                              .target = tier(row[1]),
@@ -89,6 +89,9 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
   });
   const auto link_items = rows<SimulatedLink>(
       links, 2, "links", [](const std::int64_t* row) { return SimulatedLink{.bytes_per_s = row[0], .latency_ns = row[1]}; });
+  const auto queue_items = rows<SimulatedQueue>(queues, 2, "queues", [](const std::int64_t* row) {
+    return SimulatedQueue{.is_communication = row[0] != 0, .awaits = narrow(row[1])};
+  });
   if (link_items.size() != kLinkCount) throw std::invalid_argument("expected links with 4 rows");
   const auto repeat_items = repeat_rows(repeats);
   const SimulationInput input{.op_ns = line(op_ns, "op_ns"),
@@ -100,6 +103,7 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
                               .nvme_shares_host_link = nvme_shares_host_link,
                               .has_exclusive_link = has_exclusive_link,
                               .step_count_max = step_count_max,
+                              .queues = queue_items,
                               .with_spans = with_spans};
   const py::gil_scoped_release released;
   return simulate(input);
@@ -147,7 +151,8 @@ void bind_simulate(py::module_& module) {
       .def_property_readonly("updates", [](const SimulationResult& self) { return span_rows(self.updates); });
   module.def("simulate", &simulate_rows, py::arg("op_ns"), py::arg("transfers"), py::arg("updates"), py::arg("repeats"),
              py::arg("links"), py::arg("duplex_share_millionths"), py::arg("nvme_shares_host_link"),
-             py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"));
+             py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"),
+             py::arg("queues") = Rows(std::vector<py::ssize_t>{0, 2}));
   module.def("memory_per_op", &memory_rows, py::arg("transient_bytes"), py::arg("residencies"), py::arg("repeats"),
              py::arg("kind"), py::arg("page_bytes"), py::arg("addresses"));
 }

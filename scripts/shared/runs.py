@@ -43,6 +43,7 @@ def run(
     script: Path = SCRIPTS / "train_gpt.py",
     more: Sequence[str] = (),
     limit_s: float | None = None,
+    ranks: int = 1,
 ) -> Result:
     """Runs a script in a new process, where it can import those of `scripts`, and returns what it measured.
 
@@ -51,6 +52,7 @@ def run(
         is_quiet: keeps its messages for the error that it may end with.
         script: it takes the options, and writes a `Result` or an error to `metrics.json` in their folder.
         more: arguments that it takes besides them.
+        ranks: processes that train together, under torchrun; the first one writes the result.
         limit_s: seconds after which the process is ended; None: it may take as long as it needs.
 
     Raises:
@@ -59,7 +61,8 @@ def run(
     if options.out is None:
         raise ValueError("expected a folder for the run's results")
     options.out.mkdir(parents=True, exist_ok=True)
-    arguments = [sys.executable, str(script), *more]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    arguments = [sys.executable, *torchrun, str(script), *more]
     for field in fields(Options):
         value = getattr(options, field.name)
         if value is not None:

@@ -20,7 +20,7 @@ from tieroff.core.check.plan import check
 from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import Allocation, AllocationKind, Capabilities, HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Queue, Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.simulate.options import SimulationOptions, with_blocking_evictions, with_clean_writes
@@ -44,16 +44,18 @@ def traces(draw: st.DrawFn, *, is_large: bool) -> Trace:
         for i in range(draw(st.integers(1, 5)))
     )
     index = st.integers(0, len(tensors) - 1)
-    ops = tuple(
-        Op(
-            f"op{i}",
-            draw(durations),
-            reads=tuple(sorted(draw(st.sets(index, max_size=2)))),
-            transient_bytes=draw(st.integers(0, 20)),
-        )
-        for i in range(op_count)
-    )
-    return Trace(ops, tensors)
+    ops: list[Op] = []
+    has_communication = draw(st.booleans())
+    for i in range(op_count):
+        beside = [number for number, op in enumerate(ops) if op.queue is Queue.COMMUNICATION]
+        op = Op(f"op{i}", draw(durations), reads=tuple(sorted(draw(st.sets(index, max_size=2)))))
+        if has_communication and draw(st.booleans()):
+            op = replace(op, queue=Queue.COMMUNICATION)
+        else:
+            awaits = draw(st.sampled_from([-1, *beside]))
+            op = replace(op, transient_bytes=draw(st.integers(0, 20)), awaits=awaits)
+        ops.append(op)
+    return Trace(tuple(ops), tensors)
 
 
 @st.composite
@@ -194,7 +196,7 @@ def test_a_step_is_its_compute_recompute_and_stalls(
     own_ns = timeline.compute_ns + timeline.recompute_ns
     on_cpu = {update.op for update in plan.host_updates}
     ops = trace.ops
-    assert timeline.compute_ns == sum(op.duration_ns for i, op in enumerate(ops) if i not in on_cpu)
+    assert timeline.compute_ns == sum(ns for i, ns in enumerate(trace.compute_ns) if i not in on_cpu)
     assert timeline.recompute_ns == sum(ops[r.op].duration_ns for r in plan.repeats if r.op not in on_cpu)
     assert timeline.step_ns >= own_ns
     assert timeline.first_step_ns >= own_ns

@@ -5,7 +5,9 @@ A tensor is required at every op that reads or writes it and in every interval o
 its list of required intervals on the line [0, n]. One that is not persistent lives from the first to the last of
 them, or on to its `lives_until`, with a last gap that no use ends. A persistent one lives on the whole ring, so it has
 one more gap, which wraps from the last required interval round to the first (its `stop` is then counted from this
-step's start: above n). A tensor that nothing requires is taken to be on the device for the whole step.
+step's start: above n). A tensor that nothing requires is taken to be on the device for the whole step. Communication
+requires what it touches until it is awaited, and writes it once more at the last op before that: what it wrote cannot be
+copied sooner.
 """
 
 from __future__ import annotations
@@ -116,13 +118,18 @@ def derive_lifetimes(trace: Trace, known: Sequence[Lifetime | None] = ()) -> tup
     for index, (tensor_, life) in enumerate(zip(trace.tensors, found, strict=True)):
         if life is None:
             uses[index], writes[index] = list(tensor_.holds), []
+    done_at = trace.done_at
     for index, op in enumerate(trace.ops):
         for tensor in (*op.reads, *op.writes):
             if tensor in uses:
-                uses[tensor].append((index, index + 1))
+                uses[tensor].append((index, done_at[index]))
         for tensor in op.writes:
             if tensor in writes and (not writes[tensor] or writes[tensor][-1] != index):
                 writes[tensor].append(index)
+    for index in trace.communication:
+        for tensor in trace.ops[index].writes:
+            if tensor in writes:
+                writes[tensor] = sorted({*writes[tensor], done_at[index] - 1})
     return tuple(
         _lifetime(index, tensor_, uses[index], writes[index], op_count) if life is None else life
         for index, (tensor_, life) in enumerate(zip(trace.tensors, found, strict=True))

@@ -10,7 +10,7 @@ from tieroff.core.tensor import Tier
 
 @dataclass(frozen=True, slots=True)
 class OpSpan:
-    """Compute of one op, in ns from the start of the step."""
+    """One op in its queue, in ns from the start of the step."""
 
     start_ns: int
     stop_ns: int
@@ -45,9 +45,10 @@ class TransferSpan:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A wait before op `op` (n: at the end of the step) for one transfer, or for the CPU's update of op `update`.
+    """A wait before op `op` (n: at the end of the step) for a transfer, the CPU's update of op `update` or communication.
 
-    Of all that is awaited at once it names the one that ends last. One of an update has tensor -1 and both tiers HOST.
+    Of all that is awaited at once it names the one that ends last. One of an update has tensor -1 and both tiers HOST; one of
+    communication, which is the op `communication`, has tensor -1 and both tiers DEVICE.
     """
 
     op: int
@@ -57,10 +58,13 @@ class Stall:
     target: Tier
     first_byte: int = 0
     update: int = -1
+    communication: int = -1
 
     @property
     def link(self) -> str:
-        """One of d2h, h2d, nvme_write, nvme_read; cpu for an update."""
+        """One of d2h, h2d, nvme_write, nvme_read; cpu for an update, peers for communication."""
+        if self.communication >= 0:
+            return "peers"
         return "cpu" if self.update >= 0 else LINK_NAMES[self.source, self.target]
 
 
@@ -78,6 +82,7 @@ class Timeline:
         host_updates: updates by the CPU that were issued in the step, in order.
         recompute_ns: what recompute took of the step: repeats, and ops that run modules again.
         first_step_ns: predicted time of the first step, which waits for nothing from a step before it; 0 if unknown.
+        communication: of `ops`, those of communication, whose spans lie beside those of compute.
         cycle: steps after which the state at a step's end repeats; 0: it did not within the steps that were simulated,
             and all values are those of the last of them.
     """
@@ -92,6 +97,7 @@ class Timeline:
     recompute_ns: int = 0
     first_step_ns: int = 0
     cycle: int = 1
+    communication: tuple[int, ...] = ()
 
     @property
     def is_periodic(self) -> bool:
@@ -100,12 +106,13 @@ class Timeline:
 
     @property
     def compute_ns(self) -> int:
-        """Sum of the op spans."""
-        return sum(op.stop_ns - op.start_ns for op in self.ops)
+        """Sum of the spans of compute."""
+        beside = set(self.communication)
+        return sum(op.stop_ns - op.start_ns for index, op in enumerate(self.ops) if index not in beside)
 
     @property
     def stall_ns(self) -> int:
-        """Sum of the stalls."""
+        """Sum of the stalls, waits for communication among them."""
         return sum(stall.duration_ns for stall in self.stalls)
 
     @property

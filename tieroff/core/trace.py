@@ -1,17 +1,37 @@
-"""A Trace: one training step as a cyclic sequence of ops."""
+"""A Trace: one training step as a cyclic sequence of ops.
+
+[Note: two queues]
+An op runs in one of two queues, compute or communication, each of which takes its ops one at a time in their order. An op
+of communication begins when compute has come to its place in the row and the op before it in its own queue has ended; the
+row goes on at once. An op of compute with `awaits` first waits for that op, and so for all of communication before it. At
+the end of the step compute waits for all that is left: nothing is under way from one step to the next.
+
+An op of communication therefore takes the stretch of the row from its own place to the op that awaits it
+(`Trace.done_at`). What it touches is on the device for all of it, what it writes is there from `done_at` on, and no op of
+compute in it writes what it touches or reads what it writes. Its buffers are tensors like others, so that bytes on the
+device depend on the row alone: it has no transient bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 
 from tieroff.core.lifetime import Lifetime, derive_lifetimes
 from tieroff.core.tensor import Tensor
 from tieroff.errors import CaptureError
+
+
+class Queue(StrEnum):
+    """Where an op runs; see [Note: two queues]."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +47,8 @@ class Op:
         module: dotted path of the module it ran in, or "".
         made_by: for people, the call that made the largest part of `transient_bytes`, and where it is; "" if unknown. Not part
             of a trace's structure.
+        queue: where it runs; see [Note: two queues].
+        awaits: index of the op of communication that must have ended before this one begins; -1 for none.
     """
 
     name: str
@@ -37,6 +59,8 @@ class Op:
     phase: str = ""
     module: str = ""
     made_by: str = ""
+    queue: Queue = Queue.COMPUTE
+    awaits: int = -1
 
 
 @dataclass(frozen=True)
@@ -67,12 +91,55 @@ class Trace:
                 for t in self.tensors
             ],
         ]
+        if self.communication:
+            content.append([(op.queue.value, op.awaits) for op in self.ops])
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:32]
 
     @cached_property
     def ideal_ns(self) -> int:
-        """Sum of the op durations: the step with nothing to wait for."""
-        return sum(op.duration_ns for op in self.ops)
+        """The step with nothing moved: the sum of the op durations, with communication beside compute where there is some."""
+        return self.starts_ns[-1]
+
+    @cached_property
+    def communication(self) -> tuple[int, ...]:
+        """The ops of communication."""
+        return tuple(index for index, op in enumerate(self.ops) if op.queue is Queue.COMMUNICATION)
+
+    @cached_property
+    def compute_ns(self) -> tuple[int, ...]:
+        """The time that each op takes of the row: its duration, or nothing for communication."""
+        return tuple(op.duration_ns if op.queue is Queue.COMPUTE else 0 for op in self.ops)
+
+    @cached_property
+    def starts_ns(self) -> tuple[int, ...]:
+        """When compute comes to each op with nothing moved, after the waits for communication, and the step's end."""
+        if not self.communication:
+            return (0, *itertools.accumulate(op.duration_ns for op in self.ops))
+        now_ns = free_ns = 0
+        starts, ends = [], [0] * len(self.ops)
+        for index, op in enumerate(self.ops):
+            if op.awaits >= 0:
+                now_ns = max(now_ns, ends[op.awaits])
+            starts.append(now_ns)
+            if op.queue is Queue.COMMUNICATION:
+                ends[index] = free_ns = max(now_ns, free_ns) + op.duration_ns
+            else:
+                now_ns += op.duration_ns
+        return (*starts, max(now_ns, free_ns))
+
+    @cached_property
+    def done_at(self) -> tuple[int, ...]:
+        """The tick from which each op is known to have ended: the next one, or that of the first wait for communication."""
+        found = list(range(1, len(self.ops) + 1))
+        open_ops: list[int] = []
+        for index, op in enumerate(self.ops):
+            while open_ops and open_ops[0] <= op.awaits:
+                found[open_ops.pop(0)] = index
+            if op.queue is Queue.COMMUNICATION:
+                open_ops.append(index)
+        for index in open_ops:
+            found[index] = len(self.ops)
+        return tuple(found)
 
     @cached_property
     def recompute_ops(self) -> tuple[int, ...]:
@@ -122,6 +189,30 @@ class Trace:
         return trace
 
 
+def with_waits(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """Returns the ops with a wait for communication at each op of compute that needs one for its data, and no others.
+
+    That is the first that reads what communication writes, or writes what it touches; see [Note: two queues].
+    """
+    found: list[Op] = []
+    open_ops: list[int] = []
+    for index, op in enumerate(ops):
+        if op.queue is Queue.COMMUNICATION:
+            open_ops.append(index)
+        else:
+            met = [number for number in open_ops if _conflict(op, found[number])]
+            op = replace(op, awaits=met[-1] if met else -1)
+            open_ops = [number for number in open_ops if number > op.awaits]
+        found.append(op)
+    return tuple(found)
+
+
+def _conflict(op: Op, communication: Op) -> bool:
+    """True when an op writes what communication touches, or reads what that writes."""
+    touched = {*communication.reads, *communication.writes}
+    return not touched.isdisjoint(op.writes) or not set(communication.writes).isdisjoint(op.reads)
+
+
 def validate(trace: Trace, where: str = "trace") -> None:
     """Returns when a trace is sound in itself; linear in its uses and holds.
 
@@ -141,6 +232,7 @@ def validate(trace: Trace, where: str = "trace") -> None:
         for used in (*op.reads, *op.writes):
             if not 0 <= used < tensor_count:
                 raise CaptureError(f"{at}: expected tensors 0 to {tensor_count - 1}, got {used}")
+    _validate_queues(trace, where)
     names: set[str] = set()
     for index, tensor in enumerate(trace.tensors):
         at = f"{where}: tensors[{index}] ({tensor.name})"
@@ -161,6 +253,33 @@ def validate(trace: Trace, where: str = "trace") -> None:
                 )
             end = stop
     _validate_owners(trace, where)
+
+
+def _validate_queues(trace: Trace, where: str) -> None:
+    """Checks what [Note: two queues] asks of waits and of ops beside communication."""
+    for index, op in enumerate(trace.ops):
+        at = f"{where}: ops[{index}] ({op.name})"
+        is_compute = op.queue is Queue.COMPUTE
+        if op.awaits >= index or op.awaits < -1 or (op.awaits >= 0 and trace.ops[op.awaits].queue is Queue.COMPUTE):
+            raise CaptureError(f"{at}: expected awaits to be -1 or an op of communication before it, got {op.awaits}")
+        if not is_compute and (op.awaits >= 0 or op.transient_bytes):
+            raise CaptureError(
+                f"{at}: expected communication that awaits nothing and has its buffers as tensors, got awaits = {op.awaits} "
+                f"and transient_bytes = {op.transient_bytes}"
+            )
+    reading: dict[int, int] = {}
+    writing: dict[int, int] = {}
+    for index, op in enumerate(trace.ops if trace.communication else ()):
+        if op.queue is Queue.COMMUNICATION:
+            reading.update((tensor, trace.done_at[index]) for tensor in (*op.reads, *op.writes))
+            writing.update((tensor, trace.done_at[index]) for tensor in op.writes)
+            continue
+        for tensor, busy in (*((t, writing) for t in op.reads), *((t, reading) for t in op.writes)):
+            if busy.get(tensor, 0) > index:
+                raise CaptureError(
+                    f"{where}: ops[{index}] ({op.name}): expected it to await the communication that touches tensor {tensor} "
+                    f"({trace.tensors[tensor].name}), which is awaited at op {busy[tensor]} only"
+                )
 
 
 def _validate_owners(trace: Trace, where: str) -> None:

@@ -49,7 +49,12 @@ class LayerRun:
 
 
 def layer_runs(trace: Trace) -> list[LayerRun]:
-    """Returns the forwards of layers that the trace names, in order; only of those that save something."""
+    """Returns the forwards of layers that the trace names, in order; only of those that save something.
+
+    None in a step with communication: a layer that runs again would have to communicate again.
+    """
+    if trace.communication:
+        return []
     runs: list[LayerRun] = []
     reads: list[list[int]] = [[] for _ in trace.tensors]
     for index, op in enumerate(trace.ops):

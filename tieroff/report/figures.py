@@ -30,6 +30,7 @@ COLORS = {
     "nvme_write": "#e65100",
     "nvme_read": "#ffb300",
     "cpu": "#2e7d32",
+    "peers": "#8e24aa",
 }
 """Of phases and links; a stall has the colour of the link that it waits for."""
 _CAUSES = tuple(COLORS)
@@ -42,6 +43,7 @@ WORDS = {
     "nvme_write": "NVMe write",
     "nvme_read": "NVMe read",
     "cpu": "CPU updates",
+    "peers": "communication",
 }
 
 SPANS_MAX = 4000

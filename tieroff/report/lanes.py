@@ -12,8 +12,8 @@ from tieroff.core.timeline import Stall, Timeline
 from tieroff.core.trace import Trace
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
-LANES = ("compute", "stalls", "d2h", "h2d", "nvme_write", "nvme_read", "cpu")
-"""In the order in which they are shown; the names of links are those of `core.machine`."""
+LANES = ("compute", "stalls", "peers", "d2h", "h2d", "nvme_write", "nvme_read", "cpu")
+"""In the order in which they are shown; the names of links are those of `core.machine`, peers is communication."""
 
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -44,18 +44,21 @@ class Span:
 def spans_of(timeline: Timeline, ring: Trace) -> list[Span]:
     """Returns all spans of a timeline, lane by lane, each in order of start; `ring` is the trace of the plan's ops."""
     return [
-        *sorted((*_compute(timeline, ring), *_repeats(timeline, ring)), key=lambda span: span.start_ns),
+        *sorted((*_ops(timeline, ring, "compute"), *_repeats(timeline, ring)), key=lambda span: span.start_ns),
         *_stalls(timeline, ring),
+        *_ops(timeline, ring, "peers"),
         *sorted(_transfers(timeline, ring), key=lambda span: (LANES.index(span.lane), span.start_ns)),
         *(Span("cpu", "cpu", run.start_ns, run.stop_ns, ring.ops[run.op].name) for run in timeline.host_updates),
     ]
 
 
-def _compute(timeline: Timeline, ring: Trace) -> Iterator[Span]:
+def _ops(timeline: Timeline, ring: Trace, lane: str) -> Iterator[Span]:
+    """Yields the ops of one queue: communication is the lane of peers."""
+    beside = set(timeline.communication)
     for index, (span, op, words) in enumerate(zip(timeline.ops, ring.ops, op_words(ring), strict=False)):
-        if span.stop_ns > span.start_ns:
-            phase = op.phase if op.phase in _PHASES else "other"
-            yield Span("compute", phase, span.start_ns, span.stop_ns, words, f"op {index}")
+        if span.stop_ns > span.start_ns and (index in beside) == (lane == "peers"):
+            cause = lane if lane == "peers" else op.phase if op.phase in _PHASES else "other"
+            yield Span(lane, cause, span.start_ns, span.stop_ns, words, f"op {index}")
 
 
 def _repeats(timeline: Timeline, ring: Trace) -> Iterator[Span]:
@@ -70,9 +73,13 @@ def _transfers(timeline: Timeline, ring: Trace) -> Iterator[Span]:
 
 
 def _stalls(timeline: Timeline, ring: Trace) -> Iterator[Span]:
-    """Stalls of an op lie one after the other, from the end of the op before it."""
+    """Stalls of an op lie one after the other, from the end of the compute before it."""
+    beside = set(timeline.communication)
+    ends_ns = [0, *itertools.accumulate((0 if i in beside else op.stop_ns for i, op in enumerate(timeline.ops)), max)]
+    at_ns = 0
     for op, stalls in itertools.groupby(sorted(timeline.stalls, key=lambda stall: stall.op), key=lambda stall: stall.op):
-        at_ns = timeline.ops[op - 1].stop_ns if 0 < op <= len(timeline.ops) else 0
+        end_ns = ends_ns[op] if op < len(ends_ns) else 0
+        at_ns = max(at_ns, end_ns) if beside else end_ns  # between two ops of communication there is no compute
         for stall in stalls:
             before = ring.ops[op].name if op < len(ring.ops) else "the end of the step"
             yield Span(
@@ -88,8 +95,8 @@ def _stalls(timeline: Timeline, ring: Trace) -> Iterator[Span]:
 
 def awaited(stall: Stall, ring: Trace) -> str:
     """Returns the name of what a stall waits for."""
-    if stall.update >= 0:
-        return ring.ops[stall.update].name
+    if stall.update >= 0 or stall.communication >= 0:
+        return ring.ops[max(stall.update, stall.communication)].name
     return ring.tensors[stall.tensor].shown if stall.tensor >= 0 else "a tensor outside the trace"
 
 

@@ -19,7 +19,7 @@ template <class Links>
 class Run {
  public:
   Run(const SimulationInput& in, const Program& program, const Rates& rates)
-      : in_(in), program_(program), jobs_(2 * program.items.size()), links_(program, rates, jobs_) {}
+      : in_(in), program_(program), jobs_(2 * program.items.size()), links_(program, rates, jobs_), ends_ns_(in.queues.size()) {}
 
   SimulationResult simulate() {
     std::vector<std::int64_t> ends_ns{0};
@@ -61,6 +61,7 @@ class Run {
       now_ns_ += duration_ns;
     };
     for (std::size_t tick = 0; tick <= in_.op_ns.size(); ++tick) {
+      await_communication(tick, result.stalls);
       issue(round, program_.issue_first.at(tick));
       await(round, tick, program_.await_first.at(tick), result.stalls);
       issue(round, program_.issue.at(tick));
@@ -70,9 +71,30 @@ class Run {
         result.recompute_ns += in_.op_ns[op];
         compute(index, in_.op_ns[op], result.repeats);
       }
-      if (tick < in_.op_ns.size()) compute(static_cast<std::int32_t>(tick), in_.op_ns[tick], result.ops);
+      if (tick < in_.queues.size() && in_.queues[tick].is_communication) {
+        const std::int64_t start_ns = std::max(now_ns_, peers_free_ns_);
+        peers_free_ns_ = ends_ns_[tick] = start_ns + in_.op_ns[tick];
+        if (in_.with_spans) {
+          result.ops.push_back({static_cast<std::int32_t>(tick), start_ns - begin_ns, peers_free_ns_ - begin_ns});
+        }
+      } else if (tick < in_.op_ns.size()) {
+        compute(static_cast<std::int32_t>(tick), in_.op_ns[tick], result.ops);
+      }
     }
     links_.advance(now_ns_);
+  }
+
+  // At the end of the ring all communication is awaited, so that none is under way from one round to the next.
+  void await_communication(std::size_t tick, std::vector<SimulatedStall>& stalls) {
+    std::int64_t until_ns = now_ns_;
+    if (tick == in_.queues.size()) {
+      until_ns = std::max(until_ns, peers_free_ns_);
+    } else if (tick < in_.queues.size() && in_.queues[tick].awaits >= 0) {
+      until_ns = std::max(until_ns, ends_ns_[static_cast<std::size_t>(in_.queues[tick].awaits)]);
+    }
+    if (until_ns == now_ns_) return;
+    stalls.push_back({static_cast<std::int32_t>(tick), until_ns - now_ns_, -1});
+    now_ns_ = until_ns;
   }
 
   [[nodiscard]] static std::uint32_t slot_of(std::int32_t item, std::size_t round) {
@@ -137,6 +159,8 @@ class Run {
   std::vector<Job> jobs_;
   Links links_;
   Lane cpu_;
+  std::vector<std::int64_t> ends_ns_;  // per op, of communication in this round
+  std::int64_t peers_free_ns_ = 0;     // when the queue of communication has ended all it has
   std::int64_t now_ns_ = 0;
 };
 

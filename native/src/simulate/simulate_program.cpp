@@ -52,6 +52,13 @@ void check(const SimulationInput& in) {
     return 0 <= issue && issue <= n && issue <= ready && ready <= issue + n;
   };
   for (std::size_t i = 0; i < in.op_ns.size(); ++i) require(in.op_ns[i] >= 0, "a duration >= 0", "op", i);
+  require(in.queues.empty() || in.queues.size() == in.op_ns.size(), "a queue for each op or for none", "input", 0);
+  for (std::size_t i = 0; i < in.queues.size(); ++i) {
+    const std::int32_t awaits = in.queues[i].awaits;
+    const bool is_before = -1 <= awaits && awaits < static_cast<std::int32_t>(i);
+    require(is_before && (awaits < 0 || in.queues[static_cast<std::size_t>(awaits)].is_communication),
+            "awaits of -1 or an op of communication before it", "op", i);
+  }
   for (std::size_t i = 0; i < in.transfers.size(); ++i) {
     const auto& t = in.transfers[i];
     require(is_window(t.issue_at, t.ready_by), "0 <= issue_at <= n and issue_at <= ready_by <= issue_at + n", "transfer", i);

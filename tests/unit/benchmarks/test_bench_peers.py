@@ -348,7 +348,7 @@ def test_updates_in_backward_are_compared_where_nothing_is_clipped() -> None:
     clipped, _ = bench_peers.parse_arguments([])
     free, options = bench_peers.parse_arguments(["--clip", "0"])
     assert peers.IN_BACKWARD not in clipped.peers
-    assert free.peers == list(peers.PEERS)
+    assert free.peers == [peer for peer in peers.PEERS if peer not in ("fsdp2-plain", "tieroff-fsdp2")]
     assert options.clip == 0.0
 
 
@@ -405,3 +405,31 @@ def test_processes_give_complete_rows_with_equal_losses(tmp_path: Path, monkeypa
         assert row["peak_bytes"] > 0
     assert rows["tieroff 50%"]["budget_bytes"] < rows["plain"]["peak_bytes"]
     assert rows["plain"]["moved_bytes"] is None
+
+
+def test_ranks_have_the_ways_of_shards_and_fsdp2_to_compare_with() -> None:
+    arguments, _ = bench_peers.parse_arguments(["--ranks", "2", "--budget", "50%"])
+    rows = bench_peers.make_rows(arguments.peers, arguments.budget, peers.SHARDED[0])
+    names = ["fsdp2-plain", "fsdp2", "deepspeed-cpu", "deepspeed-nvme", "tieroff-fsdp2 50%"]
+    assert [row.name for row in rows] == names
+    alone, _ = bench_peers.parse_arguments([])
+    assert {"fsdp2-plain", "tieroff-fsdp2"}.isdisjoint(alone.peers)
+
+
+@pytest.mark.parametrize("given", [["--ranks", "0"], ["--ranks", "2", "--peers", "checkpoint"], ["--peers", "tieroff-fsdp2"]])
+def test_ways_that_so_many_ranks_cannot_train_in_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_peers.parse_arguments(given)
+    assert "expected" in capsys.readouterr().err
+
+
+def test_two_ranks_train_alike_with_shards_in_the_tiers(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    given = ["--ranks", "2", *TINY_ARGUMENTS, "--peers", "fsdp2-plain", "tieroff-fsdp2", "--budget", "4GiB"]
+    assert bench_peers.main([*given, "--nvme-dir", str(tmp_path), "--json", str(found)]) == 0
+    document = json.loads(found.read_text())
+    assert document["ranks"] == 2
+    assert [(row["peer"], row["status"], row["losses_equal"]) for row in document["rows"]] == [
+        ("fsdp2-plain", "ok", True),
+        ("tieroff-fsdp2 4.00 GiB", "ok", True),
+    ]

@@ -28,7 +28,7 @@ from tieroff.core.plan import (
     Transfer,
 )
 from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Queue, Trace
 from tieroff.errors import InvalidPlanError
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -592,3 +592,65 @@ def test_lost_data_counts_life_after_the_last_use() -> None:
     with pytest.raises(InvalidPlanError) as caught:
         check(plan, early)
     assert caught.value.rule == "lost_data"
+
+
+_REDUCED = Trace(
+    ops=(
+        Op("backward", 10, (), (0,)),
+        Op("reduce", 10, (0,), (1,), queue=Queue.COMMUNICATION),
+        Op("beside", 10),
+        Op("after", 10, awaits=1),
+        Op("update", 10, (1,), (2,), phase="optimizer"),
+    ),
+    tensors=(
+        Tensor("gradient", 8, TensorClass.ACTIVATION),
+        Tensor("reduced", 4, TensorClass.GRADIENT),
+        Tensor("weights", 4, TensorClass.PARAMETER, is_persistent=True),
+    ),
+)
+
+
+def _reduced_plan(gradient_until: int, copy_at: int, **more: Any) -> Plan:
+    """The reduced gradient goes out at a tick and comes back for the update."""
+    residencies = (
+        Residency(0, Tier.DEVICE, 0, gradient_until),
+        Residency(1, Tier.DEVICE, 1, copy_at + 1),
+        Residency(1, Tier.HOST, copy_at, 5),
+        Residency(1, Tier.DEVICE, 4, 5),
+        Residency(2, Tier.DEVICE, 0, 5),
+    )
+    moves = (Transfer(1, Tier.DEVICE, Tier.HOST, copy_at, copy_at + 1, 0), Transfer(1, Tier.HOST, Tier.DEVICE, 4, 4, 0))
+    used = [sum(size for r, size in zip(residencies, (8, 4, 4, 4, 4), strict=True) if _on_device(r, op)) for op in range(5)]
+    peaks = {Tier.DEVICE: max(used), Tier.HOST: 4}
+    return Plan("hand", _REDUCED.digest, 5, {Tier.DEVICE: 100, Tier.HOST: 100}, peaks, residencies, moves, **more)
+
+
+def _on_device(residency: Residency, op: int) -> bool:
+    return residency.tier is Tier.DEVICE and residency.start <= op < residency.stop
+
+
+def test_what_communication_writes_is_copied_once_it_is_awaited() -> None:
+    check(_reduced_plan(gradient_until=3, copy_at=3), _REDUCED, IDEAL_EXECUTOR)
+    with pytest.raises(InvalidPlanError, match="required: tensor 1"):
+        check(_reduced_plan(gradient_until=3, copy_at=1), _REDUCED, IDEAL_EXECUTOR)
+
+
+def test_copy_made_while_communication_writes_is_of_no_use() -> None:
+    plan = _reduced_plan(gradient_until=3, copy_at=2)
+    with pytest.raises(InvalidPlanError) as refused:
+        check(plan, _REDUCED, IDEAL_EXECUTOR)
+    assert refused.value.rule == "stale_copy"
+
+
+def test_what_communication_reads_stays_until_it_is_awaited() -> None:
+    with pytest.raises(InvalidPlanError, match=r"required: tensor 0 .gradient. is required at op 2"):
+        check(_reduced_plan(gradient_until=2, copy_at=3), _REDUCED, IDEAL_EXECUTOR)
+
+
+def test_communication_is_neither_repeated_nor_run_by_the_host() -> None:
+    with pytest.raises(InvalidPlanError, match="repeat: expected an op of compute"):
+        check(_reduced_plan(gradient_until=3, copy_at=3, repeats=(Repeat(1, 3),)), _REDUCED, IDEAL_EXECUTOR)
+    ops = (*_REDUCED.ops[:1], replace(_REDUCED.ops[1], phase="optimizer"), *_REDUCED.ops[2:])
+    plan = _reduced_plan(gradient_until=3, copy_at=3, host_updates=(HostUpdate(1, 1, 2, 5),))
+    with pytest.raises(InvalidPlanError, match="host_update: expected an op of compute"):
+        check(plan, replace(_REDUCED, ops=ops), IDEAL_EXECUTOR)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tieroff.core.io.json_files import load_trace_json, save_trace
 from tieroff.core.tensor import Tensor, TensorClass
-from tieroff.core.trace import Op, Trace, validate
+from tieroff.core.trace import Op, Queue, Trace, validate, with_waits
 from tieroff.errors import CaptureError
 
 _TRACE = Trace(
@@ -70,3 +72,74 @@ def test_owners_that_own_each_other_are_refused_however_long_the_chain() -> None
     tail = (replace(tensors[0], owner=2), *tensors[1:])
     with pytest.raises(CaptureError, match="without a cycle"):
         validate(Trace((Op("a", 1),), tail))
+
+
+def _communicating(*changes: tuple[int, dict[str, object]]) -> Trace:
+    """Gathers weights beside a product, which the second product needs; the last op waits for the reduced gradient."""
+    tensors = (
+        Tensor("shard", 2, TensorClass.PARAMETER, is_persistent=True),
+        Tensor("weights", 4, TensorClass.ACTIVATION),
+        Tensor("gradient", 4, TensorClass.ACTIVATION),
+        Tensor("reduced", 2, TensorClass.GRADIENT),
+    )
+    ops = [
+        Op("gather", 30, (0,), (1,), queue=Queue.COMMUNICATION),
+        Op("first", 20),
+        Op("second", 10, (1,), (2,), awaits=0),
+        Op("reduce", 50, (2,), (3,), queue=Queue.COMMUNICATION),
+        Op("third", 5),
+        Op("update", 5, (3, 0), (0,), awaits=3),
+    ]
+    for index, change in changes:
+        ops[index] = replace(ops[index], **change)  # type: ignore[arg-type]
+    return Trace(tuple(ops), tensors, name="net")
+
+
+def test_communication_runs_beside_compute_until_it_is_awaited() -> None:
+    trace = _communicating()
+    validate(trace)
+    assert trace.starts_ns == (0, 0, 30, 40, 40, 90, 95)
+    assert (trace.ideal_ns, sum(trace.compute_ns)) == (95, 40)
+    assert trace.done_at == (2, 2, 3, 5, 5, 6)
+    assert [life.required for life in trace.lifetimes] == [((0, 2), (5, 6)), ((0, 3),), ((2, 5),), ((3, 6),)]
+    assert trace.lifetimes[3].writes == (3, 4)
+
+
+def test_communication_that_nothing_awaits_ends_with_the_step() -> None:
+    trace = _communicating((5, {"reads": (0,), "awaits": -1}))
+    validate(trace)
+    assert trace.ideal_ns == 90 and trace.done_at[3] == 6
+
+
+def test_queues_are_part_of_the_structure_and_survive_a_file(tmp_path: Path) -> None:
+    trace = _communicating()
+    save_trace(trace, tmp_path / "trace.json")
+    assert load_trace_json(tmp_path / "trace.json") == trace
+    assert trace.digest != _communicating((4, {"awaits": 0})).digest
+    plain = replace(trace, ops=tuple(replace(op, queue=Queue.COMPUTE, awaits=-1) for op in trace.ops))
+    assert (
+        plain.digest == "fbe62bf3ff9ace491c745bf95eab281b"
+    )  # of a trace without communication, as before there was a second queue
+
+
+def test_waits_are_found_where_data_needs_them() -> None:
+    trace = _communicating()
+    assert with_waits(replace(op, awaits=-1) for op in trace.ops) == trace.ops
+    written = _communicating((4, {"writes": (2,)}))
+    assert [op.awaits for op in with_waits(written.ops)] == [-1, -1, 0, -1, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ((1, {"awaits": 2}), r"ops\[1\] \(first\): expected awaits to be -1 or an op of communication before it, got 2"),
+        ((5, {"awaits": 4}), r"ops\[5\] \(update\): expected awaits .* got 4"),
+        ((3, {"awaits": 0}), r"ops\[3\] \(reduce\): expected communication that awaits nothing"),
+        ((3, {"transient_bytes": 1}), r"ops\[3\] \(reduce\): expected communication .* transient_bytes = 1"),
+        ((1, {"reads": (1,)}), r"ops\[1\] \(first\): .* touches tensor 1 \(weights\), which is awaited at op 2 only"),
+        ((4, {"writes": (2,)}), r"ops\[4\] \(third\): .* touches tensor 2 \(gradient\), which is awaited at op 5 only"),
+    ],
+)
+def test_waits_that_data_contradicts_are_refused(change: tuple[int, dict[str, object]], part: str) -> None:
+    with pytest.raises(CaptureError, match=part):
+        validate(_communicating(change), "net.json")

@@ -16,7 +16,7 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import Allocation, AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.timeline import RunSpan, Stall, Timeline, TransferSpan
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Queue, Trace
 from tieroff.errors import ConfigError, InvalidPlanError, TraceMismatchError
 from tieroff.planner.simulate import simulator as fast
 from tieroff.planner.simulate.options import SimulationOptions, with_blocking_evictions, with_clean_writes
@@ -348,6 +348,29 @@ def test_memory_counts_the_most_transient_bytes_of_an_op_and_its_repeats(
     assert memory_per_op(plan, trace)[DEVICE] == (9, 7, 9, 8)
 
 
+def test_communication_runs_beside_compute_and_a_wait_for_it_is_a_stall(simulate: Simulate) -> None:
+    """The gather ends 150 ns after the step began, the reduction waits for its queue, and the copy for the reduction."""
+    tensors = (Tensor("reduced", 60, TensorClass.GRADIENT, is_persistent=True),)
+    ops = (
+        Op("gather", 150, queue=Queue.COMMUNICATION),
+        Op("reduce", 70, (), (0,), queue=Queue.COMMUNICATION),
+        Op("first", 100),
+        Op("second", 10, awaits=0),
+        Op("third", 10),
+    )
+    trace = Trace(ops, tensors)
+    plan = _plan(trace, Transfer(0, DEVICE, HOST, 5, 5, 0))
+    timeline = simulate(plan, trace, Machine(d2h_bytes_per_s=_GB))
+    assert [(op.start_ns, op.stop_ns) for op in timeline.ops] == [(0, 150), (150, 220), (0, 100), (150, 160), (160, 170)]
+    assert timeline.stalls == (
+        Stall(3, 50, -1, DEVICE, DEVICE, communication=0),
+        Stall(5, 50, -1, DEVICE, DEVICE, communication=1),
+        Stall(5, 60, 0, DEVICE, HOST),
+    )
+    assert (timeline.step_ns, timeline.compute_ns, timeline.stall_ns) == (280, 120, 160)
+    assert [stall.link for stall in timeline.stalls] == ["peers", "peers", "d2h"]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -394,6 +417,8 @@ def test_native_simulator_refuses_arrays_that_say_nothing() -> None:
         ({"transfers": np.array([[0, 1, 0, 1, 0, 5]]), "links": np.zeros((4, 2), np.int64)}, "a bandwidth > 0"),
         ({"updates": np.array([[0, 1, -1]])}, "which update 0 breaks"),
         ({"repeats": np.array([[0, 2]])}, "which repeat 0 breaks"),
+        ({"queues": np.array([[0, -1]])}, "a queue for each op or for none"),
+        ({"queues": np.array([[0, -1], [0, 0]])}, "an op of communication before it, which op 1 breaks"),
         ({"step_count_max": 0}, "step_count_max"),
     ):
         with pytest.raises(ValueError, match=told):

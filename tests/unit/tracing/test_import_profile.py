@@ -59,7 +59,7 @@ def program() -> list[Document]:
     ]
 
 
-def events(nodes: list[Document], streams: dict[int, int] | None = None) -> list[Document]:
+def events(nodes: list[Document], streams: dict[int, int] | None = None, kernel: str = "k") -> list[Document]:
     """Each operator takes 10 us on the host, and its work 3 us on the GPU, 100 us later, one after the other."""
     found: list[Document] = []
     for position, entry in enumerate(nodes):
@@ -73,7 +73,7 @@ def events(nodes: list[Document], streams: dict[int, int] | None = None) -> list
         found.append({"ph": "X", "cat": category, "name": entry["name"], "tid": 7, "ts": ts, "dur": span, "args": args})
         if not is_range:
             work = {"External id": number, "correlation": number, "stream": (streams or {}).get(number, 5)}
-            found.append({"ph": "X", "cat": "kernel", "name": "k", "tid": 5, "ts": ts + 100, "dur": 3.25, "args": work})
+            found.append({"ph": "X", "cat": "kernel", "name": kernel, "tid": 5, "ts": ts + 100, "dur": 3.25, "args": work})
     return found
 
 
@@ -123,6 +123,23 @@ def test_work_on_another_stream_takes_no_time_of_the_row_and_holds_its_tensors(t
     assert [op.duration_ns for op in trace.ops] == [0, 3250, 3250, 3250, 3250]
     assert trace.meta["beside_ns"] == "25000"
     assert {t.name: t.holds for t in trace.tensors}["storage 30.1"] == ((0, 3),)
+
+
+def test_collectives_run_beside_the_row_until_what_they_write_is_used(tmp_path: Path) -> None:
+    found = events(program(), streams={6: 9}, kernel="ncclDevKernel_AllReduce_Sum_f32")
+    trace = load_profile(*write(tmp_path, {"traceEvents": found}, {"nodes": program()}))
+    assert [op.queue.value for op in trace.ops] == ["compute"] * 3 + ["communication", "compute"]
+    assert [op.duration_ns for op in trace.ops] == [3250] * 5
+    assert [op.awaits for op in trace.ops] == [-1, -1, -1, -1, 3]
+    assert trace.ideal_ns == 5 * 3250  # nothing computes beside it
+
+
+def test_collective_that_nothing_uses_is_awaited_at_the_end(tmp_path: Path) -> None:
+    nodes = program()[:6]
+    found = events(nodes, streams={6: 9}, kernel="ncclDevKernel_AllReduce_Sum_f32")
+    trace = load_profile(*write(tmp_path, {"traceEvents": found}, {"nodes": nodes}))
+    assert trace.communication and all(op.awaits < 0 for op in trace.ops)
+    assert trace.done_at[trace.communication[0]] == len(trace.ops)
 
 
 def test_what_an_operator_made_and_let_go_is_transient(tmp_path: Path) -> None:

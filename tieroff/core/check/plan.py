@@ -15,7 +15,7 @@ from tieroff.core.check.tensor import TensorCheck, Uses, can_move, derive_uses
 from tieroff.core.machine import LINK_NAMES
 from tieroff.core.plan import Capabilities, HostUpdate, Plan, Residency, Transfer
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.core.trace import Trace
+from tieroff.core.trace import Queue, Trace
 
 
 def check(plan: Plan, trace: Trace, capabilities: Capabilities | None = None) -> None:
@@ -110,6 +110,8 @@ class _Check:
                 refuse(Rule.REPEAT, f"expected an op that the device runs, once per tick, got {repeat}")
             seen.add((repeat.op, repeat.at))
             op = self._ring.ops[repeat.op]
+            if op.queue is Queue.COMMUNICATION:
+                refuse(Rule.REPEAT, f"expected an op of compute, since communication needs other ranks, got {repeat}")
             for index in op.writes:
                 if index in op.reads or self._ring.tensors[index].is_persistent:
                     name = self._ring.tensors[index].name
@@ -122,6 +124,8 @@ class _Check:
             if not 0 <= u.op < n or self._ring.ops[u.op].phase != "optimizer" or u.op in seen:
                 refuse(Rule.HOST_UPDATE, f"expected an op of the optimizer below {n}, each once, got {u}")
             seen.add(u.op)
+            if self._ring.ops[u.op].queue is Queue.COMMUNICATION:
+                refuse(Rule.HOST_UPDATE, f"expected an op of compute, got {u}")
             is_end = u.issue_at == u.ready_by == n
             is_sound = u.op <= u.issue_at <= u.ready_by <= u.issue_at + n and (u.issue_at < n or is_end)
             if not is_sound or u.ready_by > u.op + n:

@@ -10,7 +10,7 @@ from tieroff.core.check.data import Event, Job, Kind, Use, Versions
 from tieroff.core.check.rules import Rule, refuse
 from tieroff.core.plan import Capabilities, Plan, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Trace
+from tieroff.core.trace import Queue, Trace
 
 Interval = tuple[int, int]
 
@@ -25,6 +25,7 @@ class Uses:
         tensor, name: of the trace, and for messages.
         runs: ops that touch it on the device, in order.
         updates: ops that touch it and that the host runs, in the plan's order.
+        spans: half-open op intervals in which communication touches it on the device.
         repeats: per repeat of an op that touches it its tick and the op, in order.
         required: half-open op intervals in which ops or holds require it on the device: sorted, disjoint.
         needed_until: last tick at which an op, a hold or the program needs its data.
@@ -34,21 +35,30 @@ class Uses:
     name: str
     runs: list[Use] = field(default_factory=list)
     updates: list[Use] = field(default_factory=list)
+    spans: list[Interval] = field(default_factory=list)
     repeats: list[tuple[int, Use]] = field(default_factory=list)
     required: list[Interval] = field(default_factory=list)
     needed_until: int = 0
 
 
 def derive_uses(plan: Plan, ring: Trace, capabilities: Capabilities) -> list[Uses]:
-    """Returns the uses of every tensor of the ring. A tensor that cannot move is required for all of its life."""
+    """Returns the uses of every tensor of the ring. A tensor that cannot move is required for all of its life.
+
+    Communication uses a tensor twice, at its own op and at the last one before it is awaited: what it writes has one version
+    while it is under way and another from then on, so that no copy of the first is of use.
+    """
     uses = [Uses(tensor, f"tensor {index} ({tensor.name})") for index, tensor in enumerate(ring.tensors)]
     update_of = {update.op: update for update in plan.host_updates}
     for index, op in enumerate(ring.ops):
         update = update_of.get(index)
         written = set(op.writes)
+        stop = _awaited_at(ring, index) if op.queue is Queue.COMMUNICATION else index + 1
         for tensor in written.union(op.reads):
             if update is None:
                 uses[tensor].runs.append(Use(index, tensor in written))
+                if stop > index + 1:
+                    uses[tensor].spans.append((index, stop))
+                    uses[tensor].runs.append(Use(stop - 1, tensor in written))
             else:
                 uses[tensor].updates.append(Use(index, tensor in written, update=update))
     for repeat in sorted(plan.repeats, key=lambda r: (r.at, r.op)):
@@ -60,12 +70,18 @@ def derive_uses(plan: Plan, ring: Trace, capabilities: Capabilities) -> list[Use
     return uses
 
 
+def _awaited_at(ring: Trace, op: int) -> int:
+    """Returns the first op that waits for communication, itself or later of its queue, or the end of the ring."""
+    return next((index for index in range(op + 1, len(ring.ops)) if ring.ops[index].awaits >= op), len(ring.ops))
+
+
 def _derive_required(uses: Uses, op_count: int, min_bytes: int) -> None:
     tensor = uses.tensor
     # A hold of the op that the host runs only means that the op uses the tensor.
     away = {(use.op, use.op + 1) for use in uses.updates}
     merged: list[Interval] = []
-    for start, stop in sorted([(use.op, use.op + 1) for use in uses.runs] + [h for h in tensor.holds if h not in away]):
+    used = [(use.op, use.op + 1) for use in uses.runs] + uses.spans
+    for start, stop in sorted(used + [h for h in tensor.holds if h not in away]):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:

@@ -192,7 +192,9 @@ class _Search:
 
     def _pick_unit(self, played: _Played) -> int | None:
         """Returns a unit that is away and whose transfer is waited for, or that its link served a little before."""
-        stalls = played.timeline.stalls
+        stalls = [stall for stall in played.timeline.stalls if stall.communication < 0]
+        if not stalls:
+            return None
         stall: Stall = self._random.choices(stalls, weights=[stall.duration_ns for stall in stalls])[0]
         line = [s.tensor for s in played.timeline.transfers if (s.source, s.target) == (stall.source, stall.target)]
         places = [place for place, tensor in enumerate(line) if tensor == stall.tensor]

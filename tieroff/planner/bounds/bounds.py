@@ -11,7 +11,11 @@ So the link in carries at least `excess` less the bytes that never come back (la
 it, within the step: what of that does not fit into the compute before p is stall, and so is what does not fit after.
 Summed over the tiers the links offer at most the sum of their bandwidths (with `nvme_shares_host_link`: that of the
 larger one); the host takes at most its own budget of bytes at p. Latencies are left out: with them the bound would be
-higher. A step is never shorter than its ops.
+higher. A step is never shorter than its ops with nothing moved.
+
+With communication beside compute (see [Note: two queues] in `tieroff.core.trace`) a wait for the links lets communication
+go on, so that what is left of a step after an op is at least what an endless head start of all communication before it leaves
+(`rests_ns`). The relaxation, whose slots are stretches of the row, counts compute alone.
 
 [Note: plans that do more]
 Repeats: a byte made again takes no link, but a share of the run of an op that writes it: at least that op's duration
@@ -25,6 +29,7 @@ Tensors that no op uses never have to be on the device; they do not count as liv
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -32,7 +37,7 @@ import numpy as np
 
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.core.trace import Trace
+from tieroff.core.trace import Queue, Trace
 from tieroff.planner.bounds.relaxation import Relaxation, check_points, column_count, group_tensors, movable_tensors
 from tieroff.planner.problem.problem import Bytes, Problem, Span, held_bytes, make_problem
 from tieroff.units import NS_PER_S
@@ -109,10 +114,11 @@ def relaxed_bound_ns(
     """
     again_ns = _again_ns(problem.trace) if scope.repeats else {}
     problem = _in_scope(problem, scope)
-    compute_ns = int(problem.starts_ns[-1])
+    ideal_ns = int(problem.starts_ns[-1])
     device_bytes = problem.device_bytes + _unused_bytes(problem)
     if not problem.units or int(problem.live.max(initial=0)) <= device_bytes:
-        return compute_ns
+        return ideal_ns
+    problem = _without_communication(problem)
     for slot_count in slot_counts:
         # What is not persistent crosses no end of the step: with a check point there, the slots at both ends are apart.
         points = sorted({0, *check_points(problem, slot_count)})
@@ -123,8 +129,15 @@ def relaxed_bound_ns(
             break
         relaxation = Relaxation(problem, points, groups, device_bytes=device_bytes)
         if relaxation.solve(_TOLERANCE):
-            return max(compute_ns, relaxation.bound_ns)
-    return compute_ns
+            return max(ideal_ns, relaxation.bound_ns)
+    return ideal_ns
+
+
+def _without_communication(problem: Problem) -> Problem:
+    """Returns the problem with the clock of compute alone."""
+    if not problem.trace.communication:
+        return problem
+    return replace(problem, starts_ns=np.array([0, *itertools.accumulate(problem.trace.compute_ns)], np.int64))
 
 
 def _in_scope(problem: Problem, scope: Scope) -> Problem:
@@ -149,6 +162,29 @@ def _without_updates(trace: Trace) -> Trace:
         for index, tensor in enumerate(trace.tensors)
     )
     return replace(trace, ops=tuple(ops), tensors=tensors)
+
+
+def rests_ns(problem: Problem) -> Bytes:
+    """Returns the least time from the begin of each op to the end of the step, and 0: n + 1 values.
+
+    Communication before the op is taken to have ended.
+    """
+    trace = problem.trace
+    if not trace.communication:
+        return np.array(problem.starts_ns[-1] - problem.starts_ns, np.int64)
+    rest = [0] * (len(trace.ops) + 1)
+    after_ns = 0  # the longest way on from the end of the communication before, by what awaits it or follows it in its queue
+    ways_ns = [0] * len(trace.ops)
+    for index in range(len(trace.ops) - 1, -1, -1):
+        op = trace.ops[index]
+        if op.queue is Queue.COMMUNICATION:
+            after_ns = op.duration_ns + max(after_ns, ways_ns[index])
+            rest[index] = max(rest[index + 1], after_ns)
+        else:
+            rest[index] = op.duration_ns + rest[index + 1]
+        if op.awaits >= 0:
+            ways_ns[op.awaits] = max(ways_ns[op.awaits], rest[index])
+    return np.array(rest, np.int64)
 
 
 def _again_ns(trace: Trace) -> Mapping[int, float]:
@@ -223,9 +259,10 @@ def _channel_ns(problem: Problem, size_bytes: int, again_ns: float, *, is_out: b
 
 def _window_ns(problem: Problem, excess: Bytes, last: Bytes) -> int:
     """Returns the least step in which bytes go out before each op and come back after it, within the step."""
-    starts = problem.starts_ns
-    step_ns, stall_ns = int(starts[-1]), np.zeros(problem.op_count)
-    for is_out, size, window in ((True, excess, starts[:-1]), (False, excess - last, step_ns - starts[:-1])):
+    starts, rests = problem.starts_ns[:-1], rests_ns(problem)[:-1]
+    step_ns = int(problem.starts_ns[-1])
+    stall_ns = (starts + rests - step_ns).astype(float)  # below 0 where communication runs on beside an op
+    for is_out, size, window in ((True, excess, starts), (False, excess - last, rests)):
         bandwidth, total = _bandwidths(problem, is_out=is_out)
         needed = size / total
         if Tier.NVME in bandwidth:

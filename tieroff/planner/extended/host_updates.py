@@ -28,7 +28,7 @@ import numpy as np
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Trace
+from tieroff.core.trace import Queue, Trace
 from tieroff.planner.problem.assemble import peak_bytes
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.options import rerank
@@ -250,7 +250,7 @@ def find_buckets(problem: Problem) -> list[Bucket]:
     runs = _runs(problem.trace)
     found: list[Bucket] = []
     for index, op in enumerate(problem.trace.ops):
-        if op.phase != "optimizer":
+        if op.phase != "optimizer" or op.queue is Queue.COMMUNICATION:
             continue
         own = tuple(dict.fromkeys((*op.reads, *op.writes)))
         kinds = {tensor: _kind(problem, tensor, runs[tensor], index) for tensor in own}

@@ -292,8 +292,8 @@ def split(
 
 def remade_problems(problem: Problem, count: int) -> Iterator[Remade]:
     """Yields problems in which ever more tensors are made again, at most `count` with about equal steps of bytes between."""
-    if not problem.capabilities.repeats_ops:
-        return
+    if not problem.capabilities.repeats_ops or problem.trace.communication:
+        return  # a repeat makes its tick longer, which beside communication is not what it costs
     candidates = find_candidates(problem)
     total = sum(candidate.size_bytes for candidate in candidates)
     held, step = 0, 1

@@ -79,7 +79,7 @@ class Problem:
     Attributes:
         budget: bytes per tier; a tier that cannot be used has 0.
         tiers: lower tiers that can be used, fastest first.
-        starts_ns: start of each op with no stall, and the end of the step: n + 1 values.
+        starts_ns: start of each op with nothing moved, and the end of the step: n + 1 values.
         live: bytes on the device at each op with nothing moved.
         base: bytes on the device at each op with everything moved that can be.
         units: in order of their first slot.
@@ -303,8 +303,7 @@ def make_problem(
     op_count = len(trace.ops)
     slots = (slot for unit in units for slot in unit.slots)
     base = live - held_bytes([(slot.start, slot.stop, trace.tensors[slot.tensor].size_bytes) for slot in slots], op_count)
-    starts = np.zeros(op_count + 1, np.int64)
-    np.cumsum([op.duration_ns for op in trace.ops], out=starts[1:])
+    starts = np.array(trace.starts_ns, np.int64)
     return Problem(trace, machine, capabilities, full, tiers, starts, live, base, units, skipped, effort)
 
 

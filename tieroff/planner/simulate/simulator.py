@@ -15,7 +15,7 @@ from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
-from tieroff.core.trace import Trace
+from tieroff.core.trace import Queue, Trace
 from tieroff.errors import ConfigError
 from tieroff.planner.native import _native
 from tieroff.planner.simulate.options import SimulationOptions, prepare, share_millionths, size_of
@@ -48,7 +48,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
     return Timeline(
         ops=tuple(OpSpan(start, stop) for _, start, stop in result.ops.tolist()),
         transfers=tuple(_transfer_span(plan.transfers[index], trace, start, stop) for index, start, stop in transfers.tolist()),
-        stalls=tuple(_stall(plan, *row) for row in result.stalls.tolist()),
+        stalls=tuple(_stall(plan, trace, *row) for row in result.stalls.tolist()),
         memory=memory_per_op(plan, trace),
         step_ns=result.step_ns,
         repeats=tuple(RunSpan(plan.repeats[i].op, start, stop) for i, start, stop in result.repeats.tolist()),
@@ -56,6 +56,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
         recompute_ns=result.recompute_ns + trace.recompute_ns,
         first_step_ns=result.first_step_ns,
         cycle=result.cycle,
+        communication=trace.communication,
     )
 
 
@@ -126,6 +127,9 @@ def _run_rows(
         (int(getattr(machine, f"{name}_bytes_per_s")), round(getattr(machine, f"{name}_latency_s") * NS_PER_S))
         for name in _LINKS
     ]
+    queues = {}
+    if trace.communication:
+        queues["queues"] = _rows([(op.queue is Queue.COMMUNICATION, op.awaits) for op in trace.ops], 2)
     try:
         return _native.simulate(
             op_ns=_line(0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)),
@@ -138,6 +142,7 @@ def _run_rows(
             has_exclusive_link=options.has_exclusive_link,
             step_count_max=options.step_count_max,
             with_spans=with_spans,
+            **queues,
         )
     except OverflowError as error:
         raise ConfigError(f"machine {machine.name!r} is too slow for trace {trace.name!r}: {error}") from error
@@ -156,7 +161,10 @@ def _transfer_span(transfer: Transfer, trace: Trace, start_ns: int, stop_ns: int
     return TransferSpan(transfer.tensor, transfer.source, transfer.target, start_ns, stop_ns, size, transfer.first_byte)
 
 
-def _stall(plan: Plan, op: int, duration_ns: int, cause: int) -> Stall:
+def _stall(plan: Plan, trace: Trace, op: int, duration_ns: int, cause: int) -> Stall:
+    if cause < 0:
+        awaited = trace.ops[op].awaits if op < plan.op_count else trace.communication[-1]
+        return Stall(op, duration_ns, -1, Tier.DEVICE, Tier.DEVICE, communication=awaited)
     if cause < len(plan.transfers):
         transfer = plan.transfers[cause]
         return Stall(op, duration_ns, transfer.tensor, transfer.source, transfer.target, transfer.first_byte)

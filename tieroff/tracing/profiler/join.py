@@ -4,9 +4,12 @@ An op of the trace is an operator that itself gave the GPU work, in order of its
 work alone, without the host's time between.
 
 [Note: other streams]
-A trace has one queue of compute. Work on another stream than that of most kernels (a collective, a copy from a loader)
-runs beside it: its op stays in the row, so that its tensors are there, takes no time of the row, and its tensors are held
-on the device until the first op of the row that begins after it ended. `meta["beside_ns"]` has the sum of such work.
+A trace has one queue of compute and one of communication. Work on another stream than that of most kernels runs beside it.
+Where kernels of a library of collectives do it, its op is one of communication. What awaits it is the first op of compute
+that uses what it writes or writes what it uses, or the end of the step: a profile does not say for which event a stream
+waited, and the row leaves out the host's time, in which communication goes on. Other work (a copy from a loader) takes no
+time of the row, and its tensors are held on the device until the first op that begins after it ended. `meta["beside_ns"]`
+has the sum of all such work.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 
 from tieroff.core.lifetime import merge_intervals
 from tieroff.core.tensor import Tensor, TensorClass
-from tieroff.core.trace import Op, Trace, validate
+from tieroff.core.trace import Op, Queue, Trace, validate, with_waits
 from tieroff.errors import CaptureError
 from tieroff.tracing.profiler.execution_trace import Node, read_execution_trace
 from tieroff.tracing.profiler.kineto import Call, Profile, read_profile
@@ -28,6 +31,8 @@ from tieroff.tracing.profiler.storages import Version, follow_storages
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step"
+_COLLECTIVES = ("nccl", "rccl", "oneccl", "msccl")
+"""Kernels of communication have one of these in their names."""
 
 
 def load_profile(profile_path: str | Path, execution_trace_path: str | Path, step: int | None = None) -> Trace:
@@ -59,6 +64,7 @@ class _Row:
     stop_ns: int
     duration_ns: int
     is_beside: bool
+    is_communication: bool = False
 
 
 def _rows(profile: Profile, found: dict[Call, Node], step: int | None) -> list[_Row]:
@@ -85,6 +91,7 @@ def _rows(profile: Profile, found: dict[Call, Node], step: int | None) -> list[_
                 stop_ns=max(work.start_ns + work.duration_ns for work in works),
                 duration_ns=sum(work.duration_ns for work in works),
                 is_beside=not own,
+                is_communication=not own and any(name in work.name.lower() for work in works for name in _COLLECTIVES),
             )
         )
     return sorted(rows, key=lambda row: (row.start_ns, row.node.id))
@@ -102,14 +109,16 @@ class _Join:
         self._index: dict[Version, int] = {}
         for row in rows:
             own = self._uses[row.node.id]
-            for version in (*own.reads, *own.writes):
+            # What communication alone needs has a place for as long as that is under way: it is no transient of one op.
+            scratch = own.made if row.is_communication else ()
+            for version in (*own.reads, *own.writes, *scratch):
                 self._index.setdefault(version, len(self._index))
         self._verbs = self._count_uses()
         self._later = {version for id_, own in self._uses.items() if id_ > self._last_id for version in own.reads}
 
     def trace(self, name: str, profile: Profile) -> Trace:
         """Returns the trace; the profile says what it was taken on."""
-        ops = tuple(self._op(number, row) for number, row in enumerate(self._rows))
+        ops = with_waits(self._op(number, row) for number, row in enumerate(self._rows))
         holds = self._holds()
         tensors = tuple(self._tensor(version, holds) for version in self._index)
         beside_ns = sum(row.duration_ns for row in self._rows if row.is_beside)
@@ -120,11 +129,12 @@ class _Join:
         own = self._uses[row.node.id]
         return Op(
             name=row.node.name,
-            duration_ns=0 if row.is_beside else row.duration_ns,
+            duration_ns=0 if row.is_beside and not row.is_communication else row.duration_ns,
             reads=tuple(self._index[version] for version in own.reads),
-            writes=tuple(self._index[version] for version in own.writes),
+            writes=tuple(dict.fromkeys(self._index[v] for v in (*own.writes, *(own.made if row.is_communication else ())))),
             transient_bytes=sum(version.size_bytes for version in own.made if version not in self._index),
             phase=self._phases[number],
+            queue=Queue.COMMUNICATION if row.is_communication else Queue.COMPUTE,
         )
 
     def _holds(self) -> dict[Version, list[tuple[int, int]]]:
@@ -132,7 +142,8 @@ class _Join:
         holds: dict[Version, list[tuple[int, int]]] = defaultdict(list)
         starts = [row.start_ns for row in self._rows]
         for number, row in enumerate(self._rows):
-            stop = max(bisect_left(starts, row.stop_ns), number + 1) if row.is_beside else 0
+            is_held = row.is_beside and not row.is_communication
+            stop = max(bisect_left(starts, row.stop_ns), number + 1) if is_held else 0
             if stop > number + 1:
                 own = self._uses[row.node.id]
                 for version in {**own.reads, **own.writes}:

@@ -42,6 +42,12 @@ struct SimulatedRepeat {
   std::int32_t at;
 };
 
+// Where an op runs: beside compute, or in it after the communication that it awaits; see [Note: two queues] in core/trace.py.
+struct SimulatedQueue {
+  bool is_communication;
+  std::int32_t awaits;  // an op of communication before it, -1 for none
+};
+
 struct SimulationInput {
   std::span<const std::int64_t> op_ns;  // time of each op of the ring on the device: 0 for one that the CPU runs
   std::span<const SimulatedTransfer> transfers{};
@@ -52,6 +58,7 @@ struct SimulationInput {
   bool nvme_shares_host_link = false;
   bool has_exclusive_link = false;
   std::int32_t step_count_max = 16;
+  std::span<const SimulatedQueue> queues{};  // one per op, or none where all are compute
   bool with_spans = true;  // without, the vectors of spans stay empty, and a step less may be run
 };
 
@@ -64,7 +71,7 @@ struct SimulatedSpan {
 struct SimulatedStall {
   std::int32_t op;  // the wait is before it; n: at the end of the ring
   std::int64_t duration_ns;
-  std::int32_t cause;  // index of the transfer, or the number of transfers and the index of the update
+  std::int32_t cause;  // index of the transfer, or the number of transfers and the index of the update; -1: communication
 };
 
 // Times of spans count from the start of the last round of the ring that was run, to which stalls and spans belong.

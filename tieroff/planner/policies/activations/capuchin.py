@@ -63,7 +63,7 @@ def plan_capuchin(problem: Problem) -> Plan:
         plan = replace(plan, step_ns=timeline.step_ns)
         if best is None or plan.step_ns < best.step_ns:
             best = plan
-        late = {stall.tensor for stall in timeline.stalls if stall.target is Tier.DEVICE}
+        late = {stall.tensor for stall in timeline.stalls if stall.tensor >= 0 and stall.target is Tier.DEVICE}
         if not late:
             break
         for tensor in late:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tieroff.core.trace import Queue
 from tieroff.planner.problem.assemble import Move
 from tieroff.planner.problem.problem import Problem
 
@@ -55,6 +56,8 @@ class Lineages:
         if len(found.ops) >= _OPS_AT_MOST:
             return False
         op = ops[op_index]
+        if op.queue is Queue.COMMUNICATION:
+            return False
         found.ops.add(op_index)
         found.cost_ns += op.duration_ns
         for output in set(op.writes):
