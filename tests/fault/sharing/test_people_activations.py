@@ -94,6 +94,15 @@ def test_an_activation_written_after_it_was_saved(how: str, each: Setting, caplo
     assert caplog.text.count("traced again") == 0
 
 
+def test_one_of_a_smaller_batch_that_follows_the_plan_of_a_larger(each: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        return step_on(64 if index < 6 else 48, 16)(model, optimizer, index)
+
+    wrapped, found = run(lambda: Written("data"), step, each, caplog, steps=9)
+    assert found == 1
+    assert wrapped.phase in ("planned", "on demand", "nothing moved")
+
+
 def test_a_written_activation_in_steps_that_leave_their_plan(each: Setting, caplog: pytest.LogCaptureFixture) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         out = step_on(64, 16)(model, optimizer, index)

@@ -53,7 +53,7 @@ class WrittenActivations:
     """Finds them in recorded steps, and knows them in others."""
 
     def __init__(self) -> None:
-        self._kept: set[tuple[int, int]] = set()  # (ordinal, bytes)
+        self._kept: dict[int, int] = {}  # by ordinal: bytes of the largest
         self._saved: dict[int, _Saved] = {}  # by storage
 
     def begin(self) -> None:
@@ -65,9 +65,9 @@ class WrittenActivations:
 
         Args:
             item: was just saved for the first time.
-            is_ordered: ordinals of this step are those of a recorded one.
+            is_ordered: ordinals of this step are those of a recorded one, whose inputs may have been larger.
         """
-        return bool(self._kept) and (not is_ordered or (item.ordinal, item.size_bytes) in self._kept)
+        return bool(self._kept) and (not is_ordered or item.size_bytes <= self._kept.get(item.ordinal, -1))
 
     def note(self, storage: torch.UntypedStorage, item: ActivationItem, view: View, *, is_complete: bool) -> None:
         """A view was saved in a step that is recorded; `is_complete`: its op does not write it any more."""
@@ -94,7 +94,7 @@ class WrittenActivations:
         return None
 
     def _keep(self, item: ActivationItem) -> ActivationItem:
-        self._kept.add((item.ordinal, item.size_bytes))
+        self._kept[item.ordinal] = max(item.size_bytes, self._kept.get(item.ordinal, 0))
         log.info("%s is written through .data or NumPy after it was saved: it stays on the device from now on", item.name)
         return item
 
