@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.checking import states_checked
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -15,3 +17,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _checking_mode() -> Iterator[None]:
+    """Every step is right by its states, and not only by its numbers."""
+    with states_checked() as found:
+        yield
+    assert found == []

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import tieroff
+from tests.parity.partition.wire import Wire
 from tests.support import sharded
 from tests.support.sharded import FACTORIES, Values, distance, held_share, made, whole
-from tests.support.wire import Wire
 from tieroff.core.sharding.placements import OpPlacement, PlacementPlan, load_placements, save_placements
 from tieroff.errors import ConfigError
 from tieroff.partition.enforce import Follower

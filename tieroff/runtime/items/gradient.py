@@ -156,6 +156,6 @@ class GradientItem(HomeItem):
             self.multiply_below(traffic)
         super().detach(traffic)
 
-    def _put_back(self, traffic: Mover) -> None:
+    def put_back(self, traffic: Mover) -> None:
         self.waiting = None
-        super()._put_back(traffic)
+        super().put_back(traffic)

@@ -347,7 +347,7 @@ class HomeItem(Item):
         if self.device is None and self.place is None:
             return  # nothing of it is the engine's
         if self.lower is not None and tensor.data_ptr() == self.lower_address and lies_on(tensor, self.lower):
-            self._put_back(traffic)
+            self.put_back(traffic)
             return
         is_shared = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_shared()
         is_own = self.value is None or not lies_on(tensor, self.value)
@@ -356,7 +356,7 @@ class HomeItem(Item):
         else:
             self.let_go(traffic)
 
-    def _put_back(self, traffic: Mover) -> None:
+    def put_back(self, traffic: Mover) -> None:
         """User code gave the tensor its own memory below again, where its bytes count: what is up is void."""
         traffic.settle(self)
         traffic.release(self)
