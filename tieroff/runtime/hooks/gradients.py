@@ -85,7 +85,8 @@ class Gradients:
     def alone_bytes(self) -> int:
         """Returns the bytes of gradients that are left alone and not cleared."""
         grads = [item.grad for item in self._alone if item.position not in self._items]
-        return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
+        # One that was applied in backward is of another type, and has no memory.
+        return sum(grad.numel() * grad.element_size() for grad in grads if type(grad) is torch.Tensor)
 
     def _taken_over(self) -> list[GradientItem]:
         taken = list[GradientItem]()
