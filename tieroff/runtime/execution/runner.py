@@ -206,7 +206,8 @@ class PlanRunner:
 
     def leaves_alone(self, item: Item) -> bool:
         """True for an item that the plan that runs leaves on the device, and that needs no look when it is used."""
-        return item.index >= 0 and self._state.mode is Mode.PLANNED and self._stays(item.index)
+        is_ours = item.index >= 0 and item.device is not None  # else the engine's care for it has ended
+        return is_ours and self._state.mode is Mode.PLANNED and self._stays(item.index)
 
     def _stays(self, index: int) -> bool:
         return self.planned is None or index not in self.planned.executable.tiers
