@@ -152,7 +152,7 @@ void bind_simulate(py::module_& module) {
   module.def("simulate", &simulate_rows, py::arg("op_ns"), py::arg("transfers"), py::arg("updates"), py::arg("repeats"),
              py::arg("links"), py::arg("duplex_share_millionths"), py::arg("nvme_shares_host_link"),
              py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"),
-             py::arg("queues") = Rows(std::vector<py::ssize_t>{0, 2}));
+             py::arg_v("queues", Rows(std::vector<py::ssize_t>{0, 2}), "none"));
   module.def("memory_per_op", &memory_rows, py::arg("transient_bytes"), py::arg("residencies"), py::arg("repeats"),
              py::arg("kind"), py::arg("page_bytes"), py::arg("addresses"));
 }

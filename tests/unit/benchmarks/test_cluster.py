@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import cluster
 import node_steps
-import nodes
+from cluster import START, STOP, plan_row, rank_machine, with_tables
 from node_steps import MODELS, Job, Model, exchange_ns, step_trace
-from nodes import START, STOP, plan_row, rank_machine, with_tables
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Queue, validate
 
@@ -63,11 +63,11 @@ def test_command_writes_its_tables_between_the_marks(
 ) -> None:
     page = tmp_path / "scale.md"
     page.write_text(f"before\n{START}\nstale figures\n{STOP}\nafter\n")
-    monkeypatch.setattr(nodes, "NODES", (4,))
-    monkeypatch.setattr(nodes, "SEQUENCES", (1,))
-    nodes.main(["--policy", "greedy", "--page", str(page)])
+    monkeypatch.setattr(cluster, "NODES", (4,))
+    monkeypatch.setattr(cluster, "SEQUENCES", (1,))
+    cluster.main(["--policy", "greedy", "--page", str(page)])
     text = page.read_text()
-    assert text.startswith(f"before\n{START}\n`python scripts/evidence/nodes.py") and text.endswith(f"{STOP}\nafter\n")
+    assert text.startswith(f"before\n{START}\n`python scripts/evidence/cluster.py") and text.endswith(f"{STOP}\nafter\n")
     assert "stale" not in text and text.count("| 4 = 32 | 1 |") == len(MODELS)
     assert with_tables(text, "new") == f"before\n{START}\nnew\n{STOP}\nafter\n"
     assert capsys.readouterr().out in text
@@ -75,6 +75,6 @@ def test_command_writes_its_tables_between_the_marks(
 
 def test_page_names_the_command_and_holds_its_marks(project: Path) -> None:
     text = (project / "docs/scale.md").read_text()
-    assert "python scripts/evidence/nodes.py --page docs/scale.md" in text
+    assert "python scripts/evidence/cluster.py --page docs/scale.md" in text
     assert text.index(START) < text.index("| 64 = 512 |") < text.index(STOP)
     assert node_steps.GPUS_PER_NODE == 8

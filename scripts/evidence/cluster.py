@@ -37,7 +37,7 @@ ASSUMED = (
     f"{_DRIVE_WRITE // _GB} GB/s, shared by the node's ranks; a network card of {_PEERS[0] // _GB} GB/s for each GPU and "
     f"{_PEERS[1] // _GB} GB/s between the GPUs of a node (80 % of nominal); all else as in configs/machines/h100_80gb.toml."
 )
-START, STOP = "<!-- made by scripts/evidence/nodes.py -->", "<!-- end of what scripts/evidence/nodes.py made -->"
+START, STOP = "<!-- made by scripts/evidence/cluster.py -->", "<!-- end of what scripts/evidence/cluster.py made -->"
 STATE_BYTES = 3 * 4
 """Of a parameter: itself and two moments in fp32."""
 
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(plan_row(job, machine, given.policy))
     notes = published(machine, given.policy)
     own = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "scripts/evidence/nodes.py", *own])
+    command = shlex.join(["python", "scripts/evidence/cluster.py", *own])
     text = tables(rows, notes, command)
     print(text)
     if given.page is not None:
