@@ -52,6 +52,8 @@ class Gradients:
         context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
         if item.position in context.runner.alone_gradients and item.position not in self._items:
             self._alone.append(item)
+            if item.grad is not None:
+                context.traffic.took(item.grad)
             return
         with context.state.lock:
             if not self._are_covered:

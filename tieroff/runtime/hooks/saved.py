@@ -213,6 +213,7 @@ class SavedTensors:
             self._context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
             if ordinal in self._context.runner.alone_activations and self._context.state.mode is Mode.PLANNED:
                 self._alone[key] = []
+                self._context.traffic.took(tensor)
                 return self._leave_alone(key, tensor, ordinal)
             item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
             packed = Packed(tensor, item)
@@ -335,6 +336,8 @@ class SavedTensors:
     def _take(self, ordinal: int, storage_bytes: torch.Tensor, maker: torch.autograd.graph.Node | None) -> ActivationItem:
         """Takes a storage that autograd saves for the first time under the engine's care; `maker`: the op that made it."""
         item, context = self._item_for(ordinal, storage_bytes), self._context
+        if context.state.mode is Mode.PLANNED:
+            context.runner.born(item)
         context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
         if context.state.record.recorder is not None:
             label = _label_here(module_of(reversed(context.state.record.names)), maker)
@@ -351,8 +354,6 @@ class SavedTensors:
             item.begin_again()
         else:
             item = ActivationItem(ordinal, size_bytes, context.traffic.spill.tier_for(size_bytes))
-        if context.state.mode is Mode.PLANNED:
-            context.runner.born(item)
         context.traffic.hold(item, storage_bytes)
         item.is_kept = self._written.is_kept(item, is_ordered=self._has_order())
         self._activations.add(item)

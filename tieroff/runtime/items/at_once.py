@@ -116,8 +116,7 @@ def fetch_all(traffic: Traffic, items: Iterable[Item]) -> None:
             traffic.fetch(item)
         return
     for item, route in ready:
-        traffic.device_bytes += item.size_bytes
-        item.device = route.memory
+        traffic.hold(item, route.memory)
         item.state = State.BOTH
         item.value, item.value_address = route.value, route.address
         item.note()
