@@ -282,8 +282,7 @@ class Custody:
         executor = self.executor
         with executor.state.lock:  # other threads may read
             executor.on_demand.release_all()
-            for follower in executor.clock.at_divergence:
-                follower.left_plan()
+            executor.clock.take_over()
             for item in (*executor.activations, *executor.homes):
                 if item.device is not None:
                     item.leave(executor.traffic)

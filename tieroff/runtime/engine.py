@@ -375,8 +375,7 @@ class Engine:
     @property
     def device_bytes(self) -> int:
         """Bytes of device copies that the engine holds now."""
-        executor = self.executor
-        return executor.traffic.device_bytes + executor.saved_tensors.alone_bytes() + executor.gradients.alone_bytes()
+        return self.executor.traffic.device_bytes + sum(t.untyped_storage().nbytes() for t in self.executor.alone())
 
     @property
     def own_device_bytes(self) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import torch
+
 from tieroff.core.seams import Foresight, Recorder
 from tieroff.errors import StateError
 from tieroff.runtime.execution.activations import LiveActivations
@@ -86,6 +88,10 @@ class Executor:
         self.on_demand.begin(self.homes.parameters.values())
         for item in self.homes:
             self.runner.assign(item)
+
+    def alone(self) -> list[torch.Tensor]:
+        """Returns what the plan left alone and the program still holds; see [Note: left alone] in step/executable.py."""
+        return self.saved_tensors.alone() + self.gradients.alone()
 
     def begin_aside(self) -> None:
         """A new step begins of the kind that ran last, in which nothing moves, and nothing has moved since."""

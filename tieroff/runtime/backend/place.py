@@ -139,11 +139,6 @@ class HomePlace:
         assert isinstance(self.home, HostHome)
         return self.home.block
 
-    @property
-    def is_settled(self) -> bool:
-        """True for a near place with no copy under way."""
-        return self.is_near and not self.block.transfers
-
     def note(self, copy: Completion) -> None:
         self.home.note(copy)
 

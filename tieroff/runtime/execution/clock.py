@@ -201,9 +201,13 @@ class Clock:
                     runner.expected,
                     name(),
                 )
+        self.take_over()
+        self._on_demand.release(*[item for item in self._activations if item.device is not None])
+
+    def take_over(self) -> None:
+        """What the plan left alone is the engine's from here on."""
         for follower in self.at_divergence:
             follower.left_plan()
-        self._on_demand.release(*[item for item in self._activations if item.device is not None])
 
     def watch_backward(self) -> None:
         """Calls `at_backward_end` when the running backward ends; one that runs inside it ends first, which does no harm."""

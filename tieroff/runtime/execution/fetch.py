@@ -52,7 +52,7 @@ class ParameterFetch:
     def _home_by_plan(self, item: ParameterItem) -> torch.Tensor:
         """The same in a step that follows its plan, which says when it leaves; as a rule it is there."""
         context = self._context
-        if item.is_lifted and item.state is State.DEVICE and context.runner.leaves_alone(item):
+        if context.runner.leaves_alone(item):
             return item.living
         may_be_written = item.key in self._written_by_plan
         with context.state.lock:
@@ -74,7 +74,7 @@ class ParameterFetch:
         """Returns the device value of a parameter that autograd saved and backward asks for."""
         context = self._context
         context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
-        if item.is_lifted and item.state is State.DEVICE and context.runner.leaves_alone(item):
+        if context.runner.leaves_alone(item):
             return item.valid_value
         value = self._valid(item)
         context.on_demand.wanted(item)

@@ -204,10 +204,10 @@ class PlanRunner:
         """True when the plan that runs leaves the item on the device for the whole step."""
         return self._state.mode is Mode.PLANNED and item.index >= 0 and self._stays(item.index)
 
-    def leaves_alone(self, item: Item) -> bool:
-        """True for an item that the plan that runs leaves on the device, and that needs no look when it is used."""
-        is_ours = item.index >= 0 and item.device is not None  # else the engine's care for it has ended
-        return is_ours and self._state.mode is Mode.PLANNED and self._stays(item.index)
+    def leaves_alone(self, item: HomeItem) -> bool:
+        """True for one on the device that the plan has there all the time, so that its use asks nothing of the engine."""
+        is_up = item.is_lifted and item.state is State.DEVICE and item.device is not None  # else the care for it has ended
+        return is_up and self.keeps(item)
 
     def _stays(self, index: int) -> bool:
         return self.planned is None or index not in self.planned.executable.tiers

@@ -84,11 +84,11 @@ class Gradients:
         """A step begins; gradients are left of one whose plan left them alone where it did not clear them."""
         self._taken_over()
 
-    def alone_bytes(self) -> int:
-        """Returns the bytes of gradients that are left alone and not cleared."""
+    def alone(self) -> list[torch.Tensor]:
+        """Returns the gradients that are left alone and not cleared."""
         grads = [item.grad for item in self._alone if item.position not in self._items]
         # One that was applied in backward is of another type, and has no memory.
-        return sum(grad.numel() * grad.element_size() for grad in grads if type(grad) is torch.Tensor)
+        return [grad for grad in grads if type(grad) is torch.Tensor]
 
     def _taken_over(self) -> list[GradientItem]:
         taken = list[GradientItem]()

@@ -246,11 +246,10 @@ class SavedTensors:
         self._alone[key].append(ref)
         return alone
 
-    def alone_bytes(self) -> int:
-        """Returns the bytes of activations that are left alone."""
-        alive = [saved for ref in self._all_alone if (saved := ref()) is not None and saved.packed is None]
-        storages = [saved.tensor.untyped_storage() for saved in alive]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    def alone(self) -> list[torch.Tensor]:
+        """Returns a tensor of each activation that is left alone."""
+        alive = [saved.tensor for ref in self._all_alone if (saved := ref()) is not None and saved.packed is None]
+        return list({tensor.untyped_storage()._cdata: tensor for tensor in alive}.values())
 
     def left_plan(self) -> None:
         """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""

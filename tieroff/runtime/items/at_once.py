@@ -44,8 +44,6 @@ class Route:
     __slots__ = (
         "_block",
         "_lower_storage",
-        "_room_storage",
-        "_views",
         "address",
         "down",
         "kind_name",
@@ -66,16 +64,11 @@ class Route:
         self.up = (self.address, self.lower_address, item.size_bytes)
         self.down = (self.lower_address, self.address, item.size_bytes)
         self.kind_name = item.kind.value
-        self._block, self._views = place.block, room.views
-        self._room_storage, self._lower_storage = storage_of(room.memory), storage_of(lower)
+        self._block, self._lower_storage = place.block, storage_of(lower)
 
     def is_idle(self) -> bool:
         """True while no copy of the place is under way."""
         return not self._block.transfers
-
-    def holders_above(self) -> int:
-        """How many tensors share the room's memory besides its own."""
-        return owners_by(self._room_storage) - 1 - len(self._views)
 
     def holders_below(self) -> int:
         """How many tensors share the memory below besides the engine's view."""
@@ -132,7 +125,7 @@ def _may_come(item: HomeItem, route: Route) -> bool:
         and not item.readers
         and route.is_idle()
         and route.holders_below() <= 1
-        and route.holders_above() == 0
+        and route.room.is_free
     )
 
 
@@ -213,4 +206,4 @@ def _may_go(item: Item) -> TypeGuard[HomeItem]:
     route = _route_of(item)
     if route is None or not isinstance(item, HomeItem) or item.pins or item.readers or item.device is not route.memory:
         return False
-    return not item.is_lifted or route.holders_above() <= 1
+    return not item.is_lifted or route.room.holders <= 1

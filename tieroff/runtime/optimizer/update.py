@@ -88,7 +88,7 @@ class BucketUpdate:
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
         may_write_gradients = self.may_write_gradients
         for item in moved:
-            if self._stays(item):
+            if context.runner.leaves_alone(item):
                 item.note()
                 continue
             # Fused kernels write without a trace in any version; only gradients are usually left alone.
@@ -102,15 +102,11 @@ class BucketUpdate:
             for item in moved:
                 context.state.record.bind(item)
 
-    def _stays(self, item: HomeItem) -> bool:
-        """True for one that is on the device, where the plan has it all the time: its update asks nothing of the engine."""
-        return item.is_lifted and item.state is State.DEVICE and self._context.runner.leaves_alone(item)
-
     def _let_go_replaced(self, moved: list[HomeItem]) -> None:
         """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
         context = self._context
         for item in moved:
-            if item.is_lifted and not self._stays(item) and not item.is_current() and item.tensor is not None:
+            if item.is_lifted and not context.runner.leaves_alone(item) and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
                 item.detach(context.traffic)
@@ -182,7 +178,7 @@ class BucketUpdate:
         context.on_demand.claim(*needed)
         lifted += needed  # before the first is: an exception may come between any two lines
         left = show_all(needed) if context.traffic.keeps_rooms else needed
-        left = [known for known in left if not self._stays(known)]
+        left = [known for known in left if not context.runner.leaves_alone(known)]
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)
