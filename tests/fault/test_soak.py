@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import json
 import os
 import statistics
 import subprocess
@@ -40,10 +42,39 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torc
     return loss.detach()
 
 
-def soak(folder: str) -> tuple[int, int, int]:
-    """Trains, comparing after every step; returns resident bytes early and late, and how many plans were made."""
+class _Malloc(ctypes.Structure):
+    """What glibc's `mallinfo2` returns, in bytes over all its arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    ]
+
+
+def _memory(process: psutil.Process) -> dict[str, int]:
+    """Returns where this process's memory is: leaks grow all but `free`."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Malloc
+    heap, objects = mallinfo2(), gc.get_objects()
+    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
+    return {
+        "resident": process.memory_info().rss,
+        "in_use": heap.uordblks,
+        "free": heap.fordblks,
+        "mapped": heap.hblkhd,
+        "tensors": len(tensors),
+        "objects": len(objects),
+    }
+
+
+def soak(folder: str) -> list[dict[str, int]]:
+    """Trains, comparing after every step; returns where the memory was at the settled steps, every tenth of them."""
     model, optimizer = _model()
-    expected = [_step(model, optimizer, step) for step in range(STEPS)]
+    expected = torch.empty(
+        STEPS
+    )  # one block: a kept loss of every plain step would leave a heap in pieces, and wrapped steps in them
+    for step in range(STEPS):
+        expected[step] = _step(model, optimizer, step)
     values = [p.detach() for p in model.parameters()]
 
     model, optimizer = _model()
@@ -56,7 +87,7 @@ def soak(folder: str) -> tuple[int, int, int]:
     engine = tieroff.engine(model)
     process = psutil.Process()
     counts: dict[int, set[tuple[object, ...]]] = {}  # per plan: a machine whose speed changes has it made again
-    resident: list[int] = []
+    memory: list[dict[str, int]] = []
     for step in range(STEPS):
         assert torch.equal(_step(model, optimizer, step), expected[step]), f"step {step}"
         if step < _SETTLED:
@@ -69,15 +100,13 @@ def soak(folder: str) -> tuple[int, int, int]:
         counts.setdefault(stats.plans, set()).add(figures)
         if step % _EVERY == 0:
             gc.collect()
-            resident.append(process.memory_info().rss)
+            memory.append(_memory(process) | {"plans": stats.plans})
     for plan, seen in counts.items():
         assert len(seen) == 1, f"{len(seen)} different counts after a step of plan {plan}: {sorted(seen, key=str)[:3]}"
     assert sum(engine.stats().moved_bytes.values()) > 0
     tieroff.unwrap(model)
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
-    part = len(resident) // 6
-    first, last = (round(statistics.median(some)) for some in (resident[:part], resident[-part:]))
-    return first, last, engine.stats().plans
+    return memory
 
 
 @pytest.mark.long
@@ -85,8 +114,11 @@ def soak(folder: str) -> tuple[int, int, int]:
 @pytest.mark.timeout(1500)
 def test_two_thousand_steps(tmp_path: Path, project: Path) -> None:
     # In a process of its own: what others here left behind can move its resident memory by more than a leak would.
-    program = f"from tests.fault.test_soak import soak; print(*soak({str(tmp_path)!r}))"
+    program = f"import json; from tests.fault.test_soak import soak; print(json.dumps(soak({str(tmp_path)!r})))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=project)
     assert done.returncode == 0, done.stderr
-    first, last, plans = map(int, done.stdout.split())
-    assert last - first < _GROWTH_BYTES, f"resident memory grew from {first} to {last} bytes, with {plans} plans"
+    memory = json.loads(done.stdout)
+    part = len(memory) // 6
+    first, last = (statistics.median(at["resident"] for at in some) for some in (memory[:part], memory[-part:]))
+    shown = "\n".join(map(str, memory[:: len(memory) // 20]))
+    assert last - first < _GROWTH_BYTES, f"resident memory grew from {first:.0f} to {last:.0f} bytes:\n{shown}"
