@@ -10,6 +10,7 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.engine import Engine
+from tieroff.runtime.movable import local_of
 
 _STATM = Path("/proc/self/statm")
 
@@ -25,7 +26,7 @@ class Resident:
             others: the engines of other models under the same budget.
         """
         plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
-        every = (*model.parameters(), *model.buffers())
+        every = map(local_of, (*model.parameters(), *model.buffers()))  # of a DTensor, the part that lies here
         held = (t for t in every if type(t) in plain and t.layout is torch.strided and not t.is_meta)
         tensors = {t.data_ptr(): t for t in held}
         tensor_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
