@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.checking import states_checked
+from tests.support.checking import programs_checked, states_checked
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _checking_mode() -> Iterator[None]:
-    """Every step is right by its states, and not only by its numbers."""
-    with states_checked() as found:
+    """Every step is right by its states, and every program by its plan, and not only by its numbers."""
+    with states_checked() as states, programs_checked() as programs:
         yield
-    assert found == []
+    assert states == []
+    assert programs == []
