@@ -14,7 +14,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that shares the version counter of another and none of its memory: writes to that one show."""
     probe = tensor.detach()
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(probe) is torch.Tensor:
         probe.data = _nothing(tensor.dtype, tensor.device)
     else:
         probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

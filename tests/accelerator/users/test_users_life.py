@@ -48,6 +48,31 @@ def write_inside_forward(p: Program) -> None:
     p.steps()
 
 
+def write_what_is_held_in_later_steps(p: Program) -> None:
+    """First in steps that follow their plan: in the middle of forward, between forward and backward, and in backward."""
+    held = p.parameters
+
+    def write() -> None:
+        for parameter in held:
+            parameter.data.mul_(0.9)
+
+    def inside(model: Net, x: Tensor) -> Tensor:
+        if place == 0:
+            write()
+        x.register_hook(lambda _: write() if place == 2 else None)
+        return x
+
+    p.model.inside = inside
+    p.wrap()
+    for index in range(STEPS):
+        place = index - 5
+        loss = p.loss(index)
+        if place == 1:
+            write()
+        loss.backward()
+        p.update(loss)
+
+
 def assign_between_steps(p: Program) -> None:
     p.wrap()
     for index in range(STEPS):
@@ -254,6 +279,7 @@ def device_of_first_parameter(p: Program) -> None:
 USAGES = {
     "write_through_data": write_through_data,
     "write_inside_forward": write_inside_forward,
+    "write_what_is_held_later": write_what_is_held_in_later_steps,
     "assign_between_steps": assign_between_steps,
     "assign_before_the_update": assign_before_the_update,
     "assign_inside_forward": assign_inside_forward,

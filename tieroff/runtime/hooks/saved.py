@@ -25,6 +25,7 @@ from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
@@ -428,7 +429,7 @@ def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True for tensors whose bytes alone, with size and stride, say everything."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN
         and not tensor.is_nested
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())

@@ -26,10 +26,11 @@ from tieroff.runtime.hooks.scaled import ScaledGradients
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import (
     assigns_data,
+    gives_data,
     guard_class,
     guarded,
+    is_below,
     leaves,
-    own_class,
     restore_class,
     set_data,
     untouched,
@@ -151,7 +152,18 @@ class UserAccess:
         assert self._context is not None
         backend = self._context.traffic.backend
         with self._up(list(found.values()), keeps=keeps), backend.lending(), self._saving():
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
+        if gives_data(function):
+            for item in found.values():
+                item.touch(self._context.traffic)
+        return out
+
+    def reaches_data(self, item: HomeItem) -> None:
+        """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
+        assert self._context is not None and self._gate is not None
+        if isinstance(item, ParameterItem) and not self._gate.is_interrupting():
+            with self._context.state.lock, as_the_engine():
+                item.reaches_data(self._context.traffic)
 
     def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function on tensors that lie below and are shown there, as what they are: memory of the host."""
@@ -178,7 +190,7 @@ class UserAccess:
         is_in_pass = self._is_in_pass and not is_outside
         computing = context.traffic.backend.computing  # FSDP2 adds to gradients under a stream of its own
         with lock, as_the_engine(), computing():
-            raised = [item for item in items if type(item.tensor) is not own_class(item.tensor)]
+            raised = [item for item in items if is_below(item.tensor)]
             unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
             self._check_room([item for item in raised if item.device is None])
             try:
@@ -246,6 +258,7 @@ class UserAccess:
             self._scaled.used(item)
         item.refresh(context.traffic)
         item.lift(context.traffic)
+        restore_class(item)  # the function may look at it
         self._note_raised(item, is_in_pass)
 
     def _note_raised(self, item: HomeItem, is_in_pass: bool) -> None:
@@ -314,12 +327,12 @@ def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     inputs = values.get("inputs")
     listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
     outside = [values.get("outputs"), *args[2:], kwargs.get("grad_outputs")]
-    below = [tensor for tensor in listed if type(tensor) is not own_class(tensor)]
+    below = [tensor for tensor in listed if is_below(tensor)]
     needs_tensor = kwargs.get("materialize_grads") or any(not tensor.requires_grad for tensor in below)
     if needs_tensor or any(guarded(leaf) is not None for leaf in leaves(outside)):
         return args, kwargs, False
     with untouched():
-        edges = [torch.autograd.graph.get_gradient_edge(t) if type(t) is not own_class(t) else t for t in listed]
+        edges = [torch.autograd.graph.get_gradient_edge(t) if is_below(t) else t for t in listed]
     if len(args) >= 2:
         return (args[0], edges, *args[2:]), kwargs, True
     return args, {**kwargs, "inputs": edges}, True

@@ -18,7 +18,7 @@ import torch
 
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.backend.rooms import Room
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.hollow import PLAIN, unwatch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.parameter import ParameterItem
@@ -26,7 +26,7 @@ from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.tensors import owners_by, storage_of
 
-# Kinds of items that do nothing of their own when their bytes move.
+# Kinds of items of which nobody else has to know when their bytes move.
 _SIMPLE = frozenset({HomeItem, ParameterItem})
 
 
@@ -113,6 +113,8 @@ def fetch_all(traffic: Traffic, items: Iterable[Item]) -> None:
         item.state = State.BOTH
         item.value, item.value_address = route.value, route.address
         item.note()
+        if traffic.is_watching:
+            item.doubled()
 
 
 def _may_come(item: HomeItem, route: Route) -> bool:
@@ -148,7 +150,9 @@ def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
         ):
             left.append(item)
             continue
-        item.living.data = route.value
+        tensor = item.living
+        unwatch(tensor)  # its user is an optimizer's step
+        tensor.data = route.value
         item.is_lifted = True
         item.state = State.DEVICE  # the device copy counts from here on, wherever an exception may come
         item.note()
@@ -167,6 +171,8 @@ def store_all(traffic: Traffic, items: Iterable[Item]) -> None:
         ready.append((item, route))
         copies += route.down
         item.note()  # what is written from here on is newer than the copy
+        if traffic.is_watching:
+            item.doubled()
     if ready and not traffic.copy_all(ready, copies, "d2h"):
         for item, _ in ready:
             traffic.store(item)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import Guard, guard_class, own_class
+from tieroff.runtime.items.hollow import Guard, guard_class, is_below
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.parameter import ParameterItem
@@ -97,7 +97,7 @@ class GradientItem(HomeItem):
     def may_wait(self) -> bool:
         """True when a factor may wait until the gradient comes up: nobody but the engine sees its bytes below."""
         tensor, has_copy_below = self.tensor, self.state in _HAS_BELOW and self.lower is not None
-        is_guarded = tensor is not None and own_class(tensor) is not type(tensor)
+        is_guarded = is_below(tensor)
         return has_copy_below and is_guarded and not self.is_lifted and not self.stays_below and self.is_current()
 
     def wait_with(self, factor: Factor) -> None:

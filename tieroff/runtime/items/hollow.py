@@ -12,6 +12,13 @@ memory besides the engine (a view, an alias, a `state_dict()`), a tensor is not 
 
 `type(p) is torch.nn.Parameter` is False while it lies below; code of PyTorch that asks so runs in calls, in which the class is
 the tensor's own.
+
+[Note: watched parameters]
+A write through `.data` moves no version. Of a parameter that has a copy below and one on the device it makes one of them old,
+and whoever holds the parameter may do it at any line of a step. So for as long as there are two, on every device, its class is
+`WatchedParameter`, whose `data` tells the guard before it answers: one that is up counts as written, and what was brought
+up of one that is used below is dropped. Its functions are a parameter's own, at their speed. Where nobody but PyTorch sees
+it (an update, compiled code), and where a step is recorded, which sees every write, its class is its own.
 """
 
 from __future__ import annotations
@@ -29,8 +36,7 @@ from tieroff.runtime.tensors import owners_by, storage_of
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
-# Classes without a `__torch_function__` of anybody's.
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_DATA: Any = torch.Tensor.data  # itself, whatever a class makes of it
 
 
 class SubclassCalls:
@@ -84,6 +90,9 @@ class Guard(Protocol):
     def multiplying(self) -> AbstractContextManager[None]:
         """Inside, a gradient that came up is multiplied in the place of the program."""
 
+    def reaches_data(self, item: Any) -> None:
+        """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
+
 
 _items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
 
@@ -127,8 +136,40 @@ class BelowTensor(_Below, torch.Tensor):
     """The same for a gradient or a tensor of optimizer state."""
 
 
-_BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, torch.Tensor: BelowTensor}
-_OWN: dict[type, Any] = {below: own for own, below in _BELOW.items()}
+class WatchedParameter(torch.nn.Parameter):
+    """The class of a parameter of which there are two copies; see [Note: watched parameters]."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        item = _watched.get(id(self))
+        if item is not None and item.tensor is self and item.guard is not None:
+            item.guard.reaches_data(item)
+        return data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)  # seen by its address, before the parameter is used or moved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._as_parameter("__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_parameter("__reduce_ex__", protocol)
+
+    def _as_parameter(self, name: str, given: Any) -> Any:
+        """A copy or a pickle is a parameter's."""
+        unwatch(self)
+        try:
+            return getattr(self, name)(given)
+        finally:
+            watch(self)
+
+
+_watched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
+# Classes without a `__torch_function__` of anybody's.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, WatchedParameter})
+_BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, WatchedParameter: BelowParameter, torch.Tensor: BelowTensor}
+_OWN: dict[type, Any] = {BelowParameter: torch.nn.Parameter, WatchedParameter: torch.nn.Parameter, BelowTensor: torch.Tensor}
 
 
 def _below(kind: type) -> type | None:
@@ -145,6 +186,29 @@ def _below(kind: type) -> type | None:
 def own_class(tensor: Any) -> Any:
     """Returns the class that a tensor has when its bytes are up."""
     return _OWN.get(type(tensor), type(tensor))
+
+
+def is_below(tensor: object) -> bool:
+    """True for a tensor whose functions go through a guard."""
+    return isinstance(tensor, _Below)
+
+
+def may_be_watched(item: Guarded) -> None:
+    """This item's tensor may be a watched parameter from here on."""
+    _watched[id(item.tensor)] = item
+
+
+def watch(tensor: Any) -> None:
+    """There are two copies of a tensor: if it is a parameter, an access of its `.data` is noticed."""
+    if type(tensor) is torch.nn.Parameter:
+        tensor.__class__ = WatchedParameter
+
+
+def unwatch(tensor: Any) -> None:
+    """There is one copy again, or nobody but PyTorch uses the tensor."""
+    kind: type = type(tensor)
+    if kind is WatchedParameter:
+        tensor.__class__ = torch.nn.Parameter
 
 
 def leaves(values: Any) -> list[Any]:
@@ -173,7 +237,13 @@ def restore_class(item: Guarded) -> None:
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value`, whatever its class, and unseen by whoever records the step."""
     with untouched(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-        tensor.data = value
+        _DATA.__set__(tensor, value)
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor.data`, and tells nobody."""
+    data: torch.Tensor = _DATA.__get__(tensor)
+    return data
 
 
 def owners_of(tensor: torch.Tensor) -> int:
@@ -279,6 +349,11 @@ def _is_plain_attribute(func: Any) -> bool:
 def asks_no_data(func: Any) -> bool:
     """True for a function that needs everything of a tensor but its data."""
     return func in _OF_NO_DATA or _is_plain_attribute(func)
+
+
+def gives_data(func: Any) -> bool:
+    """True for a read of `tensor.data`."""
+    return getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is _T.data
 
 
 def assigns_data(func: Any) -> bool:

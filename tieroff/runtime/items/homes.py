@@ -27,12 +27,14 @@ from tieroff.runtime.items.hollow import (
     PLAIN,
     Guard,
     address_of,
+    data_of,
     guard_class,
     lies_on,
     owners_of,
     restore_class,
     set_data,
     untouched,
+    unwatch,
     version_of,
 )
 from tieroff.runtime.items.item import Item, Mover
@@ -274,6 +276,7 @@ class HomeItem(Item):
         if self.is_lifted and tensor is not None and self.lower is not None:
             if self.hollow is None:
                 if address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
+                    unwatch(tensor)
                     tensor.data = self.lower
                     self.is_below_now()
             elif self.is_current():  # else somebody gave it other memory, which is its own now
@@ -307,7 +310,7 @@ class HomeItem(Item):
             tensor = self.tensor
             if tensor is not None:
                 with torch.no_grad(), _disable_current_modes():
-                    tensor.data.copy_(self.value)
+                    data_of(tensor).copy_(self.value)
             self.note()
         elif self.state in ON_DEVICE or self.state is State.ARRIVING:
             # The home below was written: the device copy is old, the home is what counts.

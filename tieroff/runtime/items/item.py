@@ -145,6 +145,9 @@ class Item:
     def arrived(self) -> None:
         """The device copy is valid again."""
 
+    def doubled(self) -> None:
+        """There is a copy below and one on the device from here on, or one is on its way to the other."""
+
     def leave(self, traffic: Mover) -> None:
         """Leaves the device, with the latest value."""
         traffic.leave(self)

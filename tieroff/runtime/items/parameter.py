@@ -8,10 +8,15 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import Guard, set_data
+from tieroff.runtime.items.hollow import Guard, may_be_watched, set_data, unwatch, watch
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable, with_local
 from tieroff.storage.completion import Completion
+
+# There is a copy below and one on the device, or one is on its way to the other.
+_DOUBLED = frozenset({State.BOTH, State.LEAVING, State.ARRIVING})
 
 
 class ParameterItem(HomeItem):
@@ -27,6 +32,40 @@ class ParameterItem(HomeItem):
         super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier, guard)
         self.position = position
         self._ref = lambda: tensor  # the model holds it anyway; a weak reference would forbid torch.utils.swap_tensors
+
+    def adopt(self, traffic: Traffic) -> None:
+        super().adopt(traffic)
+        may_be_watched(self)
+
+    def lift(self, traffic: Traffic) -> None:
+        super().lift(traffic)
+        self.watch(traffic)
+
+    def watch(self, traffic: Traffic) -> None:
+        """User code runs next: what it may write through `.data` is noticed, by whoever sees all writes or by its class."""
+        if not traffic.is_watching:
+            unwatch(self.tensor)
+        elif self.state in _DOUBLED and (self.is_lifted or self.is_shown_below):
+            watch(self.tensor)
+
+    def doubled(self) -> None:
+        watch(self.tensor)
+
+    def freed(self) -> None:
+        super().freed()
+        unwatch(self.tensor)
+
+    def touch(self, traffic: Traffic) -> None:
+        super().touch(traffic)
+        unwatch(self.tensor)
+
+    def reaches_data(self, traffic: Traffic) -> None:
+        """User code gets `.data`, and may write it: what there is besides the memory that it gets is old from here on."""
+        if self.is_lifted:
+            self.touch(traffic)
+        else:
+            self._drop_copy(traffic)
+            unwatch(self.tensor)
 
     @property
     def leaf(self) -> torch.Tensor | None:

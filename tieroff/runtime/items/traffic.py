@@ -51,6 +51,7 @@ class Traffic:
     Attributes:
         device_bytes: bytes of device copies that the engine holds now.
         keeps_rooms: a step follows its plan, in which small items are fetched to memory that they keep; see backend/rooms.py.
+        is_watching: nobody sees each write just now, so that an item is told when there are two copies of it.
         tell_held: called with all memory that is taken for items, where others have to know.
         counts: bytes moved and time waited since `counts` was last replaced.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
@@ -64,7 +65,7 @@ class Traffic:
         self.stores = spill.stores
         self.counts = Counts()
         self.device_bytes = 0
-        self.keeps_rooms = False
+        self.keeps_rooms = self.is_watching = False
         self._rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
         self._is_near = backend.copies_near
@@ -72,8 +73,9 @@ class Traffic:
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
 
-    def begin_step(self, *, is_planned: bool = False) -> None:
+    def begin_step(self, *, is_planned: bool = False, is_recorded: bool = False) -> None:
         """Counts and spans are those of the step that begins here."""
+        self.is_watching = not is_recorded
         self.keeps_rooms = self._is_near and is_planned
         if not is_planned:
             self.forget_spares()
@@ -173,6 +175,8 @@ class Traffic:
         room = self._room_for(item)
         self.hold(item, room.memory)
         item.comes()
+        if self.is_watching:
+            item.doubled()
         copy = place.get(room.address, room.memory)
         self._count(item, "h2d", copy)
         if isinstance(copy, StoreTransfer):
@@ -189,6 +193,8 @@ class Traffic:
         if item.place is None:
             return False
         source = item.source()
+        if self.is_watching:
+            item.doubled()
         copy = item.place.put(source.data_ptr(), source)
         self._count(item, "d2h", copy)
         if isinstance(copy, StoreTransfer):
@@ -313,7 +319,10 @@ class Traffic:
         item.part_with_lent()
         if item.place is None:
             item.place = self._make_place(item)
-        item.leaving = self.backend.copy_out(item.source(), item.place)
+        source = item.source()
+        if self.is_watching:
+            item.doubled()
+        item.leaving = self.backend.copy_out(source, item.place)
         self._count(item, "d2h" if item.place.tier is Tier.HOST else "nvme_write", item.leaving)
 
     def _make_place(self, item: Item) -> Place:
@@ -365,6 +374,8 @@ class Traffic:
         self.hold(item, self.backend.empty(item.place.size_bytes))
         assert item.device is not None
         item.comes()
+        if self.is_watching:
+            item.doubled()
         item.arriving = self.backend.copy_in(item.place, item.device)
         self._count(item, "h2d" if item.place.tier is Tier.HOST else "nvme_read", item.arriving)
 

@@ -21,6 +21,7 @@ from tieroff.runtime.hooks.forward.inputs import leaves_of
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.parameters.access import FetchingDict
 from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.items.hollow import unwatch
 
 
 def find_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -98,6 +99,8 @@ class CompiledCall:
             homes = [home for fetching in own.values() for home in dict.values(fetching) if home is not None]
         try:
             given = {module: self._fetch(module, fetching) for module, fetching in own.items()}
+            for home in homes:
+                unwatch(home)  # compiled code is guarded by the class, too
             if self._context.state.record.recorder is None:
                 return inner(*args, **kwargs)
             return self._recorded(self._context.state.record.recorder, homes, functools.partial(inner, *args, **kwargs))
@@ -108,6 +111,15 @@ class CompiledCall:
                     if value is not given[module].get(name):
                         fetching[name] = value  # assigned by the module's own forward
                 self._plain[module].clear()
+            self._watch_again(homes)
+
+    def _watch_again(self, homes: list[torch.Tensor]) -> None:
+        """Compiled code has run, and user code runs next."""
+        with self._context.state.lock:
+            for home in homes:
+                item = self._context.homes.parameter(home)
+                if item is not None:
+                    item.watch(self._context.traffic)
 
     def _recorded(self, recorder: Recorder, homes: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         """Runs compiled code, which reads its parameters and makes tensors that no recorder sees; so does its backward."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tieroff.runtime.items.hollow import PLAIN
+
 Signature = tuple[Any, ...]
 
 
@@ -79,7 +81,7 @@ def leaves_of(values: Any) -> list[Any]:
 def storages_in(values: Any) -> Iterator[torch.UntypedStorage]:
     """Yields the storages of all plain tensors in a nested structure; one twice that two of them share."""
     for leaf in leaves_of(values):
-        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided:
+        if type(leaf) in PLAIN and leaf.layout is torch.strided:
             yield leaf.untyped_storage()
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from tieroff.runtime.items.hollow import PLAIN
+
 # Entries of a module's `__dict__` that are compared elsewhere (buffers are put back), or are not the layer's own.
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
@@ -53,7 +55,7 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(is_plain(each) for each in value)
     if isinstance(value, torch.Tensor):
-        return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_inference()
+        return type(value) in PLAIN and value.layout is torch.strided and not value.is_inference()
     return isinstance(value, _CONSTANTS)
 
 
