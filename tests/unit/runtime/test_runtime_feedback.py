@@ -75,6 +75,31 @@ def test_durations_as_planned_settle_the_plan_after_three_steps() -> None:
     assert feedback.settled_after == 3
 
 
+def test_a_plan_that_holds_is_looked_at_ever_more_rarely_and_only_at_the_last_steps_before() -> None:
+    feedback, trace = Feedback(), trace_of(50 * MS)
+    steps = [0, 0]  # passed, seen
+    looks = []
+    for _ in range(400):
+        passes = feedback.passes()
+        steps[not passes] += 1
+        if not passes and feedback.take([52 * MS], ()):
+            assert feedback.look(trace, as_seen) == ""
+            feedback.settle()
+            looks.append(tuple(steps))
+            steps = [0, 0]
+    assert looks == [(0, 3), (3, 5), (11, 5), (27, 5), *[(59, 5)] * 5]
+
+
+def test_bytes_of_the_steps_that_were_seen_count() -> None:
+    """40 MiB a step at half the speed: 40 ms, above the noise of 30 ms in 3 s; only 5 of each 8 steps are seen."""
+    feedback, trace = Feedback(), trace_of(3000 * MS)
+    for _ in range(11):
+        if not feedback.passes() and feedback.take([3000 * MS], [(0, "nvme_read", Copy(0, 80 * MS), 40 * MIB)]):
+            reason = feedback.look(trace, as_seen)
+            feedback.settle()
+    assert "nvme_read moves 500.00 MiB/s" in reason
+
+
 def test_a_link_whose_speed_takes_less_than_a_hundredth_of_the_step_is_no_reason_to_plan() -> None:
     """20 MiB at 1,000 MiB/s and at half of it: 20 ms more."""
     for step_ms, is_told in ((2100, False), (1900, True)):

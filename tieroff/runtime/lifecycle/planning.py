@@ -111,11 +111,14 @@ class StepPlanning:
         machine itself may change.
         """
         kind, stage, feedback = observed.kind, observed.stage, observed.kind.feedback
-        if stage is not kind.stage or kind.asked is not None:
+        if stage is not kind.stage or kind.asked is not None or feedback.passes():
             return
         if not feedback.take(observed.times.durations_ns(), observed.spans):
             return
         reason = feedback.look(stage.made_for, self._plans.machine_at)
+        if not reason and feedback.settled_after:
+            feedback.settle()  # as the plan was found before; a forecast costs a step more than the looks at eight
+            return
         trace = stage.trace.with_durations(feedback.typical_ns)
         pending = self._plans.forecast(stage.plan, trace, feedback.rates_now())
 

@@ -22,8 +22,11 @@ _WORSE = 0.02
 _FIRST_LOOKS = (3, 2, 2)
 # Steps of which each op's duration is the median; an even number of them would be a mean of two, which one slow step moves.
 _STEPS_OF_MEDIAN = 15
-# Of each look after that; twice as many after each plan that is made later, since a speed that keeps changing cannot be met.
-_LATER_STEPS, _LATER_STEPS_AT_MOST = 8, 512
+# Of each look after that; twice as many after each that finds the plan to hold, so that looks cost ever less, and after each
+# plan that is made later, since a speed that keeps changing cannot be met.
+_LATER_STEPS, _HELD_STEPS_AT_MOST, _LATER_STEPS_AT_MOST = 8, 64, 512
+# Of them, the last ones are looked at.
+_SEEN_STEPS = 5
 
 # (tensor, link, copy, bytes), as `Traffic.spans` has them.
 Span = tuple[int, str, Timed, int]
@@ -49,7 +52,7 @@ class Feedback:
         self._forget()
 
     def _forget(self) -> None:
-        self._steps = 0
+        self._steps = self._seen_steps = 0
         self._durations_ns: deque[list[int]] = deque(maxlen=_STEPS_OF_MEDIAN)
         self._busy_ns: Counter[str] = Counter()
         self._moved_bytes: Counter[str] = Counter()
@@ -58,6 +61,21 @@ class Feedback:
     def is_settling(self) -> bool:
         """True while the plan is new enough to be checked often."""
         return self._looks < len(_FIRST_LOOKS)
+
+    def passes(self) -> bool:
+        """True for a planned step that is too early before the next look to be seen; it is counted here."""
+        if self._due_steps - self._steps <= _SEEN_STEPS:
+            return False
+        self._count()
+        return True
+
+    @property
+    def _due_steps(self) -> int:
+        return _FIRST_LOOKS[self._looks] if self.is_settling else self._later_steps
+
+    def _count(self) -> None:
+        self._planned_steps += 1
+        self._steps += 1
 
     def take(self, durations_ns: list[int], spans: Iterable[Span]) -> bool:
         """Takes what a step that followed its plan showed; True when that is enough to check the plan."""
@@ -68,9 +86,9 @@ class Feedback:
             self._moved_bytes[link] += size_bytes
         for link, times in per_link.items():
             self._busy_ns[link] += _covered_ns(times)
-        self._planned_steps += 1
-        self._steps += 1
-        return self._steps >= (_FIRST_LOOKS[self._looks] if self.is_settling else self._later_steps)
+        self._seen_steps += 1
+        self._count()
+        return self._steps >= self._due_steps
 
     @property
     def typical_ns(self) -> list[int]:
@@ -90,7 +108,9 @@ class Feedback:
         for link, moved_bytes in self._moved_bytes.items():
             if before is not None and now is not None:
                 key = f"{link}_bytes_per_s"
-                reasons.append(_link_drift(link, getattr(before, key), getattr(now, key), moved_bytes / self._steps, noise_ns))
+                reasons.append(
+                    _link_drift(link, getattr(before, key), getattr(now, key), moved_bytes / self._seen_steps, noise_ns)
+                )
         return "; ".join(filter(None, reasons))
 
     def holds(self, step_ns: int, bound_ns: int) -> bool:
@@ -101,6 +121,8 @@ class Feedback:
         """The plan was found to hold; True the first time."""
         is_first = not self.settled_after
         self.settled_after = self.settled_after or self._planned_steps
+        if not self.is_settling:
+            self._later_steps = max(self._later_steps, min(2 * self._later_steps, _HELD_STEPS_AT_MOST))
         self._looks = len(_FIRST_LOOKS)
         self._forget()
         return is_first
