@@ -52,7 +52,7 @@ class _Malloc(ctypes.Structure):
 
 
 def _memory(process: psutil.Process) -> dict[str, int]:
-    """Returns where this process's memory is: leaks grow all but `free`."""
+    """Returns where this process's memory is. Leaks grow all but `free`; `objects` grows by kept figures, too."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Malloc
     heap, objects = mallinfo2(), gc.get_objects()
@@ -70,9 +70,8 @@ def _memory(process: psutil.Process) -> dict[str, int]:
 def soak(folder: str) -> list[dict[str, int]]:
     """Trains, comparing after every step; returns where the memory was at the settled steps, every tenth of them."""
     model, optimizer = _model()
-    expected = torch.empty(
-        STEPS
-    )  # one block: a kept loss of every plain step would leave a heap in pieces, and wrapped steps in them
+    # One block: a loss kept of every plain step lies above that step's activations, and leaves the heap full of holes.
+    expected = torch.empty(STEPS)
     for step in range(STEPS):
         expected[step] = _step(model, optimizer, step)
     values = [p.detach() for p in model.parameters()]

@@ -10,6 +10,7 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.engine import Engine
+from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.movable import local_of
 
 _STATM = Path("/proc/self/statm")
@@ -25,9 +26,8 @@ class Resident:
             model: about to be wrapped.
             others: the engines of other models under the same budget.
         """
-        plain = (torch.Tensor, torch.nn.Parameter)  # not lazy ones, nor those of another library's class
         every = map(local_of, (*model.parameters(), *model.buffers()))  # of a DTensor, the part that lies here
-        held = (t for t in every if type(t) in plain and t.layout is torch.strided and not t.is_meta)
+        held = (t for t in every if type(t) in PLAIN and t.layout is torch.strided and not t.is_meta)
         tensors = {t.data_ptr(): t for t in held}
         tensor_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         self._baseline_bytes = _resident_bytes() - tensor_bytes - _held_bytes(others)

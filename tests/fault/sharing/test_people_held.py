@@ -68,24 +68,31 @@ def loss_of(model: Any) -> torch.Tensor:
     return loss
 
 
+def step_with_write(
+    model: Any, optimizer: Any, place: str, way: Callable[[Parameters], Any], held: Callable[[], Parameters]
+) -> torch.Tensor:
+    """Takes a step that writes in one of `PLACES`, or nowhere."""
+
+    def write() -> None:
+        way(held())
+
+    optimizer.zero_grad()
+    model.inside = write if place == "in forward" else nothing
+    model.behind = write if place == "in backward" else nothing
+    loss = loss_of(model)
+    if place == "between":
+        write()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def step_that_writes(holder: str) -> Callable[[Any, Any, int], torch.Tensor]:
     """Returns a step that writes all parameters, from the first one on that surely has a plan: each time in another way."""
 
     def step(model: Any, optimizer: Any, index: int) -> torch.Tensor:
         way, place = WAYS[index % len(WAYS)], PLACES[index % len(PLACES)] if index >= FIRST else ""
-
-        def write() -> None:
-            way(HOLDERS[holder](model, optimizer))
-
-        optimizer.zero_grad()
-        model.inside = write if place == "in forward" else nothing
-        model.behind = write if place == "in backward" else nothing
-        loss = loss_of(model)
-        if place == "between":
-            write()
-        loss.backward()
-        optimizer.step()
-        return loss
+        return step_with_write(model, optimizer, place, way, lambda: HOLDERS[holder](model, optimizer))
 
     return step
 
@@ -103,19 +110,7 @@ def test_each_way_and_place_alone(place: str, tmp_path: Path) -> None:
     for number, way in enumerate(WAYS):
 
         def step(model: Any, optimizer: Any, index: int, way: Any = way) -> torch.Tensor:
-            def write() -> None:
-                if index == FIRST:
-                    way(model.held)
-
-            optimizer.zero_grad()
-            model.inside = write if place == "in forward" else nothing
-            model.behind = write if place == "in backward" else nothing
-            loss = loss_of(model)
-            if place == "between":
-                write()
-            loss.backward()
-            optimizer.step()
-            return loss
+            return step_with_write(model, optimizer, place if index == FIRST else "", way, lambda: model.held)
 
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -187,6 +182,19 @@ def test_copies_made_in_a_step_are_parameters(setting: Setting) -> None:
     tieroff.unwrap(model)
     assert {type(p) for p in model.held} == {nn.Parameter}
     loss.backward()
+
+
+def test_between_steps_parameters_are_plain(planned_setting: Setting) -> None:
+    """Also those that a plan keeps on the device, of which there were two copies only before the plan was followed."""
+    model, optimizer = made()
+    planned_setting.wrap(model, optimizer)
+    for _ in range(FIRST + 2):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        assert {type(p) for p in model.held} == {nn.Parameter}
+    assert tieroff.engine(model).stats().phase in ("planned", "nothing moved")
+    tieroff.unwrap(model)
 
 
 def test_an_optimizer_sees_plain_parameters(setting: Setting) -> None:

@@ -286,7 +286,7 @@ class HomeItem(Item):
         self.value = None
         self.note()
 
-    def touch(self, traffic: Traffic) -> None:
+    def touch(self, traffic: Mover) -> None:
         """The device copy may have been written, whether or not a version says so (fused kernels move none)."""
         if self.is_lifted and self.device is not None:
             if self.state is State.BOTH:
@@ -303,8 +303,7 @@ class HomeItem(Item):
         if not self.was_written():
             return
         if self.is_lifted:
-            traffic.send(self, Event.TOUCH)
-            self.note()
+            self.touch(traffic)
         elif self.value is not None and self._is_value_newer():
             # A fetched value was written in place inside forward: the home gets it at once.
             tensor = self.tensor

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.items.hollow import Guard, may_be_watched, set_data, unwatch, watch
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable, with_local
@@ -55,7 +56,7 @@ class ParameterItem(HomeItem):
         super().freed()
         unwatch(self.tensor)
 
-    def touch(self, traffic: Traffic) -> None:
+    def touch(self, traffic: Mover) -> None:
         super().touch(traffic)
         unwatch(self.tensor)
 

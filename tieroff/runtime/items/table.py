@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tieroff.runtime.items.gradient import GradientItem
+from tieroff.runtime.items.hollow import unwatch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
@@ -66,6 +67,7 @@ def leave_place(item: HomeItem, traffic: Traffic) -> None:
         item.place = None
     item.lower = None
     item.state = State.DEVICE
+    unwatch(item.tensor)
 
 
 def bring_home(item: HomeItem, traffic: Traffic) -> None:

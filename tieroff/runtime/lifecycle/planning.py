@@ -117,7 +117,7 @@ class StepPlanning:
             return
         reason = feedback.look(stage.made_for, self._plans.machine_at)
         if not reason and feedback.settled_after:
-            feedback.settle()  # as the plan was found before; a forecast costs a step more than the looks at eight
+            feedback.settle()  # nothing drifted: no forecast, for which the whole trace is written to another process
             return
         trace = stage.trace.with_durations(feedback.typical_ns)
         pending = self._plans.forecast(stage.plan, trace, feedback.rates_now())

@@ -20,12 +20,11 @@ _NOISE_NS, _NOISE_SHARE = 5_000_000, 0.01
 _WORSE = 0.02
 # Planned steps of each look at a plan while it settles: with one traced and one measured step, the last ends with step 9.
 _FIRST_LOOKS = (3, 2, 2)
-# Steps of which each op's duration is the median; an even number of them would be a mean of two, which one slow step moves.
-_STEPS_OF_MEDIAN = 15
 # Of each look after that; twice as many after each that finds the plan to hold, so that looks cost ever less, and after each
 # plan that is made later, since a speed that keeps changing cannot be met.
 _LATER_STEPS, _HELD_STEPS_AT_MOST, _LATER_STEPS_AT_MOST = 8, 64, 512
-# Of them, the last ones are looked at.
+# Of these, the last ones are seen. Each op's duration is their median; of an even number it would be the mean of two, which one
+# slow step moves.
 _SEEN_STEPS = 5
 
 # (tensor, link, copy, bytes), as `Traffic.spans` has them.
@@ -53,7 +52,7 @@ class Feedback:
 
     def _forget(self) -> None:
         self._steps = self._seen_steps = 0
-        self._durations_ns: deque[list[int]] = deque(maxlen=_STEPS_OF_MEDIAN)
+        self._durations_ns: deque[list[int]] = deque(maxlen=_SEEN_STEPS)
         self._busy_ns: Counter[str] = Counter()
         self._moved_bytes: Counter[str] = Counter()
 
