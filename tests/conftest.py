@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,24 @@ def _planner_of_all_tests() -> Iterator[None]:
     yield
     planner.close()
     workshop.steps_wait = False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _machine_measured_once() -> Iterator[None]:
+    """Has the first model without a machine file measure the links, for all that follow in this process.
+
+    Measuring takes a process of its own and 1.5 seconds. Tests of measuring itself call `tieroff.probe`, which stays as it is.
+    """
+    links: Any = importlib.import_module("tieroff.session.links")
+    measure, known = links.measure_apart, dict[Any, Any]()
+
+    def measured(dirs: Sequence[Path], **options: Any) -> Any:
+        file_systems = tuple(os.stat(folder).st_dev if folder.is_dir() else folder for folder in dirs)
+        key = file_systems, tuple(sorted(options.items()))
+        if key not in known:
+            known[key] = measure(dirs, **options)
+        return known[key]
+
+    links.measure_apart = measured
+    yield
+    links.measure_apart = measure

@@ -1,9 +1,15 @@
-"""The parity tests on a device that is not the host: the same workloads, the same runner, the same demands."""
+"""The parity tests on a device that is not the host: the same workloads, the same runner, the same demands.
+
+By default each model, loop and optimizer runs over one set of tiers, and each set of tiers in its share; the other pairs
+are marked `long`. That every model computes the same over every set of tiers is shown by default on the CPU, by tests/parity.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,20 +39,31 @@ def check(workload: Workload, tiers: Tiers, folder: Path, *, policy: str = "floo
     check_parity(workload, tiers, target.backend, folder, policy=policy, device=device, clip=clip)
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: tiers.name)
-@pytest.mark.parametrize("workload", MODELS, ids=lambda workload: workload.name)
+def over(subjects: Sequence[Any], tiers: Sequence[Tiers]) -> list[Any]:
+    """Returns the full product as parameters; all but one set of tiers for each subject, in turn, are marked as long."""
+    return [
+        pytest.param(
+            subject,
+            choice,
+            id=f"{getattr(subject, 'name', subject)}-{choice.name}",
+            marks=[] if index % len(tiers) == place else [pytest.mark.long],
+        )
+        for index, subject in enumerate(subjects)
+        for place, choice in enumerate(tiers)
+    ]
+
+
+@pytest.mark.parametrize(("workload", "tiers"), over(MODELS, TIERS))
 def test_model_computes_the_same(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
     check(workload, tiers, tmp_path)
 
 
-@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
-@pytest.mark.parametrize("workload", LOOPS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize(("workload", "tiers"), over(LOOPS, [HOST, NVME]))
 def test_loop_computes_the_same(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
     check(workload, tiers, tmp_path)
 
 
-@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "tiers"), over(list(OPTIMIZERS), [HOST, NVME]))
 def test_optimizer_makes_the_same_updates(name: str, tiers: Tiers, tmp_path: Path) -> None:
     check(replace(MLP_WORKLOAD, optimizer=OPTIMIZERS[name]), tiers, tmp_path)
 
