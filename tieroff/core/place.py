@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def user_frame(depth: int = 1) -> tuple[FrameType | None, int]:
 
 def line_of(frame: FrameType) -> str:
     """Returns the file's name and the line, such as "model.py:41"."""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @dataclass(frozen=True, slots=True)

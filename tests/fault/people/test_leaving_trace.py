@@ -341,3 +341,47 @@ def test_unwrap_between_forward_and_backward(each_setting: Setting) -> None:
         return [look(model, optimizer, loss)]
 
     assert_same(run(None), run(each_setting))
+
+
+class Cells(nn.Module):
+    """A loop of one cell, whose gates are views of one storage that count their versions apart (`unsafe_chunk`)."""
+
+    def __init__(self, build: type[nn.LSTMCell] | type[nn.GRUCell]) -> None:
+        super().__init__()
+        self.cell, self.head = build(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, outputs = None, []
+        for part in x.unbind(1):
+            state = self.cell(part, state)
+            outputs.append(self.head(state[0] if isinstance(state, tuple) else state))
+        return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("budget", ["90%", "75%", "60%", "50%"])
+@pytest.mark.parametrize("build", [nn.LSTMCell, nn.GRUCell])
+def test_steps_of_which_some_views_of_a_storage_move_follow_their_plan(
+    build: type[nn.LSTMCell] | type[nn.GRUCell], budget: str
+) -> None:
+    batch = torch.randn(32, 12, 16, generator=torch.Generator().manual_seed(0))
+
+    def train(wraps: bool) -> tuple[list[torch.Tensor], list[str]]:
+        torch.manual_seed(0)
+        model, losses, phases = Cells(build), [], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wraps:
+            config = {"device": "cpu", "budget": {"device": budget, "host": "64MiB"}, "plan": {"min_bytes": 1}}
+            tieroff.wrap(model, optimizer, config)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().clone())
+            phases.append(tieroff.engine(model).stats().phase if wraps else "")
+        return losses, phases
+
+    losses, _ = train(wraps=False)
+    wrapped_losses, phases = train(wraps=True)
+    assert phases[2:] == ["planned"] * 3
+    assert all(map(torch.equal, wrapped_losses, losses))

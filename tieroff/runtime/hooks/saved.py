@@ -212,6 +212,10 @@ class SavedTensors:
             size_bytes, ordinal = storage.nbytes(), self._count
             self._count += 1
             self._context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
+            # The next view of a storage is compared with what was saved of it last, however that is kept: else whether it is an
+            # event depended on the plan.
+            self._known.pop(key, None)
+            self._alone.pop(key, None)
             if ordinal in self._context.runner.alone_activations and self._context.state.mode is Mode.PLANNED:
                 self._alone[key] = []
                 self._context.traffic.took(tensor)

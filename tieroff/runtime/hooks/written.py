@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.tensors import view_of
@@ -82,7 +81,7 @@ class WrittenActivations:
         known = self._saved.get(storage._cdata)
         if known is None or known.ref.expired() or not known.item.packs or known.item.is_kept:
             return None
-        with _disable_current_modes():
+        with torch._C._DisableTorchDispatch():
             for ref, checksum in known.views:
                 view: Any = ref()
                 if view is None or view.probe._version != view.version:
@@ -103,7 +102,7 @@ def _checksum(storage: torch.UntypedStorage, view: View) -> int:
     """Returns a checksum of a view's elements; on an accelerator, where only ops write, always 0."""
     if storage.device.type != "cpu":
         return 0
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
         whole = view_of(torch.empty(0, dtype=torch.uint8).set_(storage), view.dtype, tuple(view.size), view.stride, view.offset)
         flat = whole.contiguous().view(-1).view(torch.uint8) if whole.dim() else whole.view(1).view(torch.uint8)
         if flat.numel() > _SUMMED_BYTES_MAX:
