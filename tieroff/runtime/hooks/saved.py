@@ -153,8 +153,8 @@ class SavedTensors:
         self._context, self._gate, self._activations = context, gate, activations
         is_covered = TensorClass.ACTIVATION in settings.covers
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
-        # By storage: whether it lives, its item and how many that had stood for, and what counts its versions.
-        self._known: dict[int, tuple[StorageWeakRef, ActivationItem, int, torch.Tensor]] = {}
+        # By storage: whether it lives, its item and how many that had stood for.
+        self._known: dict[int, tuple[StorageWeakRef, ActivationItem, int]] = {}
         self._alone: dict[int, list[weakref.ref[LeftAlone]]] = {}  # by storage, in this step
         self._all_alone: list[weakref.ref[LeftAlone]] = []
         self._count = 0  # of storages that were packed in this step
@@ -201,28 +201,24 @@ class SavedTensors:
             return Kept(tensor.detach())
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
             return Kept(tensor.detach())  # also one that needs no gradient
-        saved = self._alone_of(key, tensor) if key in self._alone else None
+        saved = self._alone_of(key)
         if saved is not None:
             return self._leave_alone(key, tensor, saved.ordinal)
-        known = self._known.get(key)
-        if known is not None and self._is_same(known, tensor):
-            item = known[1]
+        item = self._known_for(storage)
+        if item is not None:
+            self._keep_up(item, tensor)
             packed = Packed(tensor, item)
         else:
             size_bytes, ordinal = storage.nbytes(), self._count
             self._count += 1
             self._context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
-            # The next view of a storage is compared with what was saved of it last, however that is kept: else whether it is an
-            # event depended on the plan.
-            self._known.pop(key, None)
-            self._alone.pop(key, None)
             if ordinal in self._context.runner.alone_activations and self._context.state.mode is Mode.PLANNED:
                 self._alone[key] = []
                 self._context.traffic.took(tensor)
                 return self._leave_alone(key, tensor, ordinal)
             item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
             packed = Packed(tensor, item)
-            self._known[key] = (StorageWeakRef(storage), item, item.lives, packed.probe)
+            self._known[key] = (StorageWeakRef(storage), item, item.lives)
         self._activations.watch(packed, item)  # an exception before this leaves an item that counts as unused, and is ended
         if self._context.state.record.recorder is not None:
             self._written.note(storage, item, packed, is_complete=tensor.requires_grad)
@@ -230,18 +226,31 @@ class SavedTensors:
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed
 
-    @staticmethod
-    def _is_same(known: tuple[StorageWeakRef, ActivationItem, int, torch.Tensor], tensor: torch.Tensor) -> bool:
-        """True when a tensor is saved whose storage is known, and its item still stands for what it holds."""
-        ref, item, lives, probe = known
-        return not ref.expired() and item.lives == lives and bool(item.packs) and _is_same_version(probe, tensor)
+    def _known_for(self, storage: torch.UntypedStorage) -> ActivationItem | None:
+        """Returns the item that stands for a storage, or None."""
+        known = self._known.get(storage._cdata)
+        if known is None:
+            return None
+        ref, item, lives = known
+        stands = item.lives == lives and item.packs and not ref.expired() and item.size_bytes == storage.nbytes()
+        return item if stands else None
 
-    def _alone_of(self, key: int, tensor: torch.Tensor) -> LeftAlone | None:
-        """Returns a view that was saved of an activation that is left alone and that this tensor is one of, or None."""
+    def _keep_up(self, item: ActivationItem, tensor: torch.Tensor) -> None:
+        """A view is about to be saved of a storage that has an item: what was written since it was copied counts.
+
+        Views may count their versions apart (`unsafe_chunk`: the gates of LSTM and GRU cells, of which each is written and then
+        saved). As in the plain run, all that were saved have what the storage holds when backward comes.
+        """
+        if item.state is not State.DEVICE and not any(_is_same_version(view.probe, tensor) for view in item.views()):
+            with self._context.state.lock:
+                self._context.traffic.recall(item, bytes_of(tensor))
+
+    def _alone_of(self, key: int) -> LeftAlone | None:
+        """Returns a view that was saved of this storage where that is left alone, or None."""
         for ref in self._alone.get(key, ()):
             saved = ref()
             if saved is not None and saved.packed is None:  # what holds for it holds for all of them
-                return saved if _is_same_version(saved.tensor, tensor) else None
+                return saved
         return None
 
     def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int) -> LeftAlone:
@@ -267,7 +276,7 @@ class SavedTensors:
                 if item is None:
                     item = items[storage._cdata] = self._item_for(alone.ordinal, bytes_of(alone.tensor))
                 packed = alone.become(item)
-                self._known[storage._cdata] = (StorageWeakRef(storage), item, item.lives, packed.probe)
+                self._known[storage._cdata] = (StorageWeakRef(storage), item, item.lives)
                 self._activations.watch(packed, item)
             self._all_alone.pop()
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import BlockPlace, Place
 from tieroff.runtime.items.item import Item, Mover
@@ -23,7 +27,7 @@ class ActivationItem(Item):
     def __init__(self, ordinal: int, size_bytes: int, tier: Tier) -> None:
         super().__init__(("activation", ordinal), f"activation {ordinal}", TensorClass.ACTIVATION, size_bytes, tier)
         self.ordinal = ordinal
-        self.packs: set[object] = set()
+        self.packs: set[weakref.ref[object]] = set()
         self.is_kept = False
         self.lives = 1
 
@@ -31,6 +35,10 @@ class ActivationItem(Item):
         """Stands for another storage of the same size from here on."""
         self.state, self.is_kept = State.DEVICE, False
         self.lives += 1
+
+    def views(self) -> Iterator[Any]:
+        """Yields the `Packed` objects that are alive."""
+        return (view for ref in tuple(self.packs) if (view := ref()) is not None)
 
     def make_place(self, traffic: Mover) -> Place:
         return BlockPlace(traffic.stores[self.tier], self.size_bytes)
