@@ -1,0 +1,42 @@
+"""Whether a signal handler runs in the middle of the engine's own code.
+
+[Note: handlers]
+Python runs a signal handler between any two instructions of its main thread, so also between two lines of the engine, where
+an item's state and its bytes need not agree. What a handler does with the model there must not enter the engine again. It
+ends before the engine goes on, and meanwhile nothing moves in this thread: so parameters are read where they lie, no event is
+noted and no op is recorded. A `state_dict()` holds copies, since the engine may be about to free what it was asked about
+before. The stack tells: on the way outwards the first frame of the engine is one of those that call user code, or it was
+interrupted. It needs no state, which an exception in the handler could leave wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
+
+_ENGINE = str(Path(__file__).parent.parent)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_calls_out: set[CodeType] = set()  # filled as the modules are imported, and only read afterwards
+
+
+def calls_user_code(function: _Function) -> _Function:
+    """Marks a function of the engine that runs the user's forward or optimizer: what it calls interrupts nothing."""
+    _calls_out.add(function.__code__)
+    return function
+
+
+def is_interrupting() -> bool:
+    """True when code outside of the engine, which called the engine, was itself entered from between two of its lines."""
+    frame = sys._getframe(1)
+    is_outside = False
+    while frame is not None:
+        is_own = frame.f_code.co_filename.startswith(_ENGINE)
+        if is_own and is_outside:
+            return frame.f_code not in _calls_out
+        is_outside = is_outside or not is_own
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
