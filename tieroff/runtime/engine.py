@@ -17,8 +17,8 @@ from tieroff.core.seams import Foresight, PlanSource
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import calls_user_code, is_interrupting
 from tieroff.runtime.custody import Custody
-from tieroff.runtime.execution.at_work import calls_user_code, is_interrupting
 from tieroff.runtime.execution.autograd import functorch_is_active, makes_fakes
 from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
@@ -260,6 +260,7 @@ class Engine:
         if executor.gate.beside.count:
             return inner(*args, **kwargs)
         if not torch.is_grad_enabled() and is_interrupting():
+            args, kwargs = to_device(self._backend.device, args, kwargs)
             with executor.interrupting():
                 return inner(*args, **kwargs)
         if executor.gate.is_interrupting() or makes_fakes():

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.tensors import owners_by, storage_of
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
@@ -108,6 +109,7 @@ class _Below:
 
     @classmethod
     @torch._compile._disable_dynamo  # compiled code breaks its graph here: where bytes lie is no part of it
+    @calls_user_code  # a backward, which calls hooks
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

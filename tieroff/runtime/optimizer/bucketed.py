@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tieroff.errors import StateError
-from tieroff.runtime.execution.at_work import calls_user_code
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step

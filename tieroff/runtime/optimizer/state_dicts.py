@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.execution.at_work import is_interrupting
+from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.items.hollow import guarded
 from tieroff.runtime.movable import with_local

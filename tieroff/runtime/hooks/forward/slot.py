@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.execution.at_work import calls_user_code
+from tieroff.runtime.at_work import calls_user_code
 
 # The two ways that are right, in the order of how small a budget they allow.
 _COMPILED_OUTSIDE = (

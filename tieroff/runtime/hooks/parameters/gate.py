@@ -14,7 +14,7 @@ to nobody: a write to it would be lost, so it is an error (of one through `.data
 [Note: threads beside the step]
 One thread runs the steps. What others read, they read where it lies: parameters do not move while a forward of theirs runs,
 and what they read in a forward of the step's thread (branches in a pool of threads) does not move before the next step. They
-make no events, so the step follows its plan. Signal handlers: see [Note: handlers] in execution/at_work.py.
+make no events, so the step follows its plan. Signal handlers: see [Note: handlers] in at_work.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from tieroff.runtime.execution.at_work import is_interrupting
+from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.fetch import ParameterFetch

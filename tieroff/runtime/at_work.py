@@ -6,25 +6,27 @@ an item's state and its bytes need not agree. What a handler does with the model
 ends before the engine goes on, and meanwhile nothing moves in this thread: so parameters are read where they lie, no event is
 noted and no op is recorded. A `state_dict()` holds copies, since the engine may be about to free what it was asked about
 before. The stack tells: on the way outwards the first frame of the engine is one of those that call user code, or it was
-interrupted. It needs no state, which an exception in the handler could leave wrong.
+interrupted. It needs no state, which an exception in the handler could leave wrong. An optimizer's own step counts as the
+engine's code: what it is about to write is lifted, and a model that it evaluates is read where it lies, too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-_ENGINE = str(Path(__file__).parent.parent)
+_ENGINE = str(Path(__file__).parent) + os.sep
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _calls_out: set[CodeType] = set()  # filled as the modules are imported, and only read afterwards
 
 
 def calls_user_code(function: _Function) -> _Function:
-    """Marks a function of the engine that runs the user's forward or optimizer: what it calls interrupts nothing."""
+    """Marks a function of the engine that runs user code, a forward or a hook say: what it calls interrupts nothing."""
     _calls_out.add(function.__code__)
     return function
 
