@@ -16,12 +16,22 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 _ENGINE = str(Path(__file__).parent) + os.sep
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+class _Files(dict[str, bool]):
+    """Whether a file is the engine's, by its path: that is asked for every frame."""
+
+    def __missing__(self, path: str) -> bool:
+        self[path] = is_own = path.startswith(_ENGINE)
+        return is_own
+
+
+_is_own = _Files()
 _calls_out: set[CodeType] = set()  # filled as the modules are imported, and only read afterwards
 
 
@@ -33,12 +43,11 @@ def calls_user_code(function: _Function) -> _Function:
 
 def is_interrupting() -> bool:
     """True when code outside of the engine, which called the engine, was itself entered from between two of its lines."""
-    frame = sys._getframe(1)
-    is_outside = False
-    while frame is not None:
-        is_own = frame.f_code.co_filename.startswith(_ENGINE)
-        if is_own and is_outside:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_own[frame.f_code.co_filename]:
+        frame = frame.f_back
+    while frame is not None:  # of torch and of the user's modules, many for each parameter that is read
+        if _is_own[frame.f_code.co_filename]:
             return frame.f_code not in _calls_out
-        is_outside = is_outside or not is_own
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -283,6 +283,7 @@ class Compiled(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("each", ["cpu-floor", "delayed-floor"], indirect=True)  # what compiling took may make a share roomy
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_an_evaluation_between_two_graphs_of_a_compiled_layer(is_in_place: bool, each: Setting) -> None:
     def make() -> Any:
