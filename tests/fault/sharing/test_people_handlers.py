@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import tieroff
 from tests.support.injector import Injector
 from tests.support.twins import Setting, adam, assert_same, copied, follow
+from tieroff.errors import StateError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
 SEED = 17
@@ -197,3 +199,19 @@ def test_handlers_between_many_lines(what: str, each: Setting, signalled: Any) -
     signalled(handler)
     interrupt_planned_steps(handler, each, MANY_PLANNED_STEPS)
     interrupt_recorded_steps(handler, each, MANY_RECORDED_STEPS)
+
+
+def test_a_handler_that_evaluates_between_updates_in_backward(tmp_path: Path, signalled: Any) -> None:
+    """Some parameters are new by then and some are old: it is told, as anybody who evaluates there is."""
+    model, optimizer = tied()
+    Setting(tmp_path).wrap(model, optimizer, update_in_backward=True)
+    handler = Handler("evaluate")
+    handler.model = model
+    signalled(handler)
+    for _ in range(4):
+        train(model, optimizer)
+    handle = model.weight.register_hook(lambda _: raise_signal())  # the last layer was updated before
+    with pytest.raises(StateError, match="backward has already updated parameters"):
+        train(model, optimizer)
+    handle.remove()
+    tieroff.unwrap(model)
