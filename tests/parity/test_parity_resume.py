@@ -300,6 +300,54 @@ def test_resuming_under_every_policy(policy: str, tmp_path: Path) -> None:
     assert differing(state, found_state) == []
 
 
+def part_under(policy: str, folder: Path, *, is_first: bool) -> None:
+    """Runs one part of a run in the process that calls: the first from the seed, the second from its checkpoint."""
+    torch.manual_seed(5 if is_first else random.randrange(1 << 30))
+    run = Run("adamw")
+    Under(policy, policy, "75%", HOST_BYTES).wrap(run, folder)
+    if not is_first:
+        load_with_torch(run, folder)
+    for _ in range(SAVED_AFTER if is_first else STEPS - SAVED_AFTER):
+        run.step()
+    phase = tieroff.engine(run.model).stats().phase
+    if is_first:
+        save_with_torch(run, folder)
+    torch.save([phase, *run.end()], folder / ("first.pt" if is_first else "second.pt"))
+    tieroff.unwrap(run.model)
+
+
+def test_a_new_process_resumes_under_every_policy(tmp_path: Path, project: Path) -> None:
+    """One process runs all first parts, another all second parts, each under another policy than it was saved under."""
+    policies = sorted(all_policies())
+    following = dict(zip(policies, policies[1:] + policies[:1], strict=True))
+    for is_first in (True, False):
+        parts = [(policy if is_first else following[policy], str(tmp_path / policy)) for policy in policies]
+        program = f"""
+import warnings
+from pathlib import Path
+import tieroff
+from tests.parity.test_parity_resume import part_under
+warnings.simplefilter("ignore", tieroff.BudgetWarning)  # rules that do not meet it get what they need
+for policy, folder in {parts!r}:
+    Path(folder).mkdir(exist_ok=True)
+    part_under(policy, Path(folder), is_first={is_first})
+"""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads as here: they add in another order
+        command = [sys.executable, "-W", "error", "-c", program]
+        done = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+    numbers, values, state = whole_run("adamw")
+    for policy in policies:
+        first = torch.load(tmp_path / policy / "first.pt", weights_only=True)
+        phase, found_numbers, found_values, found_state = torch.load(tmp_path / policy / "second.pt", weights_only=True)
+        where = f"from {policy} to {following[policy]}"
+        assert phase in ("planned", "on demand", "nothing moved"), where
+        found = first[1] + found_numbers
+        assert [i for i, pair in enumerate(zip(numbers, found, strict=True)) if not are_same_bits(*pair)] == [], where
+        assert differing(values, found_values) == [], where
+        assert differing(state, found_state) == [], where
+
+
 def test_loading_before_wrap_resumes_too(tmp_path: Path) -> None:
     expected = whole_run("adamw")
     first = first_part("adamw", FLOOR, tmp_path, save_with_torch)

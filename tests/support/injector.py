@@ -1,4 +1,4 @@
-"""Exceptions at every place of the engine's code, as Ctrl-C and alarms raise them: between any two of its lines."""
+"""Exceptions and signal handlers at every place of the engine's code, as Ctrl-C and alarms come: between any two lines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ class Interrupt(KeyboardInterrupt):
     """What is raised."""
 
 
+def interrupt() -> None:
+    """Raises what Ctrl-C does."""
+    raise Interrupt
+
+
 class Injector:
-    """Counts the lines of tieroff that run, and raises before the one of a given number.
+    """Counts the lines of tieroff that run, and raises, or does something else, before the one of a given number.
+
+    Args:
+        act: what is done there.
 
     Attributes:
         seen: lines that ran in the last call of `run`.
         trail: which they were, as (file, line).
-        where: file and line at which it raised, "" when it did not.
+        where: file and line at which it acted, "" when it did not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[], None] = interrupt) -> None:
+        self._act = act
         self.seen = 0
         self.where = ""
         self.trail: list[tuple[str, int]] = []
@@ -61,7 +70,7 @@ class Injector:
             if self.seen == self._at:
                 self.where = f"{frame.f_code.co_filename[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
                 self._at = -1
-                raise Interrupt
+                self._act()
             self.trail.append((frame.f_code.co_filename, frame.f_lineno))
             self.seen += 1
         return self._line

@@ -17,6 +17,7 @@ from tieroff.core.seams import Foresight, PlanSource
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import calls_user_code, is_interrupting
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active, makes_fakes
 from tieroff.runtime.hooks.forward.around import with_hooks_around
@@ -127,6 +128,8 @@ class Engine:
         if self._backend.device.type != "cpu":
             self._slots.append(state_dicts.install(self.model))
             self._slots.append(ForwardSlot(self.model, self._state_dict, "state_dict"))
+        else:
+            self._slots.append(state_dicts.copy_in_handlers(self.model))
 
     def _take_compiled(self) -> None:
         """Intercepts the calls of submodules that are compiled by now."""
@@ -238,12 +241,14 @@ class Engine:
             self._backend.close()
             self._resources.close_stores()
 
+    @calls_user_code
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's forward, also where that is called inside another method that begins a step."""
         if self.settings.compute_dtype is not None and not self.is_closed:
             args, kwargs = as_computed(self.settings.compute_dtype, args, kwargs)
         return self._in_step(inner, args, kwargs)
 
+    @calls_user_code
     def _in_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method of the model that begins a step, or is called in one that did."""
         self._custody.check_alive()
@@ -254,6 +259,10 @@ class Engine:
             self._custody.stepper.early.check_forward()
         if executor.gate.beside.count:
             return inner(*args, **kwargs)
+        if not torch.is_grad_enabled() and is_interrupting():
+            args, kwargs = to_device(self._backend.device, args, kwargs)
+            with executor.interrupting():
+                return inner(*args, **kwargs)
         if executor.gate.is_interrupting() or makes_fakes():
             return self._beside(inner, args, kwargs)
         if executor.gate.is_apart():
@@ -301,6 +310,7 @@ class Engine:
             executor.gate.forget_casts()
             executor.on_demand.release_reachable()
 
+    @calls_user_code
     def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's `state_dict`: what lies below is given out there."""
         with self.executor.guard.on_host():
@@ -313,12 +323,14 @@ class Engine:
         # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
         return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 
+    @calls_user_code
     def _beside(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward beside the step: in another thread, in a signal handler while the engine moves something, or of fakes."""
         args, kwargs = to_device(self._backend.device, args, kwargs)
         with self.executor.beside():
             return inner(*args, **kwargs)
 
+    @calls_user_code
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
         with self.executor.state.lock:  # other threads may read

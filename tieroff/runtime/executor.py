@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.seams import Foresight, Recorder
 from tieroff.errors import StateError
@@ -168,6 +169,17 @@ class Executor:
                 for item in read:
                     item.readers -= 1
                 self.on_demand.left(read)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A forward without gradients runs in a signal handler that interrupted the engine: see [Note: handlers]."""
+        is_recorded = self.state.record.recorder is not None
+        self.gate.beside.count += 1
+        try:
+            with _disable_current_modes() if is_recorded else contextlib.nullcontext():
+                yield
+        finally:
+            self.gate.beside.count -= 1
 
     @contextlib.contextmanager
     def inferring(self) -> Iterator[None]:

@@ -1,8 +1,7 @@
-"""Threads and signal handlers that use a wrapped model: what they compute is right, or they are told that they cannot."""
+"""Threads that use a wrapped model: what they compute is right, or they are told that they cannot."""
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -190,41 +189,3 @@ def in_another_thread(model: Any, optimizer: Any, index: int) -> Any:
 def test_training_goes_from_thread_to_thread(each: Setting) -> None:
     plain = follow(lambda: made(Chain), in_another_thread, 8)
     assert_same(plain.seen, follow(lambda: made(Chain), in_another_thread, 8, each).seen)
-
-
-@pytest.mark.parametrize("what", ["evaluate", "save"])
-def test_signal_handlers_beside_training(what: str, each: Setting) -> None:
-    """A handler that evaluates or saves at any moment of a step."""
-    calls: list[bool] = []
-
-    def step(model: Any, optimizer: Any, index: int) -> Any:
-        is_training = True
-
-        def handle(*_: Any) -> None:
-            with torch.no_grad():
-                seen = (
-                    model(torch.ones(2, 4, 24, 24))
-                    if what == "evaluate"
-                    else torch.cat([*map(flat, model.state_dict().values())])
-                )
-            calls.append(bool(torch.isfinite(seen).all()))
-            if is_training:
-                signal.setitimer(signal.ITIMER_REAL, 0.01)  # after this one: on a busy machine they would pile up
-
-        before = signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.003 * index)
-        try:
-            return train(model, optimizer)
-        finally:
-            is_training = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    plain = follow(lambda: made(Chain), train, 8)
-    wrapped = follow(lambda: made(Chain), step, 8, each)
-    assert_same(plain.seen, wrapped.seen)
-    assert calls and all(calls)
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)

@@ -18,6 +18,7 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.gate import Gate
@@ -113,6 +114,7 @@ class UserAccess:
         finally:
             self._on_host.count -= 1
 
+    @calls_user_code
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function with everything of ours among its arguments on the device."""
         assert self._context is not None and self._scaled is not None
@@ -146,6 +148,7 @@ class UserAccess:
         outs = [self._run(function, ([tensor], *args[1:]), kwargs) for tensor in args[0]]
         return [value for out in outs for value in out] if outs and outs[0] is not None else None
 
+    @calls_user_code
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = {id(item): item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None}
         keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
@@ -165,6 +168,7 @@ class UserAccess:
             with self._context.state.lock, as_the_engine():
                 item.reaches_data(self._context.traffic)
 
+    @calls_user_code
     def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function on tensors that lie below and are shown there, as what they are: memory of the host."""
         assert self._context is not None and self._scaled is not None

@@ -17,8 +17,9 @@ the tensor's own.
 A write through `.data` moves no version. Of a parameter that has a copy below and one on the device it makes one of them old,
 and whoever holds the parameter may do it at any line of a step. So for as long as there are two, on every device, its class is
 `WatchedParameter`, whose `data` tells the guard before it answers: one that is up counts as written, and what was brought
-up of one that is used below is dropped. Its functions are a parameter's own, at their speed. Where nobody but PyTorch sees
-it (an update, compiled code), and where a step is recorded, which sees every write, its class is its own.
+up of one that is used below is dropped. `swap_tensors` may give class and memory to another tensor for a while, so what is told
+is the item whose memory it is. Its functions are a parameter's own, at their speed. Where nobody but PyTorch sees it (an
+update, compiled code), and where a step is recorded, which sees every write, its class is its own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.tensors import owners_by, storage_of
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
@@ -108,6 +110,7 @@ class _Below:
 
     @classmethod
     @torch._compile._disable_dynamo  # compiled code breaks its graph here: where bytes lie is no part of it
+    @calls_user_code  # a backward, which calls hooks
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -141,8 +144,8 @@ class WatchedParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        item = _watched.get(id(self))
-        if item is not None and item.tensor is self and item.guard is not None:
+        item = _watched_on(self)
+        if item is not None and item.guard is not None:
             item.guard.reaches_data(item)
         return data_of(self)
 
@@ -166,6 +169,18 @@ class WatchedParameter(torch.nn.Parameter):
 
 
 _watched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
+
+
+def _watched_on(tensor: torch.Tensor) -> Any:
+    """Returns the item whose memory a tensor of the watched class lies on, or None."""
+    item = _watched.get(id(tensor))
+    if item is not None and item.tensor is tensor:
+        return item
+    address = address_of(tensor)  # `swap_tensors` gave another tensor the class and the memory, perhaps for a while
+    below_and_up = ((item, memory) for item in list(_watched.values()) for memory in (item.device, item.lower))
+    return next((item for item, memory in below_and_up if memory is not None and address_of(memory) == address), None)
+
+
 # Classes without a `__torch_function__` of anybody's.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, WatchedParameter})
 _BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, WatchedParameter: BelowParameter, torch.Tensor: BelowTensor}

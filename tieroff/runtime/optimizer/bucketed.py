@@ -14,6 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
@@ -109,6 +110,7 @@ class BucketedStep:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
+    @calls_user_code
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own `step`: that of its class, or the one that this instance had before."""
         if self._previous is not None:
@@ -135,6 +137,7 @@ class BucketedStep:
             raise
         return out
 
+    @calls_user_code
     def _step_with_hooks(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Does what torch does around each optimizer's step."""
         pre = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
@@ -149,6 +152,7 @@ class BucketedStep:
             hook(optimizer, (optimizer, *args), kwargs)
         return out
 
+    @calls_user_code
     def _step_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = closure_of(args, kwargs)
         if closure is None:
@@ -232,6 +236,7 @@ class BucketedStep:
             self._tick(0)
             return self._update_one.run(bucket, lambda _: step(*args, **kwargs), [])
 
+    @calls_user_code
     def _evaluate(self, bucket: list[torch.Tensor], closure: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a closure in the middle of an update: forward and backward find parameters where they expect them."""
         context = self._context

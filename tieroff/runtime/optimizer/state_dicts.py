@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.items.hollow import guarded
 from tieroff.runtime.movable import with_local
@@ -28,6 +29,21 @@ def install(model: torch.nn.Module) -> Handle:
     """Has `model.state_dict()` give CPU tensors; with `keep_vars=True` it gives the parameters themselves, as ever."""
     register: Callable[[Any], Handle] = model.register_state_dict_post_hook
     return register(model_state_to_cpu)
+
+
+def copy_in_handlers(model: torch.nn.Module) -> Handle:
+    """Has `model.state_dict()` give copies in a signal handler that interrupted the engine; see [Note: handlers]."""
+    register: Callable[[Any], Handle] = model.register_state_dict_post_hook
+    return register(_copied_in_handlers)
+
+
+def _copied_in_handlers(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    if not isinstance(model.__dict__.get("forward"), ForwardSlot) or not is_interrupting():
+        return
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # given out as they are: keep_vars
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, torch.Tensor) and id(value) not in own:
+            state_dict[name] = value.clone()
 
 
 def install_on_optimizer(optimizer: torch.optim.Optimizer) -> Handle:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tieroff.runtime.at_work import calls_user_code
+
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
@@ -35,10 +37,12 @@ def with_hooks_around(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         return pack, unpack
     outer_pack, outer_unpack = around
 
+    @calls_user_code
     def pack_both(tensor: torch.Tensor) -> Any:
         kept = outer_pack(tensor)
         return pack(kept) if isinstance(kept, torch.Tensor) else _Opaque(kept)
 
+    @calls_user_code
     def unpack_both(packed: Any) -> torch.Tensor:
         return outer_unpack(packed.value if isinstance(packed, _Opaque) else unpack(packed))
 

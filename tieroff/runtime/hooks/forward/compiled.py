@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tieroff.core.seams import Recorder
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.forward.inputs import leaves_of
@@ -83,10 +84,12 @@ class CompiledCall:
         elif self.is_current:
             self._module._compiled_call_impl = self._inner
 
+    @calls_user_code
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         assert self._inner is not None
         return self._around(self._inner, args, kwargs)
 
+    @calls_user_code
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gate = self._gate
         is_outside = not gate.depth and current_graph_task() == -1
@@ -121,6 +124,7 @@ class CompiledCall:
                 if item is not None:
                     item.watch(self._context.traffic)
 
+    @calls_user_code
     def _recorded(self, recorder: Recorder, homes: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         """Runs compiled code, which reads its parameters and makes tensors that no recorder sees; so does its backward."""
         parameters, casts = self._context.homes.parameters, self._gate.casts

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.parameters.gate import Gate
@@ -19,6 +20,7 @@ class RecurrentWeights:
         self._slot = ForwardSlot(module, self._around)
         self._module, self._gate = module, gate
 
+    @calls_user_code
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module
         is_outside = not self._gate.depth and current_graph_task() == -1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import calls_user_code
 
 # The two ways that are right, in the order of how small a budget they allow.
 _COMPILED_OUTSIDE = (
@@ -54,6 +55,7 @@ class ForwardSlot:
         self.__signature__ = inspect.signature(self.inner)
         module.__dict__[method] = self
 
+    @calls_user_code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_removed:  # somebody else's forward has it inside
             return self.inner(*args, **kwargs)

@@ -14,7 +14,7 @@ to nobody: a write to it would be lost, so it is an error (of one through `.data
 [Note: threads beside the step]
 One thread runs the steps. What others read, they read where it lies: parameters do not move while a forward of theirs runs,
 and what they read in a forward of the step's thread (branches in a pool of threads) does not move before the next step. They
-make no events, so the step follows its plan. A signal handler that runs while the engine moves something is such a reader too.
+make no events, so the step follows its plan. Signal handlers: see [Note: handlers] in at_work.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.fetch import ParameterFetch
@@ -74,6 +75,8 @@ class Gate:
             return home
         if self.beside.count or self.is_apart():
             return self._where_it_lies(item, home)
+        if not torch.is_grad_enabled() and (self.depth or current_graph_task() != -1) and is_interrupting():
+            return home.detach().to(self.casts.dtype) if self.casts.applies_to(home) else home  # see [Note: handlers]
         if item is None and self.depth and not isinstance(home, torch.nn.Parameter):
             return home.to(self.casts.dtype)  # it stands in for a parameter, for one call
         if self.depth == 0:

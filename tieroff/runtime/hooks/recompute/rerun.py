@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tieroff.errors import StateError
+from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.hooks.forward.inputs import leaves_of
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
@@ -57,6 +58,7 @@ def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> 
     """
     buffers = _Buffers(module)
 
+    @calls_user_code
     def around(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or gate.depth == 0 or functorch_is_active() or has_hooks(module):
             return inner(*args, **kwargs)
@@ -66,6 +68,7 @@ def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> 
         inputs = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in inputs]
 
+        @calls_user_code
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             is_again, has_run = has_run, True

@@ -1,0 +1,53 @@
+"""Whether a signal handler runs in the middle of the engine's own code.
+
+[Note: handlers]
+Python runs a signal handler between any two instructions of its main thread, so also between two lines of the engine, where
+an item's state and its bytes need not agree. What a handler does with the model there must not enter the engine again. It
+ends before the engine goes on, and meanwhile nothing moves in this thread: so parameters are read where they lie, no event is
+noted and no op is recorded. A `state_dict()` holds copies, since the engine may be about to free what it was asked about
+before. The stack tells: on the way outwards the first frame of the engine is one of those that call user code, or it was
+interrupted. It needs no state, which an exception in the handler could leave wrong. An optimizer's own step counts as the
+engine's code: what it is about to write is lifted, and a model that it evaluates is read where it lies, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+_ENGINE = str(Path(__file__).parent) + os.sep
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Files(dict[str, bool]):
+    """Whether a file is the engine's, by its path: that is asked for every frame."""
+
+    def __missing__(self, path: str) -> bool:
+        self[path] = is_own = path.startswith(_ENGINE)
+        return is_own
+
+
+_is_own = _Files()
+_calls_out: set[CodeType] = set()  # filled as the modules are imported, and only read afterwards
+
+
+def calls_user_code(function: _Function) -> _Function:
+    """Marks a function of the engine that runs user code, a forward or a hook say: what it calls interrupts nothing."""
+    _calls_out.add(function.__code__)
+    return function
+
+
+def is_interrupting() -> bool:
+    """True when code outside of the engine, which called the engine, was itself entered from between two of its lines."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_own[frame.f_code.co_filename]:
+        frame = frame.f_back
+    while frame is not None:  # of torch and of the user's modules, many for each parameter that is read
+        if _is_own[frame.f_code.co_filename]:
+            return frame.f_code not in _calls_out
+        frame = frame.f_back
+    return False
