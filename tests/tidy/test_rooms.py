@@ -22,7 +22,9 @@ CROWDED = (
 
 # From the ground up: a room imports from those before it. A file of its own in the package is a room too.
 FLOORS = {
-    "core": ("place tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"),
+    "core": (
+        "ranks place tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"
+    ),
     "storage": "memory limits native buffers completion store extents homes engines transfers space host nvme",
     "planner": (
         "native simulate problem sharding bounds layout extended layers user_code foresight "
