@@ -39,6 +39,10 @@ def test_collectives_of_other_groups_and_of_one_rank_are_no_wait() -> None:
     assert found(rank(0, 10)) == []
 
 
+def test_a_collective_that_one_rank_has_not_or_not_any_more_is_left_out() -> None:
+    assert sorted(found(rank(0, 10, 60), rank(1, 50, 70), rank(2, 30))) == [(0, 1, 10, 50), (2, 1, 30, 50)]
+
+
 def test_the_part_within_a_stretch_of_time() -> None:
     [wait] = waits_of([rank(0, 10), rank(1, 50)], {})
     assert [wait.within_ns(0, 30), wait.within_ns(20, 40), wait.within_ns(50, 90)] == [20, 20, 0]

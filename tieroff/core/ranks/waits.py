@@ -5,7 +5,8 @@ Calls of one collective are matched by their number in its process group. The ra
 that moment each of them waited, if it had nothing else to do. Most calls return when the collective is over, and then the wait
 begins with the call. One that was called ahead of need (`async_op=True`, a bucket of DDP) goes on beside compute: the rank was
 not waiting while it gave signs of life, which are the beginnings and ends of its ops and its other calls. So the wait begins
-with the last of these before it ends. What follows the last call, the exchange itself, is communication and no wait.
+with the last of these before it ends. A wait is therefore the most that it can have been: within one op, a call ahead of need
+cannot be told from one that waits. What follows the last call, the exchange itself, is communication and no wait.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def waits_of(ranks: Iterable[Collectives], signs_ns: Mapping[int, Sequence[int]]
     """Returns the waits of all ranks that are given, in order of their ends; no two of one rank overlap.
 
     Args:
-        ranks: of one launch; a collective that fewer than two of them have is left out.
+        ranks: of one launch; a collective that not all of them that are in its group have is left out.
         signs_ns: by rank, moments at which it ran, beside those of its calls.
     """
     called: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
@@ -52,9 +53,13 @@ def waits_of(ranks: Iterable[Collectives], signs_ns: Mapping[int, Sequence[int]]
         alive[one.rank] = sorted([*signs_ns.get(one.rank, ()), *(call.at_ns for call in one.calls)])
         for call in one.calls:
             called[call.group, call.number][one.rank] = call
+    members: dict[str, set[int]] = defaultdict(set)
+    for (group, _), calls in called.items():
+        members[group].update(calls)
+    whole = [calls for (group, _), calls in called.items() if calls.keys() == members[group]]
     waits: list[Wait] = []
     free_ns: dict[int, int] = defaultdict(int)  # until when a rank's waits are counted already
-    for calls in sorted(called.values(), key=_last_ns):
+    for calls in sorted(whole, key=_last_ns):
         stop_ns = _last_ns(calls)
         awaited = min(rank for rank, call in calls.items() if call.at_ns == stop_ns)
         for rank, call in calls.items():
