@@ -22,7 +22,9 @@ CROWDED = (
 
 # From the ground up: a room imports from those before it. A file of its own in the package is a room too.
 FLOORS = {
-    "core": ("place tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"),
+    "core": (
+        "ranks place tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"
+    ),
     "storage": "memory limits native buffers completion store extents homes engines transfers space host nvme",
     "planner": (
         "native simulate problem sharding bounds layout extended layers user_code foresight "
@@ -30,7 +32,7 @@ FLOORS = {
     ),
     "runtime": (
         "settings tensors movable at_work backend items resources step execution hooks optimizer executor custody lifecycle "
-        "telling engine resident"
+        "collectives telling engine resident"
     ),
     "session": "device ranks links rank_budget shared budgets told workshop planning given_plan build",
     "rehearsal": "build costs cuda below figures script rehearse command",

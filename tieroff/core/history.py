@@ -21,6 +21,7 @@ class StepFigures:
         nvme_bytes: held on NVMe at its end.
         moved_bytes: per link.
         fallbacks: times that it left its plan.
+        began_ns: when it began, by the machine's clock, from the beginning of 1970; 0 if that is not known.
     """
 
     number: int
@@ -34,6 +35,7 @@ class StepFigures:
     nvme_bytes: int = 0
     moved_bytes: dict[str, int] = field(default_factory=dict)
     fallbacks: int = 0
+    began_ns: int = 0
 
     @property
     def rest_ns(self) -> int:

@@ -85,6 +85,8 @@ class Timeline:
         communication: of `ops`, those of communication, whose spans lie beside those of compute.
         cycle: steps after which the state at a step's end repeats; 0: it did not within the steps that were simulated,
             and all values are those of the last of them.
+        began_ns: when the step began, by the machine's clock, from the beginning of 1970; 0 if it was predicted.
+        host_ns: moments at which the host began or ended an op, from the start of the step, if the device is another one.
     """
 
     ops: tuple[OpSpan, ...]
@@ -98,6 +100,8 @@ class Timeline:
     first_step_ns: int = 0
     cycle: int = 1
     communication: tuple[int, ...] = ()
+    began_ns: int = 0
+    host_ns: tuple[int, ...] = ()
 
     @property
     def is_periodic(self) -> bool:

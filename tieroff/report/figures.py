@@ -31,8 +31,9 @@ COLORS = {
     "nvme_read": "#ffb300",
     "cpu": "#2e7d32",
     "peers": "#8e24aa",
+    "rank": "#d81b60",
 }
-"""Of phases and links; a stall has the colour of the link that it waits for."""
+"""Of phases and links; a stall has the colour of the link, or of the other rank, that it waits for."""
 _CAUSES = tuple(COLORS)
 TIER_COLORS = {Tier.DEVICE: "#5f7488", Tier.HOST: "#1976d2", Tier.NVME: "#ef8f00"}
 WORDS = {
@@ -44,11 +45,12 @@ WORDS = {
     "nvme_read": "NVMe read",
     "cpu": "CPU updates",
     "peers": "communication",
+    "rank": "another rank",
 }
 
 SPANS_MAX = 4000
 """A timeline of more spans is drawn with those merged that lie nearer than a 2000th of the step."""
-_GAPS_PER_STEP = 2000
+GAPS_PER_STEP = 2000
 _BIGGEST = 25
 # Plotly reads a little HTML in its texts, and knows no &quot;
 _escape = partial(html.escape, quote=False)
@@ -123,10 +125,14 @@ def lanes_figure(run: Run, predicted: Timeline | None) -> Any:
     shown = [("measured", run.timeline)] if run.was_timed else []
     shown += [("predicted", predicted)] if predicted is not None else []
     end_ns = max((timeline.ops[-1].stop_ns for _, timeline in shown if timeline.ops), default=0)
+    return lanes_of({name: _drawn(timeline, ring, end_ns) for name, timeline in shown}, end_ns, "from the start of the step")
+
+
+def lanes_of(spans: dict[str, list[Span]], end_ns: int, since: str) -> Any:
+    """Returns lanes of spans by title, one row above the other on one axis of time, of which `since` says where it begins."""
     unit_ns, unit = (NS_PER_S, "s") if end_ns >= NS_PER_S else (NS_PER_S // 1000, "ms")
-    spans = {name: _drawn(timeline, ring, end_ns) for name, timeline in shown}
     lanes = [lane for lane in LANES if any(span.lane == lane for own in spans.values() for span in own)]
-    figure = _rows_figure([name for name, _ in shown])
+    figure = _rows_figure(list(spans))
     named: set[str] = set()
     for row, own in enumerate(spans.values(), 1):
         groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
@@ -164,13 +170,13 @@ def lanes_figure(run: Run, predicted: Timeline | None) -> Any:
         )
     figure.update_layout(barmode="overlay", bargap=0)
     figure.update_xaxes(range=[0, end_ns / unit_ns or 1])
-    figure.update_xaxes(row=max(len(shown), 1), col=1, title_text=f"{unit} from the start of the step")
-    return _finish(figure, 140 + len(shown) * (50 + 30 * len(lanes)))
+    figure.update_xaxes(row=max(len(spans), 1), col=1, title_text=f"{unit} {since}")
+    return _finish(figure, 140 + len(spans) * (50 + 30 * len(lanes)))
 
 
 def _drawn(timeline: Timeline, ring: Trace, end_ns: int) -> list[Span]:
     spans = spans_of(timeline, ring)
-    return coarsened(spans, end_ns // _GAPS_PER_STEP) if is_coarse(timeline) else spans
+    return coarsened(spans, end_ns // GAPS_PER_STEP) if is_coarse(timeline) else spans
 
 
 def _hover(span: Span) -> str:

@@ -25,7 +25,7 @@ class Span:
     Attributes:
         lane: one of `LANES`.
         cause: of compute, the phase ("forward", "backward", "optimizer", "recompute" or "other"); of a stall, the lane that
-            was waited for; of others, the lane itself.
+            was waited for, or "rank"; of others, the lane itself.
         start_ns, stop_ns: from the step's start.
         name: of the op or the tensor; not escaped.
         detail: more for people.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -62,6 +62,18 @@ def write_page(path: Path, run: Run, predicted: Timeline | None = None, note: st
 def page(run: Run, predicted: Timeline | None = None, note: str = "") -> str:
     """Returns the text of the page; every text that comes from the run is escaped."""
     title = f"{run.trace.name or 'step'} within {format_bytes(run.plan.budget_bytes.get(Tier.DEVICE, 0))}"
+    body = (*_summary(run, note), *_tiles(run, predicted), *_drawn_parts(run, predicted), *_decision_part(run, predicted))
+    return document(title, (*body, *_texts(run)), _resource("page.js"))
+
+
+def document(title: str, body: Iterable[str], script: str = "") -> str:
+    """Returns the text of a page.
+
+    Args:
+        title: not escaped yet.
+        body: what stands below it, as HTML.
+        script: what runs when all is there.
+    """
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -79,13 +91,9 @@ def page(run: Run, predicted: Timeline | None = None, note: str = "") -> str:
             '<body data-errors="0" data-drawn="0">',
             "<main>",
             f"<h1>{html.escape(title)}</h1>",
-            *_summary(run, note),
-            *_tiles(run, predicted),
-            *_drawn_parts(run, predicted),
-            *_decision_part(run, predicted),
-            *_texts(run),
+            *body,
             "</main>",
-            f"<script>{_resource('page.js')}</script>",
+            f"<script>{script}</script>",
             "</body>",
             "</html>\n",
         ]
@@ -146,46 +154,49 @@ def _drawn_parts(run: Run, predicted: Timeline | None) -> Iterator[str]:
     ring = run.trace
     timelines = {"measured": run.timeline if run.was_timed else None, "predicted": predicted}
     shown = {name: timeline for name, timeline in timelines.items() if timeline is not None}
-    yield from _section("Predicted against measured", "compared")
-    yield _table(comparison(run, predicted))
+    yield from section_html("Predicted against measured", "compared")
+    yield table_html(comparison(run, predicted))
     if shown:
         coarse = any(figures.is_coarse(timeline) for timeline in shown.values())
         words = "Stalls have the colour of the link waited for. Compute's gaps without a stall are the engine's own work."
         if coarse:
             words += " There are too many spans to draw each: neighbours are drawn as one, the paler the less it is busy."
-        yield from _section("The step in time", "lanes", words)
-        yield _figure(figures.lanes_figure(run, predicted), "figure-lanes")
+        yield from section_html("The step in time", "lanes", words)
+        yield figure_html(figures.lanes_figure(run, predicted), "figure-lanes")
         for name, timeline in shown.items():
             stalls = longest_stalls(timeline, ring)
             if stalls.rows:
                 yield f"<h3>Longest stalls, {name}</h3>"
-                yield _table(stalls)
-        yield from _section("Memory per tier", "memory", "Bytes follow the clock of ops, so both steps share one axis.")
-        yield _figure(figures.memory_figure(run, predicted), "figure-memory")
+                yield table_html(stalls)
+        yield from section_html("Memory per tier", "memory", "Bytes follow the clock of ops, so both steps share one axis.")
+        yield figure_html(figures.memory_figure(run, predicted), "figure-memory")
     differing = ops_that_differ(run)
     if differing.rows:
         yield "<h3>Ops whose time differs most from the planned one</h3>"
-        yield _table(differing)
+        yield table_html(differing)
     if run.steps:
-        yield from _section("Steps", "steps", "The first two are traced and measured with everything moved out.")
-        yield _figure(figures.steps_figure(run), "figure-steps")
-    yield from _section("Biggest tensors and where they went", "biggest")
-    yield _figure(figures.biggest_figure(run), "figure-biggest")
+        yield from section_html("Steps", "steps", "The first two are traced and measured with everything moved out.")
+        yield figure_html(figures.steps_figure(run), "figure-steps")
+    yield from section_html("Biggest tensors and where they went", "biggest")
+    yield figure_html(figures.biggest_figure(run), "figure-biggest")
 
 
-def _section(title: str, key: str, words: str = "") -> Iterator[str]:
+def section_html(title: str, key: str, words: str = "") -> Iterator[str]:
+    """Yields the head of a part of a page, with words on it."""
     yield f'<h2 id="{key}">{html.escape(title)}</h2>'
     if words:
         yield f"<p>{html.escape(words)}</p>"
 
 
-def _figure(figure: Any, key: str) -> str:
+def figure_html(figure: Any, key: str) -> str:
+    """Returns a figure of plotly's as an element of this id."""
     options = {"displaylogo": False, "responsive": True}
     text: str = figure.to_html(full_html=False, include_plotlyjs=False, div_id=key, config=options)
     return text
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
+    """Returns a table, escaped."""
     head = "".join(f"<th>{html.escape(text)}</th>" for text in table.heads)
     rows = "\n".join(_row(row) for row in table.rows)
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
@@ -197,7 +208,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def _decision_part(run: Run, predicted: Timeline | None) -> Iterator[str]:
     rows = [list(asdict(decision).values()) for decision in decisions(run, predicted)]
-    yield from _section("Decisions", "decisions", _DECISION_WORDS)
+    yield from section_html("Decisions", "decisions", _DECISION_WORDS)
     yield '<p><input id="search" type="search" placeholder="search: a name, a class, a tier, an op" autocomplete="off">'
     yield '<span id="count"></span></p>'
     heads = (

@@ -13,6 +13,7 @@ from tieroff.core.seams import PlanSource
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
+from tieroff.runtime.collectives import collectives_here
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.step.kinds import StepKind
@@ -74,5 +75,6 @@ class Telling:
                 tuple(self._steps.readings.history),
                 machine,
                 explanation,
+                collectives=collectives_here(),
             )
         raise StateError("no step has run under a plan yet; the first planned step is the third: run more steps")

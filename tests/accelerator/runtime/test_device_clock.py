@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +96,14 @@ def test_a_link_is_as_fast_as_the_device_says(trained: Trained) -> None:
     for span in engine.timeline.transfers:
         if span.size_bytes >= 4096:
             assert span.size_bytes / (span.stop_ns - span.start_ns) * 1e9 == pytest.approx(LINK, rel=0.05)
+
+
+def test_a_timeline_also_has_when_the_host_began_and_ended_ops(trained: Trained) -> None:
+    before_ns = time.time_ns()
+    timeline = trained(8, policy="floor", device="100%").timeline
+    assert len(timeline.host_ns) == 2 * len(timeline.ops)
+    assert list(timeline.host_ns) == sorted(timeline.host_ns)
+    assert timeline.began_ns > before_ns
 
 
 @pytest.mark.parametrize("device", ["75%", "50%"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def trained(folder: Path, budget: str, policy: str = "floor", steps: int = 5) ->
 
 
 def test_saved_run_has_what_the_step_did(tmp_path: Path) -> None:
+    before_ns = time.time_ns()
     model = trained(tmp_path, "50%")
     engine = tieroff.engine(model)
     engine.save_run(tmp_path / "run")
@@ -49,6 +51,10 @@ def test_saved_run_has_what_the_step_did(tmp_path: Path) -> None:
     assert all(len(held) == len(timeline.ops) for held in timeline.memory.values())
     assert max(timeline.memory[Tier.DEVICE]) <= run.plan.budget_bytes[Tier.DEVICE]
     assert max(timeline.memory[Tier.NVME]) > 0
+    last = run.steps[-1]
+    assert run.collectives is None and timeline.host_ns == ()
+    assert before_ns < last.began_ns < last.began_ns + last.step_ns < time.time_ns()
+    assert abs(timeline.began_ns - last.began_ns) < last.step_ns  # read twice, from two clocks
     assert run.machine is not None and run.machine.has_tier(Tier.NVME)
     assert [step.phase for step in run.steps] == ["traced", "measured", "planned", "planned", "planned"]
     assert [step.number for step in run.steps] == [1, 2, 3, 4, 5]

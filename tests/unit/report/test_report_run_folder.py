@@ -10,9 +10,12 @@ import pytest
 
 from tests.unit.report.report_samples import PLAN, TIMELINE, figures, idle, sample
 from tieroff.core.io.run_folder import Run, load_run, save_run
+from tieroff.core.ranks.collectives import Call, Collectives
 from tieroff.errors import CaptureError, ConfigError, InvalidPlanError, StateError, TraceMismatchError
 
 FILES = {"config.toml", "trace.json", "plan.json", "timeline.json", "steps.json", "planned_machine.toml", "explain.txt"}
+
+COLLECTIVES = Collectives(1, 2, "a machine", (Call("0", 7, "all_gather", "8x4 Float", 1_795_610_639_907_531_188),))
 
 
 @pytest.fixture
@@ -34,6 +37,17 @@ def test_result_and_files_of_older_runs_are_optional(folder: Path) -> None:
     assert load_run(folder) == replace(sample(), steps=(), machine=None, explanation="")
     (folder / "result.json").write_text('{"losses_equal": true}')
     assert load_run(folder).result == {"losses_equal": True}
+
+
+def test_collectives_of_a_rank_are_read_back_and_do_not_outlive_their_run(tmp_path: Path) -> None:
+    save_run(replace(sample(), collectives=COLLECTIVES), tmp_path)
+    assert load_run(tmp_path).collectives == COLLECTIVES
+    text = (tmp_path / "collectives.json").read_text()
+    (tmp_path / "collectives.json").write_text(text[:-20])
+    with pytest.raises(CaptureError, match=r"collectives\.json.*cut off"):
+        load_run(tmp_path)
+    save_run(sample(), tmp_path)
+    assert load_run(tmp_path).collectives is None
 
 
 def test_run_that_is_saved_again_leaves_a_persons_machine_file_alone(folder: Path) -> None:

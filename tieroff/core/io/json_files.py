@@ -22,6 +22,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from tieroff.core.history import History
 from tieroff.core.plan import Plan
+from tieroff.core.ranks.collectives import Collectives
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace, validate
 from tieroff.errors import CaptureError, InvalidPlanError, TieroffError
@@ -63,6 +64,11 @@ def save_steps(history: History, path: str | Path) -> None:
     _save("tieroff.steps", history, path)
 
 
+def save_collectives(collectives: Collectives, path: str | Path) -> None:
+    """Writes the collectives that a rank called; see the module for what holds if that fails."""
+    _save("tieroff.collectives", collectives, path)
+
+
 def load_trace_json(path: str | Path) -> Trace:
     """Returns the trace in a file that `save_trace` wrote.
 
@@ -102,6 +108,16 @@ def load_steps(path: str | Path) -> History:
     """
     history: History = _load("tieroff.steps", History, path, CaptureError)
     return history
+
+
+def load_collectives(path: str | Path) -> Collectives:
+    """Returns the collectives in a file that `save_collectives` wrote.
+
+    Raises:
+        CaptureError: the file is missing, cut off or of another kind.
+    """
+    collectives: Collectives = _load("tieroff.collectives", Collectives, path, CaptureError)
+    return collectives
 
 
 def _plan_error(message: str) -> InvalidPlanError:

@@ -9,10 +9,12 @@ from typing import Any
 
 from tieroff.core.history import History, StepFigures
 from tieroff.core.io.json_files import (
+    load_collectives,
     load_plan,
     load_steps,
     load_timeline,
     load_trace_json,
+    save_collectives,
     save_plan,
     save_steps,
     save_timeline,
@@ -21,6 +23,7 @@ from tieroff.core.io.json_files import (
 )
 from tieroff.core.machine import Machine, load_machine, machine_to_toml
 from tieroff.core.plan import Plan
+from tieroff.core.ranks.collectives import Collectives
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError, InvalidPlanError, StateError, TraceMismatchError
@@ -29,6 +32,7 @@ _CONFIG, _EXPLANATION, _RESULT = "config.toml", "explain.txt", "result.json"
 _MACHINE = "planned_machine.toml"  # not machine.toml, which may be a person's own measurement
 RUN_TRACE = "trace.json"
 _PLAN, _TIMELINE, _STEPS = "plan.json", "timeline.json", "steps.json"
+_COLLECTIVES = "collectives.json"
 _NEEDED = (_CONFIG, RUN_TRACE, _PLAN, _TIMELINE)
 
 
@@ -44,6 +48,7 @@ class Run:
         machine: the one that the plan was made for; None when it is not known (the plan was given).
         explanation: the text of `Engine.explain(detail=True)`.
         result: the content of result.json, which scripts write; {} without one.
+        collectives: those that this rank called last; None in a run of one process.
     """
 
     trace: Trace
@@ -54,6 +59,7 @@ class Run:
     machine: Machine | None = None
     explanation: str = ""
     result: dict[str, Any] = field(default_factory=dict)
+    collectives: Collectives | None = None
 
     @property
     def was_timed(self) -> bool:
@@ -83,6 +89,10 @@ def save_run(run: Run, folder: str | Path) -> None:
     write_whole(path / _EXPLANATION, run.explanation + "\n")
     if run.machine is not None:
         write_whole(path / _MACHINE, machine_to_toml(run.machine))
+    if run.collectives is not None:
+        save_collectives(run.collectives, path / _COLLECTIVES)
+    else:  # those of a run that was saved here before would be taken for its own
+        (path / _COLLECTIVES).unlink(missing_ok=True)
     save_timeline(run.timeline, path / _TIMELINE)
 
 
@@ -114,6 +124,7 @@ def load_run(folder: str | Path) -> Run:
         machine=load_machine(path / _MACHINE) if (path / _MACHINE).exists() else None,
         explanation=_text(path / _EXPLANATION).removesuffix("\n") if (path / _EXPLANATION).exists() else "",
         result=_result(path / _RESULT) if (path / _RESULT).exists() else {},
+        collectives=load_collectives(path / _COLLECTIVES) if (path / _COLLECTIVES).exists() else None,
     )
     _check_fits(run, path)
     return run

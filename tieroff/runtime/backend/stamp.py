@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 _NS_PER_MS = 1e6
+_READINGS = 3  # of which another process may come into one or two
 
 
 class Stamp(Protocol):
@@ -27,6 +28,17 @@ Time = int | Stamp
 def ns_of(when: Time) -> int:
     """Returns a time of the host, or of a device that is waited for."""
     return when if isinstance(when, int) else when.ns()
+
+
+def clock_ns(when: Time) -> int:
+    """Returns a time as the machine's clock tells it, from the beginning of 1970; a device is waited for."""
+    return ns_of(when) + min(_ahead() for _ in range(_READINGS))[1]
+
+
+def _ahead() -> tuple[int, int]:
+    """Returns how far the two clocks may have been read apart, and by how much the machine's is ahead of the monotonic one."""
+    before_ns, clock, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+    return after_ns - before_ns, clock - (before_ns + after_ns) // 2
 
 
 class Events:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
-from tieroff.runtime.backend.stamp import Time, ns_of
+from tieroff.runtime.backend.stamp import Time, clock_ns, ns_of
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.step.kinds import Planned
@@ -51,7 +51,17 @@ def _timeline(
         for index, source, target, begun, ended in waits
     )
     step_ns = max([span.stop_ns for span in ops], default=0)
-    return Timeline(ops, tuple(transfers), stalls, memory, step_ns, recompute_ns=recompute_ns)
+    host_ns = () if times.is_by_host else tuple(sorted(ns - start_ns for ns in times.host_starts_ns + times.host_stops_ns))
+    return Timeline(
+        ops,
+        tuple(transfers),
+        stalls,
+        memory,
+        step_ns,
+        recompute_ns=recompute_ns,
+        began_ns=clock_ns(times.begun),
+        host_ns=host_ns,
+    )
 
 
 def _memory(planned: Planned, custody: Custody, op_count: int) -> dict[Tier, tuple[int, ...]]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.timeline import Timeline
+from tieroff.runtime.backend.stamp import Time, clock_ns
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.lifecycle.figures import figures_of
 from tieroff.runtime.lifecycle.measured import timeline_of
@@ -32,11 +33,13 @@ class _Unread:
 
     Attributes:
         stage: the plan that it followed, or None.
+        begun: its begin.
     """
 
     kind: StepKind
     stage: Planned | None
     number: int
+    begun: Time
     figures: Callable[[], Stats]
     timeline: Callable[[], Timeline] | None
 
@@ -76,7 +79,8 @@ class Readings:
         stage, timeline = None, None
         if isinstance(kind.stage, Planned) and executor.state.mode is Mode.PLANNED and executor.traffic.keep_spans:
             stage, timeline = kind.stage, timeline_of(kind.stage, self._custody, recompute_ns)
-        self._unread = _Unread(kind, stage, number, figures_of(kind, self._custody, recompute_ns), timeline)
+        figures = figures_of(kind, self._custody, recompute_ns)
+        self._unread = _Unread(kind, stage, number, executor.clock.times.begun, figures, timeline)
         if self.watchers or not self._runs_ahead:
             self._read()
 
@@ -111,4 +115,4 @@ class Readings:
             kind.ran = Ran(unread.stage.trace, unread.stage.plan, unread.timeline)
         for seen in self.watchers:
             seen(stats, kind.planned.plan if kind.planned is not None else None)
-        self._history.append(stats.figures(unread.number))
+        self._history.append(replace(stats.figures(unread.number), began_ns=clock_ns(unread.begun)))
