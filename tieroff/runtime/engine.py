@@ -430,9 +430,8 @@ class Engine:
     def save_run(self, folder: str | Path) -> None:
         """Writes what the last planned step was and did into a folder, for `tieroff report` and other programs.
 
-        The files are config.toml, trace.json, plan.json, timeline.json, steps.json, planned_machine.toml and explain.txt, and
-        collectives.json of a rank of several: give each a folder of its own, `FOLDER/rank-N`, and `tieroff report FOLDER`
-        shows all of them.
+        The files are config.toml, trace.json, plan.json, timeline.json, steps.json, planned_machine.toml, explain.txt, and of
+        a rank of several collectives.json: `tieroff report FOLDER` shows all ranks that saved into `FOLDER/rank-N`.
 
         Raises:
             StateError: no step has run under a plan yet.

@@ -21,8 +21,9 @@ from tieroff.errors import StateError
 from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.hooks.packed import PackedParameter
 from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.hooks.saved import PackedParameter, SavedTensors
+from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.hooks.scaled import ScaledGradients
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import (
