@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,47 @@ def test_generation_beside_training_keeps_nothing(setting: Setting, caplog: pyte
     assert TOLD not in caplog.text
     assert tieroff.engine(model).stats().phase == "planned"
     tieroff.unwrap(model)
+
+
+class Parts(nn.Module):
+    """Layers whose output is cut into parts that count their versions apart; each is written, then saved several times."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draws = random.Random(seed)
+        self.layers = nn.ModuleList(nn.Linear(12, 24) for _ in range(3))
+        self.out = nn.Linear(12, 12)
+        self.cuts = [draws.choice(["unsafe_chunk", "unsafe_split"]) for _ in self.layers]
+        self.ops = [[(draws.randrange(6), draws.randrange(2)) for _ in range(6)] for _ in self.layers]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, cut, ops in zip(self.layers, self.cuts, self.ops, strict=True):
+            whole = layer(x)
+            parts = list(whole.unsafe_chunk(2, 1) if cut == "unsafe_chunk" else whole.unsafe_split(12, 1))
+            total = torch.zeros(())
+            saved = set[int]()
+            for op, at in ops:
+                part, other = parts[at], parts[1 - at]
+                if op < 3 and at not in saved:
+                    parts[at] = (part.sigmoid_, part.tanh_, part.exp_)[op]()
+                elif op == 3:
+                    total = total + part * other
+                    saved.add(1 - at)
+                elif op == 4:
+                    total = total + part.sin()
+                else:
+                    total = total + self.out(part)
+                saved.add(at)
+            x = torch.tanh(total + parts[0] + parts[1])
+        return x
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_a_storage_that_are_written_and_saved_one_by_one(seed: int, each: Setting) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Parts(seed)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    plain, wrapped = (follow(make, step_on(8, 12), 5, setting) for setting in (None, each))
+    assert_same(plain.seen, wrapped.seen)
+    assert wrapped.phase in ("planned", "nothing moved")
