@@ -4,8 +4,8 @@
 #   bash scripts/test.sh [--quick | --all | --published] [--coverage] [--workers N] [arguments of pytest]
 #
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
-#              (default: every test that is not marked `long`; at most 12 minutes)
-# --all        the tests marked `long` too: databases, soak, sanitizers (at most 40 minutes)
+#              (default: every test that is not marked `long`; 16 minutes on 2 cores, 19 with the installation)
+# --all        the tests marked `long` too: databases, soak, sanitizers (three quarters of an hour)
 # --published  those too that plan every published cell at effort "high" and with every amount of host memory, search the
 #              shardings of a contest, and run 2,000 programs of users (half an hour more): for changes of planner or runtime
 # --coverage   measures which lines and branches of tieroff the tests ran, and prints the sum
