@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree
@@ -14,8 +15,12 @@ from torch.utils import _pytree
 import tieroff
 from tests.support.covering import pairwise
 from tests.support.delayed import DelayedBackend
+from tieroff.core.seams import Made, Pending
+from tieroff.core.trace import Trace
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
+from tieroff.session.planning import Planning
+from tieroff.session.workshop import Known
 
 Model = nn.Module
 Optimizer = torch.optim.Optimizer | None
@@ -221,3 +226,19 @@ def usual_step(model: Any, optimizer: Any, index: int = 0) -> torch.Tensor:
     loss.backward()
     optimizer.step()
     return loss
+
+
+def recompute_in_every_plan(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    """Has every plan name these modules to recompute."""
+    plan = Planning.plan
+
+    def with_recompute(self: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+        pending = plan(self, traces, rates)
+
+        def take() -> Made:
+            made = pending.take()
+            return replace(made, plan=replace(made.plan, recompute=names))
+
+        return Known(take)
+
+    monkeypatch.setattr(Planning, "plan", with_recompute)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tieroff
-from tests.support.twins import Setting, assert_same, follow, sgd, usual_step
-from tieroff.core.seams import Made, Pending
-from tieroff.core.trace import Trace
+from tests.support.twins import Setting, assert_same, follow, recompute_in_every_plan, sgd, usual_step
 from tieroff.runtime.at_work import is_interrupting
-from tieroff.session.planning import Planning
-from tieroff.session.workshop import Known
 
 pytestmark = pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
 STEPS = 8
@@ -102,29 +97,26 @@ def hooked(model: Any, found: list[torch.Tensor]) -> list[Any]:
     return [model.last.register_forward_hook(on_layer), model.last.bias.register_post_accumulate_grad_hook(on_gradient)]
 
 
-def backward_with_hooks(model: Any, optimizer: Any, index: int) -> Any:
+def step_with_hooks(model: Any, optimizer: Any, backward: Callable[[torch.Tensor], None]) -> Any:
     found: list[torch.Tensor] = []
     handles = hooked(model, found)
     optimizer.zero_grad()
     loss = loss_of(model)
-    loss.backward()
+    backward(loss)
     optimizer.step()
     for handle in handles:
         handle.remove()
     return loss, found
+
+
+def backward_with_hooks(model: Any, optimizer: Any, index: int) -> Any:
+    return step_with_hooks(model, optimizer, lambda loss: loss.backward())
 
 
 def backward_to_inputs(model: Any, optimizer: Any, index: int) -> Any:
     """Backward is a function that gets parameters."""
-    found: list[torch.Tensor] = []
-    handles = hooked(model, found)
-    optimizer.zero_grad()
-    loss = loss_of(model)
-    torch.autograd.backward(loss, inputs=[p for p in model.parameters() if p.requires_grad])
-    optimizer.step()
-    for handle in handles:
-        handle.remove()
-    return loss, found
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return step_with_hooks(model, optimizer, lambda loss: torch.autograd.backward(loss, inputs=trained))
 
 
 def gradients_of(model: Any, optimizer: Any, index: int) -> Any:
@@ -237,18 +229,7 @@ def test_evaluations_in_user_code_that_the_engine_runs(loop: str, each: Setting)
 @pytest.fixture
 def _recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan run a layer again."""
-    plan = Planning.plan
-
-    def with_recompute(self: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
-        pending = plan(self, traces, rates)
-
-        def take() -> Made:
-            made = pending.take()
-            return replace(made, plan=replace(made.plan, recompute=("first",)))
-
-        return Known(take)
-
-    monkeypatch.setattr(Planning, "plan", with_recompute)
+    recompute_in_every_plan(monkeypatch, ("first",))
 
 
 @pytest.mark.usefixtures("_recomputing")

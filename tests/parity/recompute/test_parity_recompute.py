@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from torch import Tensor, nn
 
 from tests.support.models import WIDTH, Block, sequences, under_autocast
 from tests.support.parity import BACKENDS, HOST, NVME, Tiers, Workload, check_parity
-from tieroff.core.seams import Made, Pending
+from tests.support.twins import recompute_in_every_plan
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.session.planning import Planning
-from tieroff.session.workshop import Known
 
 RECOMPUTED = ("blocks.0", "blocks.2")
 
@@ -43,18 +40,7 @@ BLOCKS = Workload("blocks", Blocks, sequences, steps=8)
 @pytest.fixture
 def _recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan name modules to recompute."""
-    plan = Planning.plan
-
-    def with_recompute(self: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
-        pending = plan(self, traces, rates)
-
-        def take() -> Made:
-            made = pending.take()
-            return replace(made, plan=replace(made.plan, recompute=RECOMPUTED))
-
-        return Known(take)
-
-    monkeypatch.setattr(Planning, "plan", with_recompute)
+    recompute_in_every_plan(monkeypatch, RECOMPUTED)
 
 
 @pytest.mark.usefixtures("_recomputing")
