@@ -147,6 +147,7 @@ def machines(draw: st.DrawFn, *, is_plain: bool = False) -> Machine:
         nvme_read_latency_s=draw(latency) * 1e-9,
         duplex_share=1.0 if is_plain else draw(st.sampled_from((1.0, 0.7, 0.5, 1 / 3))),
         nvme_shares_host_link=False if is_plain else draw(st.booleans()),
+        move_compute_s=draw(st.sampled_from((0.0, 0.0, 3e-9, 1e-5))),
     )
 
 
@@ -193,10 +194,13 @@ def test_a_step_is_its_compute_recompute_and_stalls(
 ) -> None:
     plan, trace = case
     timeline = simulate(plan, trace, machine, options)
-    own_ns = timeline.compute_ns + timeline.recompute_ns
+    own_ns = timeline.compute_ns + timeline.recompute_ns + timeline.engine_ns
     on_cpu = {update.op for update in plan.host_updates}
     ops = trace.ops
     assert timeline.compute_ns == sum(ns for i, ns in enumerate(trace.compute_ns) if i not in on_cpu)
+    is_counted = not (trace.communication or plan.repeats)
+    issued = len((with_clean_writes(plan, trace) if options.writes_clean else plan).transfers)
+    assert timeline.engine_ns == issued * round(machine.move_compute_s * 1e9) * is_counted
     assert timeline.recompute_ns == sum(ops[r.op].duration_ns for r in plan.repeats if r.op not in on_cpu)
     assert timeline.step_ns >= own_ns
     assert timeline.first_step_ns >= own_ns

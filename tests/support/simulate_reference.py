@@ -10,6 +10,9 @@ transfer in service with the latency and the bytes it has left, and those that w
 else follows from the plan. When a state comes back after `cycle` steps, all later steps repeat those, and the step time
 is their mean.
 
+A transfer takes `move_compute_s` of the compute before the op of its tick; at the step's end, before the first op of the next
+step. In a step with communication, or with ops that run again, it takes none.
+
 Communication: an op of that queue begins when the waits of its tick are over and the one before it in its queue has ended,
 and compute goes on at once. Before all else at its tick, an op that awaits communication waits for it, as the end of the
 step does for all of it. A tick's waits for transfers hold compute whichever queue its op is of, so a plan is never
@@ -30,7 +33,7 @@ plan slower (for periodic results). Where they share it can: a transfer that sta
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -200,6 +203,9 @@ class _Run:
         self._op_count = plan.op_count
         self._ticks = make_schedule(plan).ticks
         on_cpu = {update.op for update in plan.host_updates}
+        self._move_ns = 0 if trace.communication or plan.repeats else round(machine.move_compute_s * NS_PER_S)
+        self._issued = Counter(transfer.issue_at % plan.op_count for transfer in plan.transfers)
+        self.engine_ns = self._move_ns * self._issued.total()
         self._op_ns = [0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)]
         self._links = _Links(machine, options)
         self._cpu = _Cpu()
@@ -220,6 +226,7 @@ class _Run:
             for repeat in tick.repeats:
                 self._step.repeats.append(RunSpan(repeat.op, *self._compute(repeat.op)))
             if index < self._op_count:
+                self.now_ns += self._move_ns * self._issued[index]
                 beside = self._trace.ops[index].queue is Queue.COMMUNICATION
                 self._step.ops.append(OpSpan(*(self._communicate(index) if beside else self._compute(index))))
         self._links.advance(self.now_ns)
@@ -317,6 +324,7 @@ def simulate_reference(plan: Plan, trace: Trace, machine: Machine, options: Simu
             if isinstance(u, HostUpdate)
         ),
         recompute_ns=sum(r.stop_ns - r.start_ns for r in step.repeats) + trace.recompute_ns,
+        engine_ns=run.engine_ns,
         first_step_ns=ends_ns[1],
         cycle=cycle,
         communication=trace.communication,

@@ -61,6 +61,8 @@ class Machine:
         *_latency_s: seconds that every transfer takes in addition.
         duplex_share: what both directions of the host link move at once, over the sum of each alone.
         nvme_shares_host_link: traffic to the NVMe also fills the host link.
+        move_compute_s: seconds of compute that each transfer takes: on the CPU backend the thread that trains starts
+            transfers and computes. 0 for other devices, which compute meanwhile, and if unknown.
         cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.
         checksum_bytes_per_s: bytes that one core makes a checksum of per second, 0 if unknown.
         fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
@@ -96,6 +98,7 @@ class Machine:
     nvme_read_latency_s: float = 0.0
     duplex_share: float = 1.0
     nvme_shares_host_link: bool = False
+    move_compute_s: float = 0.0
     cpu_update_bytes_per_s: int = 0
     checksum_bytes_per_s: int = 0
     fp32_flops_per_s: float = 0.0

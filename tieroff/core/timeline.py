@@ -75,12 +75,13 @@ class Timeline:
     Attributes:
         ops: one span per op, in order.
         transfers: those issued in the step, in order of start; one that crosses the step's end may stop after it.
-        stalls: in order of op; their sum is the step's time apart from compute and repeats.
+        stalls: in order of op; their sum is the step's time apart from compute, repeats and `engine_ns`.
         memory: per tier, bytes at each op.
         step_ns: time of one step. Predicted: the mean over the steps after which the state repeats, rounded up.
         repeats: ops that ran once more, in order.
         host_updates: updates by the CPU that were issued in the step, in order.
         recompute_ns: what recompute took of the step: repeats, and ops that run modules again.
+        engine_ns: predicted compute that starting transfers takes of the step, beside the ops; see `Machine.move_compute_s`.
         first_step_ns: predicted time of the first step, which waits for nothing from a step before it; 0 if unknown.
         communication: of `ops`, those of communication, whose spans lie beside those of compute.
         cycle: steps after which the state at a step's end repeats; 0: it did not within the steps that were simulated,
@@ -97,6 +98,7 @@ class Timeline:
     repeats: tuple[RunSpan, ...] = ()
     host_updates: tuple[RunSpan, ...] = ()
     recompute_ns: int = 0
+    engine_ns: int = 0
     first_step_ns: int = 0
     cycle: int = 1
     communication: tuple[int, ...] = ()

@@ -128,12 +128,13 @@ def comparison(run: Run, predicted: Timeline | None) -> Table:
     step = run.last_planned
     waits_ns = predicted.stall_ns if predicted is not None else None
     again_ns = predicted.recompute_ns if predicted is not None else None
+    engine_ns = predicted.engine_ns if predicted is not None else None
     rows = [
         _times("step", run.plan.step_ns, step.step_ns if step else None),
         _times("compute", run.trace.ideal_ns, step.compute_ns if step else None),
         _times("waiting for transfers", waits_ns, step.stall_ns if step else None),
         _times("computing again", again_ns, step.recompute_ns if step else None),
-        _times("the engine's own work", None, step.rest_ns if step else None),
+        _times("the engine's own work", engine_ns or None, step.rest_ns if step else None),
     ]
     measured_peaks = _measured_peaks(run, step)
     for tier in Tier:

@@ -264,6 +264,8 @@ class Custody:
         kept = homes.gradients.values() if kind.moves_nothing else ()
         items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
         between = _TiersBetweenSteps(kind)
+        if isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage):
+            items = [item for item in items if not (item.stays_up and _lies(item, None))]  # most: the step before left it there
         targets = [(item, tier) for item in items if not _lies(item, tier := between.of(item))]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
@@ -318,8 +320,11 @@ class Custody:
         if isinstance(kind.stage, Recording):
             limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system
         elif isinstance(kind.stage, Planned):
-            copies = [item for item in self.executor.homes if item.device is not None and not self.backend.gave(item.device)]
-            elsewhere_bytes = sum(item.size_bytes for item in copies) + kind.stage.recorded.scratch_bytes
+            copies = [item for item in self.executor.homes if item.device is not None]
+            for item in [item for item in copies if item.is_given is None]:
+                item.is_given = item.device is not None and self.backend.gave(item.device)
+            elsewhere_bytes = sum([item.size_bytes for item in copies if not item.is_given])
+            elsewhere_bytes += kind.stage.recorded.scratch_bytes
             limit_bytes = kind.stage.plan.peak_bytes[Tier.DEVICE] - elsewhere_bytes
         self.backend.keep_freed(max(limit_bytes, 0))
 
@@ -363,10 +368,8 @@ class Custody:
 def _lies(item: HomeItem, tier: Tier | None) -> bool:
     """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
     if tier is None:
-        is_there = item.is_lifted and item.place is None and item.device is not None
-    else:
-        is_there = item.device is None and item.tier is tier and item.place is not None
-    return is_there and item.is_as_left()
+        return item.is_lifted and item.place is None and item.device is not None and item.lies_up()
+    return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
 
 
 class _TiersBetweenSteps:

@@ -81,14 +81,12 @@ class Executor:
         if not self.runner.follows(planned):
             self.traffic.forget_spares()  # another plan may have their tensors elsewhere
         self.clock.begin()
-        self.runner.begin(planned)
+        self.runner.begin(planned, self.homes)
         self.saved_tensors.begin()
         self.gate.fetch.begin(kind)
         self.gate.live.sweep()
         self.gate.take_back()
         self.on_demand.begin(self.homes.parameters.values())
-        for item in self.homes:
-            self.runner.assign(item)
 
     def alone(self) -> list[torch.Tensor]:
         """Returns what the plan left alone and the program still holds; see [Note: left alone] in step/executable.py."""

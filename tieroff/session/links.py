@@ -20,6 +20,10 @@ log = logging.getLogger("tieroff")
 
 _MEASURE_S = 1.5
 
+# What a transfer takes of the thread that trains, in a planned step of the CPU backend: (13.7 - 8.4) ms over 654 - 244
+# transfers, two plans of benchmarks/bench_host.py's gpt at 60 % (AMD EPYC, 2026-11-25). So few transfers are better than many.
+_MOVE_COMPUTE_S = 13e-6
+
 
 class StandIn(Protocol):
     """Another machine than this one, for which a training is only rehearsed."""
@@ -82,7 +86,8 @@ class Links:
     def _measured(self) -> Machine:
         engine = self._config.nvme.engine
         if self._device == "cpu":
-            return measure_apart(self._dirs, engine=engine, seconds=_MEASURE_S)
+            machine = measure_apart(self._dirs, engine=engine, seconds=_MEASURE_S)
+            return replace(machine, move_compute_s=_MOVE_COMPUTE_S)
         return measure_machine(self._device, self._dirs, engine=engine, seconds=_MEASURE_S)
 
     def best_engine(self) -> str | None:

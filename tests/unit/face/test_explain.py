@@ -40,6 +40,16 @@ def test_updates_in_backward_are_named_where_they_would_help() -> None:
     assert "update_in_backward" not in explain(Explained(TRACE, PLAN, quick, may_update_in_backward=True))[2]
 
 
+def test_a_step_that_the_engine_holds_up_is_told_so_with_what_each_transfer_takes() -> None:
+    moving = replace(PLAN, transfers=PLAN.transfers[:1] * 10)
+    slow = replace(figures(3), step_ns=100_000_000, compute_ns=40_000_000, stall_ns=10_000_000)
+    line = explain(Explained(TRACE, moving, slow))[2]
+    assert "The host limits this step: the plan's 10 transfers take it 5.0 ms each" in line
+    assert "min_bytes" in line
+    assert "The host limits" not in explain(Explained(TRACE, moving, figures(3)))[2]
+    assert "The host limits" not in explain(Explained(TRACE, FITS, slow))[2]
+
+
 def test_nothing_moved_because_everything_fits() -> None:
     lines = explain(Explained(TRACE, FITS))
     assert lines[0] == "Nothing moved, because everything fits: the device holds at most 7.00 MiB of 7.00 MiB."

@@ -17,11 +17,11 @@ from tieroff.planner.auto.exchange import exchange_count, plan_exchanged
 from tieroff.planner.auto.greedy import TOLERANCE, plan_greedy
 from tieroff.planner.auto.relaxed import relaxed_selection
 from tieroff.planner.bounds.bounds import lower_bound_ns
-from tieroff.planner.make_plan import make_plan
+from tieroff.planner.make_plan import make_plan, plan_with_timeline
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 from tieroff.planner.simulate.simulator import simulate
 from tieroff.tracing.files import load_trace
-from tieroff.units import MIB
+from tieroff.units import KIB, MIB
 
 _SLOW = Machine(
     name="slow",
@@ -83,6 +83,31 @@ def test_relaxation_names_units_that_bring_every_op_under_the_budget(project: Pa
             usage[start:stop] -= problem.size_bytes(slot.tensor)
     assert usage.tolist() == selection.usage.tolist()
     assert usage.max() <= problem.device_bytes
+
+
+def _many_or_few() -> Trace:
+    """Sixteen small tensors and a large one with as many bytes, which the step waits for a little; room for one of the two kinds."""
+    small = tuple(Tensor(f"small{i}", 64 * KIB, TensorClass.OPTIMIZER, is_persistent=True) for i in range(16))
+    large = Tensor("large", MIB, TensorClass.OPTIMIZER, is_persistent=True)
+    ops = (
+        Op("update", 10**6, (16,), (16,)),  # the step begins with a wait for this one, if it moves
+        Op("update", 10**6, tuple(range(16)), tuple(range(16))),
+        Op("forward", 10**7, (16,)),
+        Op("backward", 10**7, transient_bytes=MIB),
+    )
+    return Trace(ops, (*small, large), origin="step")
+
+
+@pytest.mark.parametrize("move_compute_s", [0.0, 20e-6])
+def test_where_starting_a_transfer_takes_compute_few_large_tensors_move(move_compute_s: float) -> None:
+    trace = _many_or_few()
+    budget = {Tier.DEVICE: 2 * MIB, Tier.HOST: 100 * MIB, Tier.NVME: 0}
+    machine = replace(_SLOW, d2h_bytes_per_s=10**12, h2d_bytes_per_s=10**12, move_compute_s=move_compute_s)
+    plan, timeline = plan_with_timeline(trace, machine, budget)
+    assert timeline.engine_ns == round(move_compute_s * 1e9) * len(plan.transfers)
+    assert plan.step_ns == timeline.step_ns == trace.ideal_ns + timeline.stall_ns + timeline.engine_ns
+    moved = {transfer.tensor for transfer in plan.transfers}
+    assert moved == ({16} if move_compute_s else set(range(16)))
 
 
 def _weights() -> Trace:

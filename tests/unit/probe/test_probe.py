@@ -91,6 +91,7 @@ def test_a_training_process_has_its_machine_measured_by_another(tmp_path: Path, 
     monkeypatch.setattr(machines, "measure_links", here)
     machine = Links(Config.load({"device": "cpu"}), "cpu", (tmp_path,), Ranks.here()).machine
     assert machine.has_tier(Tier.HOST) and machine.has_tier(Tier.NVME)
+    assert machine.move_compute_s > 0  # the thread that trains starts the transfers
 
 
 def test_a_machine_is_measured_here_where_no_other_process_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

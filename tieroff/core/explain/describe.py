@@ -16,6 +16,7 @@ _BIGGEST = 5
 _TIERS = tuple(Tier)
 _NAMED = 3
 STALLED_SHARE = 0.05  # share of a step spent in stalls from which on a hint is given
+HOST_BOUND_SHARE = 0.25  # the same of the engine's own work
 # From which share of the device memory that was taken, and from which size on, what lies unused in pieces is worth a hint.
 FRAGMENTED_SHARE, FRAGMENTED_BYTES_MIN = 0.2, 256 << 20
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
@@ -158,10 +159,16 @@ def _cost(step: Explained) -> str:
     measured = step.measured
     if measured is None:
         return f"{text}; none was measured yet."
-    ticks = max(len(step.trace.ops), 1)
+    ticks, transfers = max(len(step.trace.ops), 1), len(step.plan.transfers)
     hint = ""
-    if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
+    if transfers and measured.rest_ns > HOST_BOUND_SHARE * measured.step_ns:
         hint = (
+            f" The host limits this step: the plan's {transfers} transfers take it {_time(measured.rest_ns // transfers)} each, all "
+            "of its work counted. A larger batch has more compute for the same work; a larger [plan] min_bytes keeps small "
+            "tensors on the device."
+        )
+    if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
+        hint += (
             " Nothing used gradients between backward and optimizer.step(): [plan] update_in_backward = true would not keep "
             "them and would run updates beside backward; docs/what-works.md lists the loops that may use it."
         )

@@ -118,7 +118,7 @@ def plan_row(
         step_s=timeline.step_ns / NS_PER_S,
         ideal_s=trace.ideal_ns / NS_PER_S,
         bound_s=bounds_ns[scope] / NS_PER_S,
-        stall_s=(timeline.step_ns - trace.ideal_ns + trace.recompute_ns - recompute_ns) / NS_PER_S,
+        stall_s=(timeline.step_ns - trace.ideal_ns + trace.recompute_ns - recompute_ns - timeline.engine_ns) / NS_PER_S,
         peak_device_bytes=plan.peak_bytes[Tier.DEVICE],
         peak_host_bytes=plan.peak_bytes[Tier.HOST],
         peak_nvme_bytes=plan.peak_bytes[Tier.NVME],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tieroff.core.machine import LINK_NAMES, Machine
@@ -11,6 +11,7 @@ from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Residenc
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import InvalidPlanError, TraceMismatchError
+from tieroff.units import NS_PER_S
 
 Range = tuple[int, int]
 
@@ -55,6 +56,14 @@ def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptio
     if options.eviction_blocks:
         plan = with_blocking_evictions(plan)
     return plan
+
+
+def move_compute_ns(machine: Machine, trace: Trace, repeats: Sequence[Repeat]) -> int:
+    """Returns the compute that each transfer takes, in ns.
+
+    None is counted where communication runs beside compute, or where ops run again: the CPU backend plans neither.
+    """
+    return 0 if trace.communication or repeats else round(machine.move_compute_s * NS_PER_S)
 
 
 def size_of(item: Residency | Transfer, ring: Trace) -> int:

@@ -18,7 +18,7 @@ from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Queue, Trace
 from tieroff.errors import ConfigError
 from tieroff.planner.native import _native
-from tieroff.planner.simulate.options import SimulationOptions, prepare, share_millionths, size_of
+from tieroff.planner.simulate.options import SimulationOptions, move_compute_ns, prepare, share_millionths, size_of
 from tieroff.units import NS_PER_S
 
 Rows = NDArray[np.int64]
@@ -43,10 +43,11 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
     options = options or SimulationOptions()
     plan = prepare(plan, trace, machine, options)
     result = _run(plan, trace, machine, options)
+    begun_ns = _moves_ns(_line(t.issue_at for t in plan.transfers), plan.repeats, trace, machine).tolist()
     transfers = result.transfers
     transfers = transfers[np.lexsort((transfers[:, 2], transfers[:, 1]))]
     return Timeline(
-        ops=tuple(OpSpan(start, stop) for _, start, stop in result.ops.tolist()),
+        ops=tuple(OpSpan(start + begun_ns[op], stop) for op, start, stop in result.ops.tolist()),
         transfers=tuple(_transfer_span(plan.transfers[index], trace, start, stop) for index, start, stop in transfers.tolist()),
         stalls=tuple(_stall(plan, trace, *row) for row in result.stalls.tolist()),
         memory=memory_per_op(plan, trace),
@@ -54,6 +55,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
         repeats=tuple(RunSpan(plan.repeats[i].op, start, stop) for i, start, stop in result.repeats.tolist()),
         host_updates=tuple(RunSpan(plan.host_updates[i].op, start, stop) for i, start, stop in result.updates.tolist()),
         recompute_ns=result.recompute_ns + trace.recompute_ns,
+        engine_ns=sum(begun_ns),
         first_step_ns=result.first_step_ns,
         cycle=result.cycle,
         communication=trace.communication,
@@ -130,9 +132,10 @@ def _run_rows(
     queues = {}
     if trace.communication:
         queues["queues"] = _rows([(op.queue is Queue.COMMUNICATION, op.awaits) for op in trace.ops], 2)
+    op_ns = _line(0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops))
     try:
         return _native.simulate(
-            op_ns=_line(0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)),
+            op_ns=op_ns + _moves_ns(transfers[:, 2], repeats, trace, machine),
             transfers=transfers,
             updates=_rows([(u.issue_at, u.ready_by, u.duration_ns) for u in updates], 3),
             repeats=_rows([(r.op, r.at) for r in repeats], 2),
@@ -146,6 +149,12 @@ def _run_rows(
         )
     except OverflowError as error:
         raise ConfigError(f"machine {machine.name!r} is too slow for trace {trace.name!r}: {error}") from error
+
+
+def _moves_ns(issue_at: Rows, repeats: Sequence[Repeat], trace: Trace, machine: Machine) -> Rows:
+    """Returns per op the compute that the transfers issued before it take; see [Note: time in the simulator]."""
+    count = len(trace.ops)
+    return np.bincount(issue_at % count, minlength=count) * move_compute_ns(machine, trace, repeats)
 
 
 def _line(values: Iterable[int]) -> Rows:

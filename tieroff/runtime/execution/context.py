@@ -11,6 +11,7 @@ from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.hollow import Guard
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,6 @@ class StepContext:
         """Moves every home to its lower tier, with its latest value, except those that the plan keeps on the device."""
         with self.state.lock:  # other threads may read
             self.on_demand.release_reachable()
-            for item in list(self.homes):
-                if item.device is not None and not self.runner.keeps(item):
-                    item.leave(self.traffic)
+            is_planned = self.state.mode is Mode.PLANNED
+            for item in [item for item in self.homes if item.device is not None and not (is_planned and item.stays_up)]:
+                item.leave(self.traffic)

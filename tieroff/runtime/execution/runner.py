@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
@@ -49,8 +49,9 @@ class PlanRunner:
         """True when the step that ran last had the same decisions."""
         return self.planned is not None and planned is not None and self.planned.executable is planned.executable
 
-    def begin(self, planned: Planned | None) -> None:
-        """A step begins; it runs as planned, or has no plan."""
+    def begin(self, planned: Planned | None, homes: Iterable[HomeItem] = ()) -> None:
+        """A step begins with these homes; it runs as planned, or has no plan."""
+        is_same = self.follows(planned)
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.planned, self._late = planned, []
         self._items = [None] * len(planned.trace.tensors) if planned is not None else []
@@ -61,6 +62,12 @@ class PlanRunner:
             self._births, self._transients = planned.executable.births, planned.executable.transients
             self.alone_activations = planned.executable.alone_activations
             self.alone_gradients = planned.executable.alone_gradients
+        items = self._items
+        for item in homes:
+            if is_same and item.index >= 0:  # most steps follow the plan of the one before, which has said all about its homes
+                items[item.index] = item
+            else:
+                self.assign(item)
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
@@ -180,14 +187,16 @@ class PlanRunner:
 
     def assign(self, item: Item) -> None:
         """Gives an item its tensor and tier in the plan that runs."""
-        item.index = -1
+        item.index, item.stays_up = -1, False
         planned = self.planned
         if planned is None:
             return
         item.index = planned.recorded.index.get(item.key, -1)
         if item.index >= 0:
             self._items[item.index] = item
-            item.tier = planned.executable.tiers.get(item.index, item.tier)
+            tier = planned.executable.tiers.get(item.index)
+            item.stays_up = tier is None
+            item.tier = item.tier if tier is None else tier
 
     def born(self, item: Item) -> None:
         """The engine takes a tensor over that the step has just made."""
@@ -202,15 +211,22 @@ class PlanRunner:
 
     def keeps(self, item: Item) -> bool:
         """True when the plan that runs leaves the item on the device for the whole step."""
-        return self._state.mode is Mode.PLANNED and item.index >= 0 and self._stays(item.index)
+        return item.stays_up and self._state.mode is Mode.PLANNED
 
     def leaves_alone(self, item: HomeItem) -> bool:
         """True for one on the device that the plan has there all the time, so that its use asks nothing of the engine."""
         is_up = item.is_lifted and item.state is State.DEVICE and item.device is not None  # else the care for it has ended
-        return is_up and self.keeps(item)
+        return is_up and item.stays_up and self._state.mode is Mode.PLANNED
 
-    def _stays(self, index: int) -> bool:
-        return self.planned is None or index not in self.planned.executable.tiers
+    def looked_after(self, items: Iterable[HomeItem]) -> list[HomeItem]:
+        """Returns those of the items that `leaves_alone` is False of."""
+        if self._state.mode is not Mode.PLANNED:
+            return list(items)
+        return [  # the same, in line: an update asks for all that it uses
+            item
+            for item in items
+            if not (item.stays_up and item.is_lifted and item.state is State.DEVICE and item.device is not None)
+        ]
 
     @property
     def is_before_update(self) -> bool:

@@ -83,7 +83,7 @@ class SavedTensors:
             return Kept(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
-        parameter = self._gate.live.get(tensor)
+        parameter = self._gate.live.on(storage)
         if parameter is not None:
             if isinstance(parameter, ParameterItem):
                 self._context.on_demand.saved(parameter)
@@ -178,7 +178,7 @@ class SavedTensors:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
         if not _is_plain(tensor):
             return Kept(tensor)
-        parameter = self._gate.live.get(tensor)
+        parameter = self._gate.live.on(tensor.untyped_storage())
         return PackedParameter(tensor, parameter) if parameter is not None else Kept(tensor.detach())
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -335,12 +335,24 @@ def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True for tensors whose bytes alone, with size and stride, say everything."""
+    if type(tensor) not in PLAIN or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    is_plain = _PLAIN_BY_KEYS.get(keys)
+    if is_plain is None:
+        is_plain = _PLAIN_BY_KEYS[keys] = _has_plain_bytes(tensor)
+    return is_plain
+
+
+_PLAIN_BY_KEYS: dict[int, bool] = {}
+"""What `_has_plain_bytes` said of tensors, by their dispatch keys: all that it asks is among these, and few sets occur."""
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in PLAIN
-        and not tensor.is_nested
+        not tensor.is_nested
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
         and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
         and tensor.device.type != "meta"
-        and torch._C._functorch.peek_interpreter_stack() is None
     )

@@ -292,7 +292,7 @@ class UserAccess:
 
         def pack(tensor: torch.Tensor) -> Any:
             with untouched():
-                item = live.get(tensor)
+                item = live.on(tensor.untyped_storage())
             return PackedParameter(tensor, item) if isinstance(item, ParameterItem) else tensor
 
         def unpack(packed: Any) -> torch.Tensor:

@@ -166,6 +166,13 @@ class HomeItem(Item):
         value = self.value
         return tensor._version == self.version and (value is None or value._version == self.value_version)
 
+    def lies_up(self) -> bool:
+        """True for a lifted tensor that still lies on its device copy; written or not."""
+        tensor = self._ref()
+        if self.hollow is None and type(tensor) in PLAIN:
+            return tensor.data_ptr() == self.value_address and not self.is_let_go  # type: ignore[union-attr]
+        return self.is_current() and not self.is_let_go
+
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
         return self.hollow is None and (self.device is not None or self.place is not None) and not self.is_current()

@@ -58,9 +58,11 @@ class Item:
         kind: its class.
         size_bytes: bytes that count in the tiers.
         index: its tensor in the trace that runs, or -1.
+        stays_up: the plan that runs has it on the device all the time.
         tier: the lower tier it goes to.
         device: the device copy as a 1-d uint8 tensor; None in state LOWER.
         place: the room below, or None before the first copy out.
+        is_given: the backend gave the device copy's memory; None while nobody asked.
         state: see `runtime/items/residency.py`.
         outer_ref: gives the `DTensor` that people hold, of which the tensor is this rank's part; None where it is of none.
         room: device memory that the item keeps while it is below; see backend/rooms.py.
@@ -72,6 +74,7 @@ class Item:
         "arriving",
         "device",
         "index",
+        "is_given",
         "key",
         "kind",
         "leaving",
@@ -82,6 +85,7 @@ class Item:
         "route",
         "size_bytes",
         "state",
+        "stays_up",
         "tier",
     )
 
@@ -91,8 +95,10 @@ class Item:
         self.kind = kind
         self.size_bytes = size_bytes
         self.index = -1
+        self.stays_up = False
         self.tier = tier
         self.device: torch.Tensor | None = None
+        self.is_given: bool | None = None
         self.place: Place | None = None
         self.state = State.DEVICE
         self.leaving: Completion | None = None

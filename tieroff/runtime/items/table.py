@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from tieroff.runtime.items.gradient import GradientItem
@@ -32,9 +33,7 @@ class HomeTable:
     names: dict[int, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[HomeItem]:
-        yield from self.parameters.values()
-        yield from self.gradients.values()
-        yield from self.states.values()
+        return chain(self.parameters.values(), self.gradients.values(), self.states.values())
 
     def drop(self, item: HomeItem) -> None:
         """Forgets an item, whichever class it is of."""
@@ -44,9 +43,8 @@ class HomeTable:
                 del table[key]
 
     def parameter(self, tensor: object) -> ParameterItem | None:
-        """Returns the item of a parameter, or None; ids alone are reused."""
-        item = self.parameters.get(id(tensor))
-        return item if item is not None and item.leaf is tensor else None
+        """Returns the item of a parameter, or None. An item holds its parameter, whose id is no other's meanwhile."""
+        return self.parameters.get(id(tensor))
 
 
 def settle_below(item: HomeItem, traffic: Traffic, mapped: MappedFiles) -> None:

@@ -98,7 +98,7 @@ class Traffic:
         """Takes a device copy that the program or the backend made under the engine's care."""
         if item.device is None:
             self.device_bytes += item.size_bytes
-        item.device = device
+        item.device, item.is_given = device, None
         self.took(device)
 
     def took(self, memory: torch.Tensor) -> None:

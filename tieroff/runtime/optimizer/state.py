@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,25 +23,27 @@ class _Settled:
     Whether they still are takes a look at each, and no search.
     """
 
-    __slots__ = ("_tensors", "_values", "items")
+    __slots__ = ("_known", "_values", "items")
 
     def __init__(self, values: dict[Any, Any], items: tuple[HomeItem, ...]) -> None:
         self._values, self.items = values, items
-        self._tensors = tuple((key, value) for key, value in values.items() if isinstance(value, torch.Tensor))
+        self._known = _tensors_in(values)
 
     def holds(self, values: Any) -> bool:
         """True while the optimizer has the same tensors of it, and they have the same items."""
         if values is not self._values:
             return False
-        for key, tensor in self._tensors:
-            if values.get(key) is not tensor:
-                return False
-        for item in self.items:
-            if item.device is None and item.place is None:  # the engine's care for it has ended
-                return False
-        return len(self._tensors) == len(values) or len(self._tensors) == sum(
-            isinstance(value, torch.Tensor) for value in values.values()
-        )
+        known = self._known
+        # Without a line of Python for each, where all that it has are tensors.
+        now = values if len(values) == len(known) else _tensors_in(values)
+        if len(now) != len(known) or not all(map(is_, now.values(), known.values())):
+            return False
+        # Of one with neither, the engine's care has ended.
+        return not [item for item in self.items if item.device is None and item.place is None]
+
+
+def _tensors_in(values: dict[Any, Any]) -> dict[Any, torch.Tensor]:
+    return {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 class OptimizerState:

@@ -87,10 +87,7 @@ class BucketUpdate:
         moved = moved + self._state.adopt(bucket, are_current=True)
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
         may_write_gradients = self.may_write_gradients
-        for item in moved:
-            if context.runner.leaves_alone(item):
-                item.note()
-                continue
+        for item in context.runner.looked_after(moved):
             # Fused kernels write without a trace in any version; only gradients are usually left alone.
             if item.kind is not TensorClass.GRADIENT or may_write_gradients:
                 item.touch(context.traffic)
@@ -105,8 +102,8 @@ class BucketUpdate:
     def _let_go_replaced(self, moved: list[HomeItem]) -> None:
         """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
         context = self._context
-        for item in moved:
-            if item.is_lifted and not context.runner.leaves_alone(item) and not item.is_current() and item.tensor is not None:
+        for item in context.runner.looked_after(moved):
+            if item.is_lifted and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
                 item.detach(context.traffic)
@@ -178,7 +175,7 @@ class BucketUpdate:
         context.on_demand.claim(*needed)
         lifted += needed  # before the first is: an exception may come between any two lines
         left = show_all(needed) if context.traffic.keeps_rooms else needed
-        left = [known for known in left if not context.runner.leaves_alone(known)]
+        left = context.runner.looked_after(left)
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)

@@ -7,6 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.items.parameter import ParameterItem
 
+_expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, without two calls in Python for each
+
 
 class Stays:
     """Stands for the item of a parameter that stays on the device; only its casts come and go."""
@@ -36,16 +38,16 @@ class LiveValues:
         """Remembers that `value` is a device value of the item."""
         key = value.untyped_storage()._cdata
         known = self._found.get(key)
-        if known is None or known[1] is not item or known[0].expired():
+        if known is None or known[1] is not item or _expired(known[0].cdata):
             self._found[key] = (StorageWeakRef(value.untyped_storage()), item)
 
-    def get(self, tensor: torch.Tensor) -> ParameterItem | Stays | None:
-        """Returns the item whose value shares its storage with `tensor`, or None."""
-        found = self._found.get(tensor.untyped_storage()._cdata)
-        if found is None or found[0].expired():
+    def on(self, storage: torch.UntypedStorage) -> ParameterItem | Stays | None:
+        """Returns the item whose value lies on a storage, or None."""
+        found = self._found.get(storage._cdata)
+        if found is None or _expired(found[0].cdata):
             return None
         return found[1]
 
     def sweep(self) -> None:
         """Forgets values that died."""
-        self._found = {key: entry for key, entry in self._found.items() if not entry[0].expired()}
+        self._found = {key: entry for key, entry in self._found.items() if not _expired(entry[0].cdata)}
