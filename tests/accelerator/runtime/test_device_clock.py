@@ -140,11 +140,17 @@ def test_reading_figures_waits_for_the_device_and_training_does_not(tmp_path: Pa
     tieroff.unwrap(trainer.model)
 
 
-@pytest.mark.parametrize(("kind", "layers", "width"), [("gpt2", 12, 64), ("llama", 8, 128)])
-def test_a_stack_of_blocks_takes_what_its_plan_says(kind: str, layers: int, width: int, tmp_path: Path) -> None:
-    """With the rates of an H100, a thousand times slower, since the blocks are as much smaller."""
-    machine_file = bench_clock.simulate(H100, 1000.0, tmp_path)
-    row = bench_clock.measure(bench_clock.Subject(kind, layers, width, 1, 1, 32), "50%", sim.NAME, machine_file, 8)
+@pytest.mark.parametrize(
+    ("kind", "layers", "width", "slower", "budget"),
+    [("gpt2", 12, 64, 1000.0, "50%"), ("llama", 8, 128, 1000.0, "50%"), ("llama", 8, 256, 16.0, "60%")],
+    ids=["gpt2", "llama", "copies are waited for"],
+)
+def test_a_stack_of_blocks_takes_what_its_plan_says(
+    kind: str, layers: int, width: int, slower: float, budget: str, tmp_path: Path
+) -> None:
+    """With the rates of an H100, as much slower as the blocks are smaller; or so that copies are waited for."""
+    machine_file = bench_clock.simulate(H100, slower, tmp_path)
+    row = bench_clock.measure(bench_clock.Subject(kind, layers, width, 1, 1, 32), budget, sim.NAME, machine_file, 8)
     assert row["phase"] == "planned"
     assert row["moved"] > 0
     assert row["measured/predicted"] == pytest.approx(1, rel=0.03)

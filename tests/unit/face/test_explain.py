@@ -44,7 +44,7 @@ def test_a_step_that_the_engine_holds_up_is_told_so_with_what_each_transfer_take
     moving = replace(PLAN, transfers=PLAN.transfers[:1] * 10)
     slow = replace(figures(3), step_ns=100_000_000, compute_ns=40_000_000, stall_ns=10_000_000)
     line = explain(Explained(TRACE, moving, slow))[2]
-    assert "The host limits this step: the plan's 10 transfers take it 5.0 ms each" in line
+    assert "The host limits this step: 10 transfers take it 5.0 ms each" in line
     assert "min_bytes" in line
     assert "The host limits" not in explain(Explained(TRACE, moving, figures(3)))[2]
     assert "The host limits" not in explain(Explained(TRACE, FITS, slow))[2]

@@ -86,7 +86,7 @@ def test_relaxation_names_units_that_bring_every_op_under_the_budget(project: Pa
 
 
 def _many_or_few() -> Trace:
-    """Sixteen small tensors and a large one with as many bytes, which the step waits for a little; room for one of the two kinds."""
+    """Small tensors and a large one with as many bytes, which the step waits for a little; room for one of the two kinds."""
     small = tuple(Tensor(f"small{i}", 64 * KIB, TensorClass.OPTIMIZER, is_persistent=True) for i in range(16))
     large = Tensor("large", MIB, TensorClass.OPTIMIZER, is_persistent=True)
     ops = (

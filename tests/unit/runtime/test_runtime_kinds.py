@@ -72,6 +72,22 @@ def test_transfers_of_gradients_that_hooks_write_wait_for_the_update() -> None:
     assert [t.target for tick in executable.ticks for t in (*tick.issue_first, *tick.issues)] == [DEVICE]
 
 
+def test_what_stays_through_user_code_is_copied_out_after_it() -> None:
+    early = (Transfer(GRADIENT, DEVICE, HOST, 2, 4, 0), Transfer(PARAMETER, DEVICE, HOST, 2, 2, 1))
+    everything = plan(
+        (
+            Residency(PARAMETER, DEVICE, 0, 2),  # gone before user code runs: its copy is none of it
+            Residency(PARAMETER, HOST, 2, 5),
+            Residency(GRADIENT, DEVICE, 2, 4),
+            Residency(GRADIENT, HOST, 2, 5),
+        ),
+        early,
+    )
+    executable = make_executable(everything, trace(), recorded())
+    assert executable.stays_after_backward == {GRADIENT}
+    assert executable.copied_from == {PARAMETER: 2, GRADIENT: executable.update_at}
+
+
 def test_what_is_there_for_the_update_stays_and_is_fetched_again_if_it_had_to_leave() -> None:
     everything = plan(
         (

@@ -163,7 +163,7 @@ def _cost(step: Explained) -> str:
     hint = ""
     if transfers and measured.rest_ns > HOST_BOUND_SHARE * measured.step_ns:
         hint = (
-            f" The host limits this step: the plan's {transfers} transfers take it {_time(measured.rest_ns // transfers)} each, all "
+            f" The host limits this step: {transfers} transfers take it {_time(measured.rest_ns // transfers)} each, all "
             "of its work counted. A larger batch has more compute for the same work; a larger [plan] min_bytes keeps small "
             "tensors on the device."
         )

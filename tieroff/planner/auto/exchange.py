@@ -121,6 +121,8 @@ class _Search:
             return
         best_ns = current.timeline.step_ns
         for number in range(count):
+            if current.timeline.stall_ns <= _CLOSE * best_ns:
+                return  # changes begin where the step waits, and gain no more than its waits
             changed = self._change(current) if current.timeline.stalls else None
             played = self._play(changed) if changed is not None else None
             if played is None:

@@ -60,7 +60,8 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
     tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
     update_at = recorded.update_at
     stays = tuple(stays_for_update(plan, trace, tiers, update_at))
-    adapted = brought_back_for_update(without_early_copies(plan, recorded), stays, tiers, update_at)
+    adapted = copied_after_user_code(without_early_copies(plan, recorded), stays, update_at)
+    adapted = brought_back_for_update(adapted, stays, tiers, update_at)
     ticks = make_schedule(adapted).ticks
     copied_from: dict[int, int] = {}
     for at, tick in enumerate(ticks):
@@ -118,6 +119,22 @@ def stays_for_update(plan: Plan, trace: Trace, tiers: Mapping[int, Tier], update
             is_there = kind is TensorClass.PARAMETER and starts_before and update_at < residency.stop
         if is_there:
             yield residency
+
+
+def copied_after_user_code(plan: Plan, stays: tuple[Residency, ...], update_at: int) -> Plan:
+    """Returns the plan with the copies out that begin before user code runs, of what stays through it, as the update begins.
+
+    User code may write a tensor that stays, so a copy from before is void. One under way would have the tensor leave, and the
+    update wait for it to come back.
+    """
+    lasting = {r.tensor: r for r in stays if r.stop > update_at}
+
+    def late(transfer: Transfer) -> Transfer:
+        stay = lasting.get(transfer.tensor)
+        is_early = stay is not None and transfer.source is Tier.DEVICE and stay.start <= transfer.issue_at < update_at
+        return replace(transfer, issue_at=update_at, ready_by=stay.stop) if stay is not None and is_early else transfer
+
+    return replace(plan, transfers=tuple(late(t) for t in plan.transfers)) if lasting else plan
 
 
 def brought_back_for_update(plan: Plan, stays: tuple[Residency, ...], tiers: Mapping[int, Tier], update_at: int) -> Plan:
