@@ -218,4 +218,4 @@ def test_totals_of_a_plan_are_those_of_its_timeline(executor: str) -> None:
     plan = make_plan(trace, bench_scale.MACHINE, budget, capabilities=bench_scale.EXECUTORS[executor])
     timeline = simulate(plan, trace, bench_scale.MACHINE)
     assert plan.transfers
-    assert simulate_totals(plan, trace, bench_scale.MACHINE) == (timeline.step_ns, timeline.moved_bytes)
+    assert simulate_totals(plan, trace, bench_scale.MACHINE) == (timeline.step_ns, timeline.moved_bytes, len(plan.transfers))

@@ -98,16 +98,23 @@ def _many_or_few() -> Trace:
     return Trace(ops, (*small, large), origin="step")
 
 
-@pytest.mark.parametrize("move_compute_s", [0.0, 20e-6])
-def test_where_starting_a_transfer_takes_compute_few_large_tensors_move(move_compute_s: float) -> None:
+@pytest.mark.parametrize(
+    ("link_bytes_per_s", "move_compute_s", "is_large"),
+    [(5 * 10**9, 0.0, False), (5 * 10**9, 20e-6, True), (10**12, 0.0, True)],
+    ids=["the large one is waited for", "starting transfers takes longer", "neither takes any time"],
+)
+def test_one_large_tensor_moves_instead_of_many_small_ones_where_that_is_no_slower(
+    link_bytes_per_s: int, move_compute_s: float, *, is_large: bool
+) -> None:
     trace = _many_or_few()
     budget = {Tier.DEVICE: 2 * MIB, Tier.HOST: 100 * MIB, Tier.NVME: 0}
-    machine = replace(_SLOW, d2h_bytes_per_s=10**12, h2d_bytes_per_s=10**12, move_compute_s=move_compute_s)
+    links = {"d2h_bytes_per_s": link_bytes_per_s, "h2d_bytes_per_s": link_bytes_per_s, "duplex_share": 1.0}
+    machine = replace(_SLOW, **links, move_compute_s=move_compute_s)  # type: ignore[arg-type]
     plan, timeline = plan_with_timeline(trace, machine, budget)
     assert timeline.engine_ns == round(move_compute_s * 1e9) * len(plan.transfers)
     assert plan.step_ns == timeline.step_ns == trace.ideal_ns + timeline.stall_ns + timeline.engine_ns
     moved = {transfer.tensor for transfer in plan.transfers}
-    assert moved == ({16} if move_compute_s else set(range(16)))
+    assert moved == ({16} if is_large else set(range(16)))
 
 
 def _weights() -> Trace:

@@ -278,7 +278,7 @@ class _Search:
             return
         totals = totals_of(ground.problem, drafted, ground.repeats, self._ground.problem.trace)
         if totals is not None:
-            self.best.weigh(*totals, make)
+            self.best.weigh(totals, make)
 
     def _improve(self, also: _Ground | None) -> None:
         """Searches on from the best drafts, and from the best of one problem if they have none of it."""

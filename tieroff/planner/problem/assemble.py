@@ -21,7 +21,7 @@ from tieroff.core.trace import Trace
 from tieroff.planner.problem.pieces import LOWER, Piece, Windows
 from tieroff.planner.problem.problem import Bytes, Problem, Slot, Span, held_bytes
 from tieroff.planner.problem.runs import Draft, draft, held_on_ring
-from tieroff.planner.simulate.simulator import simulate_rows
+from tieroff.planner.simulate.simulator import Totals, simulate_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ def _in_order(problem: Problem, drafted: Draft) -> _Ordered:
     return _Ordered(link, jobs.piece[keys], issue[keys], ready[keys], ranks)
 
 
-def totals_of(problem: Problem, drafted: Draft, repeats: Sequence[Repeat], trace: Trace) -> tuple[int, dict[str, int]] | None:
+def totals_of(problem: Problem, drafted: Draft, repeats: Sequence[Repeat], trace: Trace) -> Totals | None:
     """Returns what `simulate_totals` does for the plan of a draft, None where it is over the device's budget.
 
     Lower tiers have room for every draft. To make the plan takes ten times as long.

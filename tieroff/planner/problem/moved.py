@@ -13,7 +13,7 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.problem.assemble import Move
 from tieroff.planner.problem.pieces import LOWER
 from tieroff.planner.problem.problem import Bytes, Problem, Slot, ring_sum
-from tieroff.planner.simulate.simulator import simulate_rows
+from tieroff.planner.simulate.simulator import Totals, simulate_rows
 
 NO_WRITE = np.iinfo(np.int64).min
 _DEVICE = 0
@@ -103,7 +103,7 @@ def _fits(problem: Problem, columns: Bytes, tier: Bytes, rows: Bytes) -> bool:
     return True
 
 
-def totals_of_moves(problem: Problem, moves: list[Move], tier_of: dict[int, Tier]) -> tuple[int, dict[str, int]] | None:
+def totals_of_moves(problem: Problem, moves: list[Move], tier_of: dict[int, Tier]) -> Totals | None:
     """Returns what `simulate_totals` does for the plan that `build_plan` makes of moves, None where a tier has no room."""
     slots = slot_columns([move.slot for move in moves])
     times = np.array([(move.release_at, move.load_at) for move in moves], np.int64).reshape(-1, 2).T

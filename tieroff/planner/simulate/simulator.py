@@ -7,6 +7,7 @@ its notes explain them, and tests hold the two to the last digit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,14 @@ Rows = NDArray[np.int64]
 _TIERS = {tier: index for index, tier in enumerate(Tier)}
 _KINDS = {kind: index for index, kind in enumerate(AllocationKind)}
 _LINKS = ("d2h", "h2d", "nvme_write", "nvme_read")
+
+
+class Totals(NamedTuple):
+    """What a plan takes, in sums: the step, the bytes that each link moves in it, and in how many transfers."""
+
+    step_ns: int
+    moved_bytes: dict[str, int]
+    transfer_count: int
 
 
 def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptions | None = None) -> Timeline:
@@ -62,8 +71,8 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
     )
 
 
-def simulate_totals(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, dict[str, int]]:
-    """Returns `step_ns` and `moved_bytes` of the timeline that `simulate` makes, without making it.
+def simulate_totals(plan: Plan, trace: Trace, machine: Machine) -> Totals:
+    """Returns the totals of the timeline that `simulate` makes, without making it.
 
     A plan that is only weighed against others needs no more, and spans of all ops and transfers take most of the time.
     """
@@ -73,10 +82,10 @@ def simulate_totals(plan: Plan, trace: Trace, machine: Machine) -> tuple[int, di
     moved = dict.fromkeys(_LINKS, 0)
     for transfer in plan.transfers:
         moved[LINK_NAMES[transfer.source, transfer.target]] += size_of(transfer, trace)
-    return step_ns, moved
+    return Totals(step_ns, moved, len(plan.transfers))
 
 
-def simulate_rows(transfers: Rows, repeats: Sequence[Repeat], trace: Trace, machine: Machine) -> tuple[int, dict[str, int]]:
+def simulate_rows(transfers: Rows, repeats: Sequence[Repeat], trace: Trace, machine: Machine) -> Totals:
     """Returns what `simulate_totals` does, for a plan of one step that is not made yet and updates nothing on the host.
 
     Args:
@@ -90,7 +99,7 @@ def simulate_rows(transfers: Rows, repeats: Sequence[Repeat], trace: Trace, mach
         if link in moved:
             is_mine = (transfers[:, 0] == _TIERS[source]) & (transfers[:, 1] == _TIERS[target])
             moved[link] += int(transfers[is_mine, 5].sum())
-    return step_ns, moved
+    return Totals(step_ns, moved, len(transfers))
 
 
 def memory_per_op(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, ...]]:
