@@ -35,12 +35,14 @@ class Versed(Person):
         average: an `AveragedModel` of the model, once there is one.
         on_modules: handles of hooks on modules.
         scaler: scales losses.
+        was_parametrized: a layer has, or had, a parametrization.
     """
 
     def __init__(self, optimizer: str, wrap: Callable[[Any, Any, str | None], Any] | None) -> None:
         super().__init__(optimizer, wrap)
         self.average: Any = None
         self.on_modules: list[Any] = []
+        self.was_parametrized = False
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
 
     def look(self) -> dict[str, Any]:
@@ -307,6 +309,7 @@ class Versed(Person):
     def parametrize(self, number: int) -> None:
         if self.pending is not None or len(self.optimizer.param_groups) != 1:
             return
+        self.was_parametrized = True
         if parametrize.is_parametrized(self.model.second):
             parametrize.remove_parametrizations(self.model.second, "weight", leave_parametrized=bool(number % 2))
         elif number % 3 == 0:
@@ -316,7 +319,11 @@ class Versed(Person):
         else:
             parametrizations.spectral_norm(self.model.second)
         self.set_group(list(self.model.parameters()))
-        self.without_grad(number)  # a new parameter is an alias of the old one until a forward: a child would have neither
+
+    def fork(self, number: int) -> None:
+        """Not where a parameter lies on the memory of one before it (weight norm): a child does not have that."""
+        if not self.was_parametrized:
+            super().fork(number)
 
     def share_all(self, number: int) -> None:
         self.model.share_memory()
@@ -342,7 +349,6 @@ class Versed(Person):
 
 ACTIONS = tuple(
     name
-    for kind in (Person, Versed)
-    for name, value in vars(kind).items()
+    for name, value in {**vars(Person), **vars(Versed)}.items()
     if callable(value) and not name.startswith("_") and name != "look"
 )
