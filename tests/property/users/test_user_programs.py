@@ -121,13 +121,6 @@ def test_programs_of_people_show_the_plain_numbers(program: Program) -> None:
 
 
 @pytest.mark.long
-@given(program=PROGRAMS)
-@settings(max_examples=300, **_COMMON)
-def test_three_hundred_programs_show_the_plain_numbers(program: Program) -> None:
-    run(program)
-
-
-@pytest.mark.published
 @pytest.mark.parametrize("number", range(20))
 def test_a_hundred_programs_of_each_seed_show_the_plain_numbers(number: int) -> None:
     """Two thousand in all; a test's name has its seed, and repeats its programs."""
