@@ -5,9 +5,9 @@
 #
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
 #              (default: every test that is not marked `long`; 16 minutes on 2 cores, 19 with the installation)
-# --all        the tests marked `long` too: databases, soak, sanitizers (three quarters of an hour)
-# --published  those too that plan every published cell at effort "high" and with every amount of host memory, search the
-#              shardings of a contest, and run 2,000 programs of users (half an hour more): for changes of planner or runtime
+# --all        the tests marked `long` too: databases, soak, sanitizers, 2,000 programs of users (three quarters of an hour)
+# --published  those too that plan every published cell at effort "high" and with every amount of host memory, and search the
+#              shardings of a contest (half an hour more): for changes of the planner
 # --coverage   measures which lines and branches of tieroff the tests ran, and prints the sum
 # --workers N  processes that the tests are shared among (2)
 #

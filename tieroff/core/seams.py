@@ -43,10 +43,12 @@ class Recorder(Protocol):
 
     Attributes:
         meta: goes into the trace's own.
+        is_on: it watches.
         is_cut: watching ended before the step did, so there is no trace.
     """
 
     meta: dict[str, str]
+    is_on: bool
     is_cut: bool
 
     @property

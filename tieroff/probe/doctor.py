@@ -21,7 +21,7 @@ from tieroff.probe.drives import drive, file_system
 from tieroff.probe.gds import KVIKIO, cuda_version, gds_path, version_of
 from tieroff.storage import buffers
 from tieroff.storage.engines import Engine, OpenFile, Transfer, available, choose
-from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.limits import host_limit
 from tieroff.storage.nvme import files
 from tieroff.units import format_bytes
 
@@ -250,11 +250,12 @@ def _gpu_storage() -> tuple[Fact, ...]:
 
 def _memory() -> Fact:
     memory = psutil.virtual_memory()
-    left = host_limit_bytes()
+    limit = host_limit()
+    left = limit.left_bytes
     text = f"{format_bytes(left)} left of {format_bytes(memory.total)}"
     # The two numbers are read one after the other, so they differ a little even where no group sets a limit.
     if left < 0.9 * memory.available:
-        text += f"; the machine has {format_bytes(memory.available)}, a cgroup sets the limit"
+        text += f"; the machine has {format_bytes(memory.available)}, {limit.limiter} sets the limit"
     else:
         text += "; no cgroup sets a lower limit"
     return Fact("memory", left > 0, text)

@@ -19,7 +19,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.at_work import calls_user_code, is_interrupting
 from tieroff.runtime.custody import Custody
-from tieroff.runtime.execution.autograd import functorch_is_active, makes_fakes
+from tieroff.runtime.execution.autograd import functorch_is_active, is_followed, refused_hooks
 from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, makes_graph, signature_of, to_device
@@ -263,7 +263,7 @@ class Engine:
             args, kwargs = to_device(self._backend.device, args, kwargs)
             with executor.interrupting():
                 return inner(*args, **kwargs)
-        if executor.gate.is_interrupting() or makes_fakes():
+        if executor.gate.is_interrupting() or is_followed():
             return self._beside(inner, args, kwargs)
         if executor.gate.is_apart():
             if not torch.is_grad_enabled():
@@ -299,11 +299,8 @@ class Engine:
         except BaseException as error:
             torch.set_grad_enabled(True)  # as it was: an exception may come between a guard's entry and its exit
             self._steps.broke()
-            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-                raise StateError(
-                    "torch.func transforms inside the forward of a wrapped model do not work while its saved tensors are "
-                    "moved (torch: no saved tensor hooks under functorch); wrap the parts that do not use them"
-                ) from error
+            if (refused := refused_hooks(error)) is not None:
+                raise refused from error
             raise
         finally:
             executor.gate.depth = 0
@@ -325,7 +322,7 @@ class Engine:
 
     @calls_user_code
     def _beside(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward beside the step: in another thread, in a signal handler while the engine moves something, or of fakes."""
+        """A forward beside the step: in another thread, in a handler while the engine moves something, or for a graph."""
         args, kwargs = to_device(self._backend.device, args, kwargs)
         with self.executor.beside():
             return inner(*args, **kwargs)

@@ -77,7 +77,7 @@ class Executor:
             state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
         self.guard.begin()
         self.scaled.begin(kind.recorded)
-        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED, is_recorded=recorder is not None)
+        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED, recorder=recorder)
         if not self.runner.follows(planned):
             self.traffic.forget_spares()  # another plan may have their tensors elsewhere
         self.clock.begin()

@@ -18,13 +18,16 @@ from tieroff.runtime.engine import Engine
 from tieroff.runtime.resident import Resident
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Part
-from tieroff.storage.limits import host_limit_bytes
+from tieroff.storage.limits import host_limit
 from tieroff.units import parse_bytes, pasteable
 
 # A plan leaves this part of a lower tier free, for fragmentation and for extents that are written beside the old ones.
 _SLACK_PART = 8
 # On the CPU, memory of the process that is no tensor takes at most this share of a device budget given in bytes.
 _OVERHEAD_SHARE_AT_MOST = 0.25
+# A plan leaves this much of the host's free memory, at least, for what it does not count: pages kept, buffers of copies, heap.
+_MARGIN_BYTES = 32 * 2**20
+_MARGIN_PART = 16
 
 
 class Budgets:
@@ -34,6 +37,7 @@ class Budgets:
         host_bytes, nvme_bytes: sizes of the lower tiers; 0 for a tier that is not used.
         dirs: folders of the NVMe tier; () where it is not used.
         is_folder_by_default: the config names no folders.
+        is_lowered: the machine or a cgroup leaves less than the device budget that was asked for last, and than its step takes.
 
     Args:
         config: asks for them.
@@ -53,6 +57,7 @@ class Budgets:
         self._resident: Resident | None = None
         self._engine: Engine | None = None
         self._chosen_bytes = 0  # the device budget under which layers were chosen to run again
+        self.is_lowered = False
         self._kept_ratio = 0.0  # a step's peak when it keeps everything, over its peak with layers run again; 0: not known yet
         host, nvme, folders = config.budget.host, config.budget.nvme, config.nvme.dirs
         self.is_folder_by_default = folders is None
@@ -121,20 +126,37 @@ class Budgets:
 
     def _device_bytes(self, trace: Trace, least: Callable[[], Least]) -> int:
         if self._wanted is None:
-            return self._free_bytes()
+            return self._room_bytes()
         if self.part is not None:
             self.part.see(trace, least())
         limit = self.limit_bytes(trace)
         device = limit - self._overhead_bytes(limit)
         needs = least()
-        if device >= needs.floor_bytes:
-            return device
-        raised = self.raised(needs.floor_bytes if limit >= needs.floor_bytes else needs.enough_bytes, limit)
-        return limit if raised is None else raised
+        if device < needs.floor_bytes:
+            raised = self.raised(needs.floor_bytes if limit >= needs.floor_bytes else needs.enough_bytes, limit)
+            return limit if raised is None else raised
+        return self._within_machine(device, trace, needs) if self._is_cpu else device
+
+    def _within_machine(self, device: int, trace: Trace, needs: Least) -> int:
+        """Returns a device budget on the CPU, lowered where the step would take more than the machine or a cgroup leaves."""
+        room = self._room_bytes()
+        self.is_lowered = room < min(device, int(live_bytes(trace).max()))
+        return max(room, needs.floor_bytes) if self.is_lowered else device
 
     def _free_bytes(self) -> int:
-        free_bytes = _free_bytes(self._device, self._engine.own_device_bytes if self._engine is not None else 0)
-        return self._ranks.share_bytes(free_bytes) if self._is_cpu else free_bytes
+        """Returns the device memory that this process may still take, with what the step holds there already."""
+        held_bytes = self._engine.own_device_bytes if self._engine is not None else 0
+        if self._is_cpu:
+            return self._ranks.share_bytes(host_limit().left_bytes) + held_bytes
+        # What PyTorch's allocator has reserved and not lent is free for the step too; what it has lent to others is not.
+        unused = torch.accelerator.memory_reserved(self._device) - torch.accelerator.memory_allocated(self._device)
+        free, _ = torch.accelerator.get_memory_info(self._device)
+        return int(free) + unused + held_bytes
+
+    def _room_bytes(self) -> int:
+        """Returns what of it a plan may use; on the CPU, where the kernel ends who takes too much, less than all."""
+        free_bytes = self._free_bytes()
+        return free_bytes - max(_MARGIN_BYTES, free_bytes // _MARGIN_PART) if self._is_cpu else free_bytes
 
     def limit_bytes(self, trace: Trace) -> int:
         """Returns the device bytes that were asked for, for this step; 0 where it is to have the least that it runs in.
@@ -165,13 +187,3 @@ class Budgets:
 
 def _plannable(size_bytes: int) -> int:
     return size_bytes - size_bytes // _SLACK_PART
-
-
-def _free_bytes(device: torch.device, held_bytes: int) -> int:
-    """Returns the device memory that this process may still take, plus what the step holds there already."""
-    if device.type == "cpu":
-        return host_limit_bytes()
-    # What PyTorch's allocator has reserved and not lent is free for the step too; what it has lent to others is not.
-    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    free, _ = torch.accelerator.get_memory_info(device)
-    return int(free) + unused + held_bytes

@@ -26,6 +26,7 @@ from tieroff.session.rank_budget import RankBudget
 from tieroff.session.ranks import Need, Ranks
 from tieroff.session.told import Told
 from tieroff.session.workshop import Workshop
+from tieroff.storage.limits import host_limit
 from tieroff.tracing.recorder import StepRecorder
 from tieroff.units import format_bytes
 
@@ -92,7 +93,10 @@ class Planning:
         return self._config.budget.device
 
     def _budget_of(self, trace: Trace) -> dict[Tier, int]:
-        return self._budgets.of(trace, lambda: self._least(trace))
+        budget = self._budgets.of(trace, lambda: self._least(trace))
+        if self._budgets.is_lowered:
+            self._told.lowered(self._budgets.limit_bytes(trace), budget[Tier.DEVICE], host_limit().limiter)
+        return budget
 
     def _least(self, trace: Trace) -> Least:
         """Returns the least of the device that a step runs in."""

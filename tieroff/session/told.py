@@ -1,4 +1,4 @@
-"""What a person is told: where a device budget is too small for a kind of step, and on a terminal when there is a plan."""
+"""What a person is told: where a device budget is too small for a kind of step or too large, and that there is a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEWS = "tieroff.news"
 
 
 class Told:
-    """Says that a budget was raised: for the first kind of step, and for a later one that needs still more.
+    """Says that a budget was raised, for the first kind of step and for a later one that needs still more, or lowered.
 
     Args:
         wanted: the budget that was asked for; None: no one did.
@@ -30,6 +30,25 @@ class Told:
     def __init__(self, wanted: DeviceBudget | None, rank: int) -> None:
         self._wanted, self._rank = wanted, rank
         self._told_bytes = 0
+        self._told_lowered = False
+
+    def lowered(self, limit_bytes: int, device_bytes: int, limiter: str) -> None:
+        """A kind of step is planned with less than was asked for: there is no more. Said once.
+
+        Args:
+            limit_bytes: what was asked for.
+            device_bytes: what the step gets.
+            limiter: who leaves no more, as `HostLimit.limiter` says.
+        """
+        if self._told_lowered:
+            return
+        self._told_lowered = True
+        log.warning(
+            "the device budget was lowered from %s to %s: %s leaves no more, and ends a process that takes more",
+            format_bytes(limit_bytes),
+            format_bytes(device_bytes),
+            limiter,
+        )
 
     def raised(self, limit_bytes: int, device_bytes: int, why: Callable[[], str]) -> None:
         """A kind of step is planned with more than was asked for.

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+# Files with a limit of a group, and the one with its usage. Above `memory.high` a process is not killed, but hardly runs.
+_LIMITS_V2, _USAGE_V2 = ("memory.max", "memory.high"), "memory.current"
+_LIMITS_V1, _USAGE_V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
 
-def host_limit_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes that can still be taken: the least, over the machine and all cgroups up the tree, of the limit
-    less what is used. Pages of files that were not touched lately do not count as used.
+
+@dataclass(frozen=True, slots=True)
+class HostLimit:
+    """What this process may still take of the host's memory.
+
+    Attributes:
+        left_bytes: at least 0.
+        group: the folder of the cgroup that leaves so little; None where the machine itself has no more.
+    """
+
+    left_bytes: int
+    group: Path | None = None
+
+    @property
+    def limiter(self) -> str:
+        """Who leaves no more, for a message."""
+        return "the machine" if self.group is None else f"the cgroup {self.group}"
+
+
+def host_limit(root: Path = Path("/")) -> HostLimit:
+    """Returns what can still be taken: the least, over the machine and all cgroups up the tree, of the limit less what is used.
+
+    Pages of files that were not touched lately do not count as used.
 
     Args:
         root: where /proc and /sys are found.
     """
-    left = [_machine_left(root)]
+    found = [HostLimit(_machine_left(root))]
+    mounts = list(_mounts(root))
     for controllers, path in _groups(root):
         if controllers == "":
-            left += _tree_left(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
+            tree = next((m for m in mounts if m.kind == "cgroup2"), _Mount("cgroup2", "/", root / "sys/fs/cgroup", ""))
+            found += _tree_left(tree, path, _LIMITS_V2, _USAGE_V2)
         elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            left += _tree_left(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return max(0, min(left))
+            usual = _Mount("cgroup", "/", root / "sys/fs/cgroup/memory", "memory")
+            tree = next((m for m in mounts if m.kind == "cgroup" and "memory" in m.options.split(",")), usual)
+            found += _tree_left(tree, path, _LIMITS_V1, _USAGE_V1)
+    return min(found, key=lambda limit: limit.left_bytes)
+
+
+def host_limit_bytes(root: Path = Path("/")) -> int:
+    """Returns the bytes that can still be taken; see `host_limit`."""
+    return host_limit(root).left_bytes
 
 
 def locked_limit_bytes(root: Path = Path("/")) -> int | None:
@@ -55,17 +89,52 @@ def _groups(root: Path) -> list[tuple[str, str]]:
     return [(part[1], part[2]) for part in parts if len(part) == 3]
 
 
-def _tree_left(mount: Path, path: str, limit_name: str, usage_name: str) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """Where a tree of cgroups, or a part of it, is mounted.
+
+    Attributes:
+        kind: cgroup (version 1) or cgroup2.
+        top: the group that the folder shows; a container is often shown its own alone.
+        folder: where.
+        options: of version 1 also the controllers.
+    """
+
+    kind: str
+    top: str
+    folder: Path
+    options: str
+
+    def shown(self, path: str) -> Path:
+        """Returns the folder of a group. One that is not shown here, as outside of a container, has no files there."""
+        below = path.removeprefix(self.top) if path == self.top or path.startswith(self.top.rstrip("/") + "/") else path
+        return self.folder / below.lstrip("/")
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        fields, types = before.split(), after.split()
+        if len(fields) >= 5 and len(types) >= 3 and types[0] in ("cgroup", "cgroup2"):
+            yield _Mount(types[0], _unescaped(fields[3]), root / _unescaped(fields[4]).lstrip("/"), types[2])
+
+
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)  # the kernel writes a space as \040
+
+
+def _tree_left(mount: _Mount, path: str, limits: tuple[str, ...], usage: str) -> list[HostLimit]:
     """What is left at each level. Levels that are not mounted here, as in a container, are passed over."""
-    left = []
-    group = mount / path.lstrip("/")
+    found = []
+    group = mount.shown(path)
     for level in [group, *group.parents]:
-        limit, usage = _number(level / limit_name), _number(level / usage_name)
-        if limit is not None and usage is not None:
-            left.append(limit - max(0, usage - _inactive_file(level)))
-        if level == mount:
+        given = [limit for name in limits if (limit := _number(level / name)) is not None]
+        if given:
+            used = (_number(level / usage) or 0) - _inactive_file(level)
+            found.append(HostLimit(max(0, min(given) - max(0, used)), level))
+        if level == mount.folder:
             break
-    return left
+    return found
 
 
 def _number(path: Path) -> int | None:

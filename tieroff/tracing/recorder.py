@@ -47,6 +47,7 @@ class StepRecorder(TorchDispatchMode):
         tell: called with the trace as soon as there is one, or with None when there will be none of this step.
 
     Attributes:
+        is_on: it watches; not before the step's forward, nor after its update.
         is_cut: another model's step had waited too long.
     """
 
@@ -66,7 +67,7 @@ class StepRecorder(TorchDispatchMode):
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
         self._now = 0
-        self._is_on = self.is_cut = False
+        self.is_on = self.is_cut = False
         self._waiting = 0
         self._counter = peak_counter(device)
         self._scratch: dict[int, int] = {}
@@ -108,13 +109,13 @@ class StepRecorder(TorchDispatchMode):
                 "run one training step outside of it first"
             )
         _push_mode(self)
-        self._is_on = True
+        self.is_on = True
 
     def stop(self) -> None:
         """Takes the mode off the stack, wherever in it others have put it meanwhile; deaths are still followed."""
-        if not self._is_on:
+        if not self.is_on:
             return
-        self._is_on = False
+        self.is_on = False
         if self not in _get_current_dispatch_mode_stack():
             return
         above = []
@@ -197,7 +198,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._is_on:
+        if not self.is_on:
             return func(*args, **kwargs)
         if self._dead or self._resized:
             self._sweep()  # what died since the last op is not there while this one runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,14 @@ def profiled() -> AbstractContextManager[Any]:
     return torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
     )
+
+
+@contextlib.contextmanager
+def memrayed() -> Iterator[None]:
+    """memray takes the place of functions of memory in all libraries, also where the page pool has taken it."""
+    memray = pytest.importorskip("memray")
+    with tempfile.TemporaryDirectory() as folder, memray.Tracker(f"{folder}/calls"):
+        yield
 
 
 def loss_of(out: Tensor, wanted: Tensor) -> Tensor:
@@ -82,6 +91,6 @@ def test_a_compiled_loss_is_part_of_the_step(loss: Loss, tmp_path: Path) -> None
     assert_alike(tmp_path, compiled, nullcontext)
 
 
-@pytest.mark.parametrize("beside", [allocations, profiled], ids=["tracemalloc", "torch.profiler"])
+@pytest.mark.parametrize("beside", [allocations, profiled, memrayed], ids=["tracemalloc", "torch.profiler", "memray"])
 def test_a_profiler_of_memory_changes_nothing(beside: Callable[[], AbstractContextManager[Any]], tmp_path: Path) -> None:
     assert_alike(tmp_path, loss_of, beside)

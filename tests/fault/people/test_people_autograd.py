@@ -245,6 +245,18 @@ def test_saved_tensor_hooks_round_the_model_stay_in_force(pair: Pair, each_setti
     check_twins(mlp_and_adam, step, each_setting)
 
 
+def test_disabled_saved_tensor_hooks_are_an_error_that_says_so(each_setting: Setting) -> None:
+    torch.manual_seed(0)
+    model, optimizer = mlp_and_adam()
+    each_setting.wrap(model, optimizer)
+    usual(model, optimizer)
+    disabled = torch.autograd.graph.disable_saved_tensors_hooks("none of these")
+    with pytest.raises(tieroff.StateError, match=r'under "none of these": leave .*disable_saved_tensors_hooks out'), disabled:
+        model(torch.randn(4, 8))
+    usual(model, optimizer)
+    tieroff.unwrap(model)
+
+
 def test_mutation_of_saved_tensors_that_is_allowed(each_setting: Setting) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         optimizer.zero_grad()

@@ -232,6 +232,19 @@ def test_a_layer_removed_and_another_put_in_later(each_setting: Setting) -> None
     assert wrapped.phase == "planned"
 
 
+@pytest.mark.parametrize("at", [0, 1, 3])  # after the recorded step, the timed one, a planned one
+def test_an_evaluation_is_the_first_to_see_another_model(at: int, each_setting: Setting) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        loss = usual(model, optimizer)
+        if index == at:
+            model.share_memory()
+            with torch.no_grad():
+                loss = model(torch.randn(4, 8))
+        return loss
+
+    assert_same(follow(mlp_and_adam, step, 7).seen, follow(mlp_and_adam, step, 7, each_setting).seen)
+
+
 def test_load_state_dict_with_assign(each_setting: Setting) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         if index == 4:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tieroff
-from tests.support.twins import Mlp, Setting, adam, check_twins, look, loss_of, sgd
+from tests.support.twins import Mlp, Setting, adam, assert_same, check_twins, follow, look, loss_of, sgd
 from tests.support.twins import usual_step as usual
 
 pytestmark = pytest.mark.timeout(60)
@@ -456,6 +456,29 @@ class Traced(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_traced_part(each_setting: Setting) -> None:
     check_twins(made(Traced), usual, each_setting)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own code
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("way", [torch.jit.trace, torch.export.export])
+def test_a_graph_of_a_wrapped_model_has_its_parameters(way: Any, is_trained: bool, planned_setting: Setting) -> None:
+    """Made between planned steps, which go on; and its values follow those of the model, as they do plain."""
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        loss = usual(model, optimizer, index)
+        if index == 4:
+            with torch.set_grad_enabled(is_trained):
+                made = way(model, (torch.ones(4, 8),))
+            graphs.append(made.module() if way is torch.export.export else made)
+        with torch.no_grad():
+            return loss, [graph(torch.full((4, 8), 0.3)) for graph in graphs]
+
+    graphs: list[Any] = []
+    plain = follow(made(Mlp), step, 7)
+    graphs.clear()
+    wrapped = follow(made(Mlp), step, 7, planned_setting)
+    assert_same(plain.seen, wrapped.seen)
+    assert wrapped.phase in ("planned", "nothing moved")
 
 
 def test_a_forward_on_fake_tensors(each_setting: Setting) -> None:

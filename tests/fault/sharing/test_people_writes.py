@@ -117,3 +117,45 @@ def test_what_is_written_between_backward_and_update(planned_setting: Setting) -
         return model, adam(model)
 
     assert_same(follow(make, write_before_update, 7).seen, follow(make, write_before_update, 7, planned_setting).seen)
+
+
+class Decaying(nn.Module):
+    """A weight that shrinks with each evaluation, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.second.weight.data.mul_(0.9)
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+def step_and_evaluate(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+    usual(model, optimizer, index)
+    model.eval()
+    with torch.no_grad():
+        out: torch.Tensor = model(torch.randn(4, 8))
+    model.train()
+    return out
+
+
+def step_and_pass_frozen(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+    usual(model, optimizer, index)
+    model.eval().requires_grad_(False)
+    out: torch.Tensor = model(torch.randn(4, 8))
+    model.train().requires_grad_(True)
+    return out
+
+
+@pytest.mark.parametrize("step", [step_and_evaluate, step_and_pass_frozen])
+def test_what_an_evaluation_after_a_step_writes(step: Any, planned_setting: Setting) -> None:
+    """Also after the recorded one, whose recorder saw the writes of the step alone."""
+
+    def make() -> tuple[Any, Any]:
+        model = Decaying()
+        return model, adam(model)
+
+    assert_same(follow(make, step, 6).seen, follow(make, step, 6, planned_setting).seen)

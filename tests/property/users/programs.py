@@ -8,42 +8,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 
 import tieroff
-
-WIDTH = 6
-
-
-class Planned(Exception):
-    """Raised by the program's own forward or hook."""
-
-
-class Small(nn.Module):
-    """Three layers, the last of them twice."""
-
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 2 * WIDTH)
-        self.second = nn.Linear(2 * WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.register_buffer("seen", torch.zeros(1))
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.second(torch.tanh(self.first(x)))
-        if self.fails:
-            raise Planned
-        self.seen += 1
-        out: torch.Tensor = self.third(torch.relu(self.third(h)))
-        return out
+from tests.property.users.parts import WIDTH, Planned
+from tests.property.users.side import Side
 
 
 def _differs(tensor: torch.Tensor, expected: torch.Tensor) -> int:
@@ -54,84 +26,25 @@ def _differs(tensor: torch.Tensor, expected: torch.Tensor) -> int:
         return 0
 
 
-class Person:
-    """One side of a program.
-
-    Attributes:
-        wrap: makes the model and its optimizer a wrapped side's, within a budget of the device or the usual one; None on the
-            plain side.
-        said: what the last action showed.
-    """
-
-    def __init__(self, optimizer: str, wrap: Callable[[Any, Any, str | None], Any] | None) -> None:
-        torch.manual_seed(0)
-        self.model = Small()
-        self.extra = nn.Parameter(torch.randn(WIDTH))
-        parameters = list(self.model.parameters())
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(parameters, 1e-2) if optimizer == "adamw" else torch.optim.SGD(parameters, 1e-2, momentum=0.9)
-        )
-        self.wrap = wrap
-        self.aliases: list[Any] = []
-        self.saved: list[Any] = []
-        self.pending: torch.Tensor | None = None
-        self.hooks: list[Any] = []
-        self.said: Any = None
-        self.draws = 0
-        if wrap is not None:
-            wrap(self.model, self.optimizer, None)
-
-    def act(self, name: str, number: int) -> None:
-        """Does one action; `number` says on which parameter, or in which of its ways."""
-        self.draws += 1
-        torch.manual_seed(self.draws)
-        self.said = None
-        getattr(self, name)(number)
-
-    def look(self) -> dict[str, Any]:
-        """Returns copies of everything that a person could print."""
-        shown = {f"parameter {name}": p.detach().clone() for name, p in self.model.named_parameters()}
-        shown |= {f"gradient of {n}": p.grad.detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
-        for index, entries in self.optimizer.state_dict()["state"].items():
-            shown |= {f"{key} of {index}": copy.deepcopy(value) for key, value in entries.items()}
-        shown |= {f"alias {i}": torch.as_tensor(alias).detach().clone() for i, alias in enumerate(self.aliases)}
-        shown["buffer"] = self.model.seen.clone()
-        shown["said"] = self.said.detach().clone() if isinstance(self.said, torch.Tensor) else self.said
-        return shown
-
-    def end(self) -> None:
-        """The program is over."""
-        self.pending = None
-        if self.wrap is not None:
-            tieroff.unwrap(self.model)
+class Person(Side):
+    """What people do with a model and its optimizer, one method per action."""
 
     # -- training --------------------------------------------------------------------------------------------------
 
-    def _parameter(self, number: int) -> nn.Parameter:
-        parameters = list(self.model.parameters())
-        return parameters[number % len(parameters)]
-
-    def _batch(self, number: int) -> torch.Tensor:
-        return torch.randn(4 if number % 4 else 3, WIDTH)
-
-    def _loss(self, number: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(self._batch(number)).square().mean()
-        return loss
-
     def step(self, number: int) -> None:
         self.optimizer.zero_grad()
-        loss = self._loss(number)
+        loss = self.loss(number)
         loss.backward()
         self.optimizer.step()
         self.said = loss
 
     def accumulate(self, number: int) -> None:
-        loss = self._loss(number)
+        loss = self.loss(number)
         loss.backward()
         self.said = loss
 
     def forward(self, number: int) -> None:
-        self.pending = self.said = self._loss(number)
+        self.pending = self.said = self.loss(number)
 
     def backward(self, number: int) -> None:
         if self.pending is not None:
@@ -152,12 +65,12 @@ class Person:
 
     def evaluate(self, number: int) -> None:
         with torch.no_grad() if number % 2 else torch.inference_mode():
-            self.said = self.model(self._batch(number)).clone()
+            self.said = self.model(self.batch(number)).clone()
 
     def fail_in_forward(self, number: int) -> None:
         self.model.fails = True
         try:
-            self._loss(number)
+            self.loss(number)
         except Planned:
             self.said = "failed"
         finally:
@@ -172,7 +85,7 @@ class Person:
             return
         handle = p.register_hook(fail)
         try:
-            self._loss(number).backward()
+            self.loss(number).backward()
         except Planned:
             self.said = "failed"
         finally:
@@ -182,7 +95,7 @@ class Person:
         def fail(*args: Any) -> None:
             raise Planned
 
-        self._loss(number).backward()
+        self.loss(number).backward()
         handle = self.optimizer.register_step_pre_hook(fail)
         try:
             self.optimizer.step()
@@ -194,7 +107,7 @@ class Person:
     def step_with_closure(self, number: int) -> None:
         def closure() -> torch.Tensor:
             self.optimizer.zero_grad()
-            loss = self._loss(number)
+            loss = self.loss(number)
             loss.backward()
             return loss
 
@@ -209,12 +122,12 @@ class Person:
         """A backward through gradients."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if trained:
-            gradients = torch.autograd.grad(self._loss(number), trained, create_graph=True)
+            gradients = torch.autograd.grad(self.loss(number), trained, create_graph=True)
             self.said = loss = torch.stack([grad.square().sum() for grad in gradients]).sum()
             loss.backward()
 
     def hook(self, number: int) -> None:
-        p = self._parameter(number)
+        p = self.parameter(number)
         if self.hooks:
             self.hooks.pop().remove()
         elif p.requires_grad:
@@ -224,37 +137,37 @@ class Person:
 
     def write_data(self, number: int) -> None:
         if self.pending is None:
-            self._parameter(number).data.mul_(0.5)
+            self.parameter(number).data.mul_(0.5)
 
     def write_in_place(self, number: int) -> None:
         if self.pending is None:
             with torch.no_grad():
-                self._parameter(number).add_(0.01)
+                self.parameter(number).add_(0.01)
 
     def write_gradient(self, number: int) -> None:
-        grad = self._parameter(number).grad
+        grad = self.parameter(number).grad
         if grad is not None:
             grad.data.mul_(0.5) if number % 2 else grad.mul_(0.5)
 
     def assign_data(self, number: int) -> None:
-        p = self._parameter(number)
+        p = self.parameter(number)
         if self.pending is None:
             p.data = p.data * 0.5
 
     def assign_slice(self, number: int) -> None:
         """`p.data` becomes a part of a larger tensor that is kept."""
-        p = self._parameter(number)
+        p = self.parameter(number)
         if self.pending is None:
             flat = torch.cat([p.data.reshape(-1), p.data.reshape(-1)])
             self.aliases.append(flat)
             p.data = flat[p.numel() :].view_as(p.data)
 
     def assign_gradient(self, number: int) -> None:
-        p = self._parameter(number)
+        p = self.parameter(number)
         p.grad = None if number % 3 == 0 else torch.full_like(p, 0.01)
 
     def write_state(self, number: int) -> None:
-        entries = self.optimizer.state.get(self._parameter(number), {})
+        entries = self.optimizer.state.get(self.parameter(number), {})
         for key, value in entries.items():
             if key != "step" and isinstance(value, torch.Tensor):
                 if number % 3 == 0:
@@ -267,7 +180,7 @@ class Person:
     # -- aliases ---------------------------------------------------------------------------------------------------
 
     def alias(self, number: int) -> None:
-        p = self._parameter(number // 5)
+        p = self.parameter(number // 5)
         made = (
             lambda: p.data,
             lambda: p.detach().view(-1),
@@ -317,12 +230,12 @@ class Person:
 
     def copy(self, number: int) -> None:
         twin = copy.deepcopy(self.model)
-        loss = twin(self._batch(number)).square().mean()
+        loss = twin(self.batch(number)).square().mean()
         loss.backward()
         self.said = loss + sum(p.grad.sum() for p in twin.parameters() if p.grad is not None)
 
     def freeze(self, number: int) -> None:
-        p = self._parameter(number)
+        p = self.parameter(number)
         if self.pending is None:
             p.requires_grad_(not p.requires_grad)
 
@@ -338,9 +251,7 @@ class Person:
 
     def rewrap(self, number: int) -> None:
         """`unwrap` and `wrap`, with the same budget or another."""
-        if self.wrap is not None:
-            tieroff.unwrap(self.model)
-            self.wrap(self.model, self.optimizer, (None, "100%", "70%", "min")[number % 4])
+        self.rewrapped((None, "100%", "70%", "min")[number % 4])
 
     def sleep(self, number: int) -> None:
         if self.wrap is not None:
@@ -352,19 +263,14 @@ class Person:
         """Another layer in the place of one, and in the optimizer."""
         if self.pending is None and len(self.optimizer.param_groups) == 1:
             self.model.second = nn.Linear(2 * WIDTH, WIDTH)
-            self._set_group(list(self.model.parameters()))
-
-    def _set_group(self, parameters: list[nn.Parameter]) -> None:
-        for gone in self.optimizer.state.keys() - set(parameters):
-            del self.optimizer.state[gone]
-        self.optimizer.param_groups[0]["params"] = parameters
+            self.set_group(list(self.model.parameters()))
 
     def narrow_group(self, number: int) -> None:
         """The optimizer leaves the last layer alone, or takes it back."""
         if len(self.optimizer.param_groups) == 1:
             parameters = list(self.model.parameters())
             is_narrow = len(self.optimizer.param_groups[0]["params"]) < len(parameters)
-            self._set_group(parameters if is_narrow else parameters[:-1])
+            self.set_group(parameters if is_narrow else parameters[:-1])
 
     def fork(self, number: int) -> None:
         """A child compares all that it can read with the values of the fork."""
@@ -381,32 +287,16 @@ class Person:
 
     # -- threads ---------------------------------------------------------------------------------------------------
 
-    def _in_thread(self, work: Callable[[], Any]) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work).result()
-
     def read_in_thread(self, number: int) -> None:
-        self.said = self._in_thread(lambda: torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]))
+        self.said = self.in_thread(lambda: torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]))
 
     def evaluate_in_thread(self, number: int) -> None:
-        self.said = self._in_thread(lambda: self._without_grad(number))
-
-    def _without_grad(self, number: int) -> torch.Tensor:
-        with torch.no_grad():
-            out: torch.Tensor = self.model(self._batch(number))
-            return out
+        self.said = self.in_thread(lambda: self.without_grad(number))
 
     def backward_in_thread(self, number: int) -> None:
-        loss = self._loss(number)
-        self._in_thread(loss.backward)
+        loss = self.loss(number)
+        self.in_thread(loss.backward)
         self.said = loss
 
     def step_in_thread(self, number: int) -> None:
-        self._in_thread(lambda: self.step(number))
-
-
-ACTIONS = tuple(
-    name
-    for name, value in vars(Person).items()
-    if callable(value) and not name.startswith("_") and name not in ("act", "look", "end")
-)
+        self.in_thread(lambda: self.step(number))

@@ -18,6 +18,7 @@ from tieroff.core.tensor import Tier
 from tieroff.device_budget import DeviceBudget
 from tieroff.errors import BudgetWarning, ConfigError, InfeasiblePlanError
 from tieroff.planner.problem.problem import live_bytes
+from tieroff.storage.limits import HostLimit
 from tieroff.units import parse_bytes, pasteable
 
 ROWS, WIDTH = 64, 48
@@ -219,7 +220,7 @@ def test_without_a_tier_below_the_message_says_how_to_have_one(config: dict[str,
 
 
 def test_more_than_the_device_has_stays_an_error(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tieroff.session.budgets.host_limit_bytes", lambda: 1000)
+    monkeypatch.setattr("tieroff.session.budgets.host_limit", lambda: HostLimit(1000))
     with pytest.raises(InfeasiblePlanError):
         train(config, "1%")
 

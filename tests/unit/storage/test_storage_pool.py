@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import mmap
@@ -21,7 +20,7 @@ from tieroff.storage.engines import Engine
 from tieroff.storage.extents import FreeList
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.host.slabs import RegisteredSlabs
-from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
+from tieroff.storage.limits import host_limit_bytes
 
 MIB = 2**20
 
@@ -176,32 +175,6 @@ def test_slab_that_the_system_refuses_is_told(engine: Engine, monkeypatch: pytes
     store.close()
 
 
-def test_slab_is_refused_when_others_took_the_memory_meanwhile(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Asked of the cgroup again for each slab: one that does not fit would have this process killed."""
-    group = {
-        "proc/self/cgroup": "0::/job\n",
-        "sys/fs/cgroup/job/memory.max": str(4 * MIB),
-        "sys/fs/cgroup/job/memory.current": "0",
-        "proc/meminfo": "MemAvailable: 1000000 kB\n",
-    }
-    root = machine(tmp_path, group)
-    monkeypatch.setattr("tieroff.storage.host.pool.host_limit_bytes", lambda: host_limit_bytes(root))
-    with pytest.raises(ConfigError, match=r"at most 4\.00 MiB"):
-        HostStore(5 * MIB, engine)
-    store = HostStore(4 * MIB, engine, slab_bytes=MIB)
-    store.allocate(MIB)
-    machine(root, {**group, "sys/fs/cgroup/job/memory.current": str(3 * MIB + 1)})
-    with pytest.raises(StoreError, match="cgroups have left") as caught:
-        store.allocate(MIB)
-    assert caught.value.errno == errno.ENOMEM
-    assert store.reserved_bytes == store.used_bytes == MIB
-    machine(root, group)
-    store.allocate(MIB)
-    store.close()
-
-
 def test_slab_that_cannot_be_pinned_is_given_back_and_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
 
@@ -221,79 +194,11 @@ def test_slab_that_cannot_be_pinned_is_given_back_and_told(engine: Engine, monke
     store.close()
 
 
-LIMITS = "Limit   Soft Limit   Hard Limit   Units\nMax locked memory         {}              8388608              bytes\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, None),
-        ({"proc/self/limits": LIMITS.format("unlimited")}, None),
-        ({"proc/self/limits": LIMITS.format(8 * MIB)}, 8 * MIB),
-        ({"proc/self/limits": LIMITS.format(8 * MIB), "proc/self/status": "VmLck: 1024 kB\nVmPin: 2048 kB\n"}, 5 * MIB),
-        ({"proc/self/limits": LIMITS.format(MIB), "proc/self/status": "VmLck: 4096 kB\n"}, 0),
-    ],
-)
-def test_locked_limit_is_what_the_process_may_still_lock(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert locked_limit_bytes(machine(tmp_path, files)) == expected
-
-
 def test_capacity_above_the_limit_is_refused(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="at most"):
         HostStore(host_limit_bytes() + 2**40, engine)
     with pytest.raises(ConfigError, match="above 0"):
         HostStore(0, engine)
-
-
-def machine(root: Path, files: dict[str, str]) -> Path:
-    for name, text in ({"proc/meminfo": "MemAvailable: 1000 kB\n"} | files).items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-V1 = "sys/fs/cgroup/memory"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 1_024_000),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}, 1_024_000),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/b/memory.max": "900000\n",
-                "sys/fs/cgroup/a/b/memory.current": "100\n",
-                "sys/fs/cgroup/a/memory.max": "500000\n",
-                "sys/fs/cgroup/a/memory.current": "200000\n",
-                "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 50000\n",
-            },
-            350_000,
-        ),
-        (
-            {
-                "proc/self/cgroup": "0::/not/mounted/here\n",
-                "sys/fs/cgroup/memory.max": "70000\n",
-                "sys/fs/cgroup/memory.current": "80000\n",
-            },
-            0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "5:cpu,memory:/job\n4:cpuset:/\n",
-                f"{V1}/job/memory.limit_in_bytes": "9223372036854771712\n",
-                f"{V1}/job/memory.usage_in_bytes": "1\n",
-                f"{V1}/memory.limit_in_bytes": "600000\n",
-                f"{V1}/memory.usage_in_bytes": "300000\n",
-                f"{V1}/memory.stat": "inactive_file 5\ntotal_inactive_file 100000\n",
-            },
-            400_000,
-        ),
-    ],
-)
-def test_host_limit_is_the_least_up_the_tree(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert host_limit_bytes(machine(tmp_path, files)) == expected
 
 
 @pytest.mark.parametrize("name", ["none such", "Threads", ""])

@@ -9,6 +9,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tieroff.errors import StateError
+
 # The id of the running graph task, or -1 outside a backward.
 current_graph_task = torch._C._current_graph_task_id
 
@@ -23,9 +25,29 @@ def functorch_is_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def makes_fakes() -> bool:
-    """True under a `FakeTensorMode`, where nothing is computed."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+def is_followed() -> bool:
+    """True where a forward is run for its graph, which is to hold the parameters as they lie.
+
+    That is under a `FakeTensorMode`, where nothing is computed (`torch.export`), and under `torch.jit.trace`.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or torch._C._is_tracing()
+
+
+def refused_hooks(error: BaseException) -> StateError | None:
+    """Returns what to raise where a forward failed because torch allows no hooks on saved tensors; None where it did not."""
+    if not isinstance(error, RuntimeError):
+        return None
+    if "saved tensor hooks" in str(error):
+        return StateError(
+            "torch.func transforms inside the forward of a wrapped model do not work while its saved tensors are "
+            "moved (torch: no saved tensor hooks under functorch); wrap the parts that do not use them"
+        )
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return StateError(
+            f'expected a forward in which tensors may be moved as autograd saves them, got one under "{error}": leave '
+            "torch.autograd.graph.disable_saved_tensors_hooks out round a wrapped model"
+        )
+    return None
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tieroff.core.seams import Recorder
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
@@ -51,7 +52,6 @@ class Traffic:
     Attributes:
         device_bytes: bytes of device copies that the engine holds now.
         keeps_rooms: a step follows its plan, in which small items are fetched to memory that they keep; see backend/rooms.py.
-        is_watching: nobody sees each write just now, so that an item is told when there are two copies of it.
         tell_held: called with all memory that is taken for items, where others have to know.
         counts: bytes moved and time waited since `counts` was last replaced.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
@@ -65,7 +65,8 @@ class Traffic:
         self.stores = spill.stores
         self.counts = Counts()
         self.device_bytes = 0
-        self.keeps_rooms = self.is_watching = False
+        self.keeps_rooms = False
+        self._recorder: Recorder | None = None
         self._rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
         self._is_near = backend.copies_near
@@ -73,9 +74,18 @@ class Traffic:
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
 
-    def begin_step(self, *, is_planned: bool = False, is_recorded: bool = False) -> None:
-        """Counts and spans are those of the step that begins here."""
-        self.is_watching = not is_recorded
+    @property
+    def is_watching(self) -> bool:
+        """True when nobody sees each write just now, so that an item is told when there are two copies of it.
+
+        A recorder sees all from the forward of its step to the end of the update. What user code does from there to the next
+        step, as an evaluation, it does not see.
+        """
+        return self._recorder is None or not self._recorder.is_on
+
+    def begin_step(self, *, is_planned: bool = False, recorder: Recorder | None = None) -> None:
+        """Counts and spans are those of the step that begins here, which a recorder may watch."""
+        self._recorder = recorder
         self.keeps_rooms = self._is_near and is_planned
         if not is_planned:
             self.forget_spares()

@@ -143,6 +143,7 @@ class Steps:
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_stranger = False  # the step that runs has smaller inputs than its kind's
+        self._is_void = False  # the model changed since the step began: it says nothing of later ones
         self._mismatches = 0  # of its kind before it
         self._is_updated = True  # the step that runs was updated, or there is none
         self._aside: StepKind | None = None  # see [Note: aside]
@@ -268,6 +269,7 @@ class Steps:
             recorder = self._plans.recorder()
             self._traced = TracedStep(custody, self._plans, recorder)
         self._kind = self.last = kind
+        self._is_void = False
         custody.executor.begin(kind, recorder)
         custody.keep_freed(kind)
         self._begin_update()
@@ -398,7 +400,7 @@ class Steps:
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
         is_whole = self._custody.stepper is None or ("end",) in keys or kind.is_passed_through
-        if mode is not Mode.DEMAND or not is_whole or self._custody.has_changed():
+        if mode is not Mode.DEMAND or not is_whole or self._is_void or self._custody.has_changed():
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)
@@ -433,5 +435,6 @@ class Steps:
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""
         self.come_back()
+        self._is_void = True
         self.kinds.clear()
         self._custody.executor.on_demand.experience = Experience()

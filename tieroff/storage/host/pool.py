@@ -14,7 +14,7 @@ from tieroff.storage.engines.base import Direction, Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import HomeMemory, check_published, place_home
 from tieroff.storage.host.slabs import PopulatedSlabs, Slab, Slabs
-from tieroff.storage.limits import host_limit_bytes, locked_limit_bytes
+from tieroff.storage.limits import HostLimit, host_limit, locked_limit_bytes
 from tieroff.storage.memory import PAGE_BYTES, align_up
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block, By
@@ -55,11 +55,11 @@ class HostStore(SpaceStore):
         """
         super().__init__(capacity_bytes, engine, PAGE_BYTES)
         self._maker: Slabs = slabs if slabs is not None else PopulatedSlabs()
-        limit = host_limit_bytes() if self._maker.is_backed else capacity_bytes
-        if capacity_bytes > limit:
+        limit = host_limit() if self._maker.is_backed else HostLimit(capacity_bytes)
+        if capacity_bytes > limit.left_bytes:
             raise ConfigError(
-                f"[budget] host: {format_bytes(capacity_bytes)} is too much, the machine and its cgroups leave at most "
-                f"{format_bytes(limit)}; lower it, or give the container more memory"
+                f"[budget] host: {format_bytes(capacity_bytes)} is too much, {limit.limiter} leaves at most "
+                f"{format_bytes(limit.left_bytes)}; lower it, or give the container more memory"
             )
         self._slab_bytes = slab_bytes
         self._slabs: list[Slab] = []
@@ -99,9 +99,9 @@ class HostStore(SpaceStore):
         return home
 
     def _make_slab(self, size_bytes: int) -> None:
-        left = host_limit_bytes() if self._maker.is_backed else size_bytes
-        if size_bytes > left:  # asked before, since the system would end this process instead of refusing
-            raise _no_memory(size_bytes, f"{format_bytes(left)} that the machine and its cgroups have left", errno.ENOMEM)
+        left = host_limit() if self._maker.is_backed else HostLimit(size_bytes)
+        if size_bytes > left.left_bytes:  # asked before, since the system would end this process instead of refusing
+            raise _no_memory(size_bytes, f"{format_bytes(left.left_bytes)} that {left.limiter} has left", errno.ENOMEM)
         try:
             slab = self._maker.make(size_bytes)
         except OSError as error:

@@ -53,6 +53,8 @@ class ForwardSlot:
         for name, value in getattr(self.inner, "__dict__", {}).items():
             self.__dict__.setdefault(name, value)  # those of a slot inside this one must not take the place of its own
         self.__signature__ = inspect.signature(self.inner)
+        if hasattr(self.inner, "__code__"):
+            self.__code__ = self.inner.__code__  # torch.export says by it what was exported
         module.__dict__[method] = self
 
     @calls_user_code
