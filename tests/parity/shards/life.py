@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.fault.storage.faulty import FaultyEngine
 from tests.parity.shards.program import (
     CASES,
     Block,
+    Transformer,
     adam,
     begin,
     blocks,
@@ -43,7 +45,7 @@ from tests.parity.shards.program import (
     usual,
 )
 from tests.unit.checkpoint.checkpoint_memory_run import growth_of
-from tieroff.errors import StateError
+from tieroff.errors import BudgetWarning, InfeasiblePlanError, StateError
 from tieroff.runtime.movable import local_of
 from tieroff.storage.engines import choose
 
@@ -237,16 +239,37 @@ def killed(folder: Path) -> Any:
     steps(pair, 3, 3)
 
 
+def too_small(folder: Path) -> Any:
+    """A budget that one gathered group alone exceeds, strict and not: what people are told."""
+    said = []
+    for is_strict in (True, False):
+        torch.manual_seed(0)
+        model = shard(Transformer(), one_dim())
+        optimizer = adam(model.parameters())
+        config = config_of(CASES["transformer"], folder)
+        config["budget"] |= {"device": "100KiB", "strict": is_strict}
+        tieroff.wrap(model, optimizer, config)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", BudgetWarning)
+            try:
+                for index in range(4):
+                    usual(model, optimizer, index, 2)
+            except InfeasiblePlanError as error:
+                said.append(str(error))
+        said += [str(one.message) for one in told if one.category is BudgetWarning]
+    return said
+
+
 def streamed(folder: Path) -> Any:
-    """Returns by how much the resident set grows as 24 shards of 2 MiB, on a drive, are saved and loaded."""
+    """Returns by how much the resident set grows as 24 shards of 8 MiB, on a drive, are saved and loaded."""
     torch.manual_seed(0)
-    model = shard(nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]), one_dim())
+    model = shard(nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)]), one_dim())
     optimizer = adam(model.parameters())
     config = config_of(CASES["nvme"], folder)
-    config["budget"]["nvme"] = "256MiB"
+    config["budget"]["nvme"] = "1GiB"
     tieroff.wrap(model, optimizer, config)
     for _ in range(4):
-        model(torch.randn(8, 1024)).square().mean().backward()
+        model(torch.randn(8, 2048)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     place = str(folder.parent / "checkpoint")
@@ -301,6 +324,7 @@ SCENES: dict[str, Callable[[Path], Any]] = {
         broken_off,
         copied,
         used,
+        too_small,
         saved,
         resumed,
         raising,

@@ -12,7 +12,7 @@ from tests.parity.shards.launched import Found, launch, told_by
 
 pytestmark = pytest.mark.timeout(300)
 
-SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied", "used")
+SCENES = ("too_late", "wrapped_again", "loaded", "broken_off", "copied", "used", "too_small")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,14 @@ def test_user_code_reaches_shards_gradients_and_state_wherever_they_lie(told: Fo
     for found in told["used"]:
         assert found["differ"] == []
         assert found["moved"]["parameter"] > 0
+
+
+def test_a_budget_below_what_fsdp2_gathers_names_the_largest_group(told: Found) -> None:
+    for rank, (error, *warnings) in enumerate(told["too_small"]):
+        assert ["was raised to" in said for said in warnings] == [True] * (rank == 0)  # the others log it
+        for said in (error, *warnings):
+            assert "FSDP2 gathers 'blocks.0', its largest group, whole (195.25 KiB)" in said
+            assert "fully_shard on more modules" in said
 
 
 @pytest.mark.long
