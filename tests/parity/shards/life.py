@@ -45,6 +45,8 @@ from tests.parity.shards.program import (
     usual,
 )
 from tests.unit.checkpoint.checkpoint_memory_run import growth_of
+from tieroff.checkpoint.distributed import LoadPlanner, SavePlanner, StreamingReader
+from tieroff.core.tensor import Tier
 from tieroff.errors import BudgetWarning, InfeasiblePlanError, StateError
 from tieroff.runtime.movable import local_of
 from tieroff.storage.engines import choose
@@ -191,22 +193,30 @@ def saved(folder: Path) -> Any:
         {"model": model, "optimizer": optimizer},
         checkpoint_id=str(folder.parent / "checkpoint"),
         process_group=dist.new_group(backend="gloo"),
+        planner=SavePlanner(pair[0]),
     )
     return whole(pair)
 
 
 def resumed(folder: Path) -> Any:
-    """Any number of ranks loads it into a wrapped model."""
+    """Any number of ranks loads it into a wrapped model, by torch's own reader and by that of this library."""
     pair = made(folder, wraps=True)
-    model, optimizer = get_state_dict(*pair)
-    dcp.load(
-        {"model": model, "optimizer": optimizer},
-        checkpoint_id=str(folder.parent / "checkpoint"),
-        process_group=dist.new_group(backend="gloo"),
-    )
-    set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer)
-    del model, optimizer  # what somebody holds does not move
-    found = whole(pair)
+    place, group = str(folder.parent / "checkpoint"), dist.new_group(backend="gloo")
+    own: dict[str, Any] = {"storage_reader": StreamingReader(place), "planner": LoadPlanner(pair[0])}
+    by: dict[str, dict[str, Any]] = {"torch": {"checkpoint_id": place}, "tieroff": own}
+    seen = {}
+    for name, options in by.items():
+        with torch.no_grad():
+            for parameter in pair[0].parameters():
+                parameter.zero_()
+        model, optimizer = get_state_dict(*pair)
+        dcp.load({"model": model, "optimizer": optimizer}, process_group=group, **options)
+        set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer)
+        del model, optimizer
+        seen[name] = whole(pair)
+    del own, by, options  # what somebody holds does not move; a planner does
+    found = seen["tieroff"]
+    assert found == seen["torch"]
     steps(pair, 4, 4)
     return found | {"moves": tieroff.engine(pair[0]).stats().moved_bytes_by_class["parameter"]}
 
@@ -260,8 +270,22 @@ def too_small(folder: Path) -> Any:
     return said
 
 
+def stop_returning(model: nn.Module, goes_on: bool) -> None:
+    """Has all pages of shards returned, and none from then on unless the thread goes on."""
+    store: Any = tieroff.engine(model).stores[Tier.NVME]
+    if not goes_on:
+        store.return_pages(0.001)
+    returner = store.page_returner
+    assert returner.wait_rounds(returner.round_count + 2, 30)
+    if not goes_on:
+        store.return_pages(None)
+
+
 def streamed(folder: Path) -> Any:
-    """Returns by how much the resident set grows as 24 shards of 8 MiB, on a drive, are saved and loaded."""
+    """Returns by how much the resident set grows as 24 shards of 8 MiB, on a drive, are saved and loaded.
+
+    By torch's own classes, and by those of this library while no thread returns pages.
+    """
     torch.manual_seed(0)
     model = shard(nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)]), one_dim())
     optimizer = adam(model.parameters())
@@ -274,12 +298,25 @@ def streamed(folder: Path) -> Any:
         optimizer.zero_grad()
     place = str(folder.parent / "checkpoint")
     dcp.save({"small": torch.zeros(1)}, checkpoint_id=place)  # what the first one imports and makes
-    grown = {}
-    for name, call in {"save": dcp.save, "load": dcp.load}.items():
+    grown: dict[str, Any] = {}
+    calls: dict[str, Callable[..., Any]] = {
+        "save by torch": dcp.save,
+        "load by torch": dcp.load,
+        "save": functools.partial(dcp.save, planner=SavePlanner(model)),
+        "load": functools.partial(dcp.load, planner=LoadPlanner(model), storage_reader=StreamingReader(place)),
+    }
+    before = dict(look(model, optimizer))
+    for name, call in calls.items():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        if name.startswith("load"):
+            for parameter in model.parameters():
+                local_of(parameter).detach().zero_()
+        stop_returning(model, goes_on="torch" in name)
         gc.collect()
         grown[name] = growth_of(functools.partial(call, state, checkpoint_id=place))
         del state
+    after = dict(look(model, optimizer))
+    grown["differ"] = [name for name, value in before.items() if not torch.equal(after[name], value)]
     grown["all"] = sum(local(v).nbytes for v in (*model.parameters(), *flat(optimizer)))
     return grown
 
