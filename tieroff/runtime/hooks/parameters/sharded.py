@@ -174,8 +174,14 @@ class Hidden:
 class FirstForward:
     """Has FSDP2 let go of the shards under one of its outermost modules, when that one runs for the first time."""
 
-    def __init__(self, root: torch.nn.Module, hidden: Hidden, shards: Callable[[torch.nn.Module], Iterable[Extension]]) -> None:
-        self._hidden, self._shards = hidden, shards
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        hidden: Hidden,
+        shards: Callable[[torch.nn.Module], Iterable[Extension]],
+        return_freed: Callable[[], None],
+    ) -> None:
+        self._hidden, self._shards, self._return_freed = hidden, shards, return_freed
         self._handles = [
             root.register_forward_pre_hook(self._hide, prepend=True),  # FSDP2's own runs next
             root.register_forward_pre_hook(self._show),
@@ -187,6 +193,7 @@ class FirstForward:
 
     def _show(self, *_: Any) -> None:
         self._hidden.show()
+        self._return_freed()  # where the shards lay
         self.remove()
 
     def remove(self) -> None:
@@ -292,7 +299,8 @@ class Shards:
         """Has FSDP2 let go of the shards when it runs first; see [Note: what FSDP2 holds of a shard]."""
         for root in fsdp_roots(model):
             if any(True for _ in self._under(root)):
-                self._first.append(FirstForward(root, self._hidden, self._under))
+                return_freed = self._context.traffic.backend.return_freed
+                self._first.append(FirstForward(root, self._hidden, self._under, return_freed))
             self._loading += [
                 Loading(module, self._hidden, self._of) for module in root.modules() if any(True for _ in self._of(module))
             ]
