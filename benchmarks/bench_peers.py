@@ -2,8 +2,8 @@
 
 Every run has a process of its own, with the same model, data and seed; harness/peers.py has the one loop and what each
 way changes in it. Repetitions are interleaved, in an order that changes; medians are taken. Peak memory is measured from
-outside: CUDA's most allocated bytes; on the CPU the peak resident set above its level after the imports. Budgets of
-tieroff are bytes, or shares of the plain run's peak, with the same meaning as in benchmarks/bench_step.py.
+outside: CUDA's most allocated bytes; on the CPU the peak resident set above its level after the imports, when the ranks have
+joined. Budgets of tieroff are bytes, or shares of the plain run's peak, with the same meaning as in benchmarks/bench_step.py.
 
 With `--ranks N` each run has N processes under torchrun, each with data of its own, and the ways are those of shards: FSDP2
 as it is, which the others are compared with, with `CPUOffloadPolicy`, DeepSpeed's ZeRO-3, and tieroff on FSDP2's shards at

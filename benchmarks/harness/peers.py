@@ -6,6 +6,7 @@ Model, data, seed, loop and measure are the same for all. What differs is in the
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import json
@@ -58,7 +59,8 @@ class PeerAbsent(Exception):
 class Plain:
     """PyTorch as it is; the others change of it what they have to.
 
-    Making one does the imports, which are no part of a run's memory; `prepare` is called with the model on the CPU.
+    Making one does the imports and joins the ranks, which is no part of a run's memory; `prepare` is called with the model on
+    the CPU.
     """
 
     model: nn.Module
@@ -156,17 +158,17 @@ class Fsdp2(Plain):
     def __init__(self, options: Options, *, is_offloaded: bool = True) -> None:
         super().__init__(options)
         self.is_offloaded = is_offloaded
+        join_group(self.device)
+        self.mesh = init_device_mesh(self.device.type, (rank_count(),))
 
     def prepare(self, model: GPT) -> None:
-        join_group(self.device)
-        mesh = init_device_mesh(self.device.type, (rank_count(),))
         policy = CPUOffloadPolicy(pin_memory=self.is_cuda) if self.is_offloaded else OffloadPolicy()
         if not self.is_offloaded:
             model = model.to(self.device)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, offload_policy=policy)
+            fully_shard(block, mesh=self.mesh, offload_policy=policy)
         # An offloaded model stays on the CPU: fully_shard brings each group to the device itself.
-        fully_shard(model, mesh=mesh, offload_policy=policy)
+        fully_shard(model, mesh=self.mesh, offload_policy=policy)
         self.model, self.optimizer = model, self.adamw(model)
 
 
@@ -189,9 +191,9 @@ class DeepSpeed(Plain):
         ops.CPUAdamBuilder().load()
         if nvme_dir is not None:
             ops.AsyncIOBuilder().load()
+        join_group(self.device)
 
     def prepare(self, model: GPT) -> None:
-        join_group(self.device)
         # Parameter by parameter, as users do whose model does not fit: `initialize` would bring the whole to the device.
         self.library.zero.Init(module=model, config_dict_or_path=self.config())
         adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
@@ -264,8 +266,8 @@ def train(peer: Plain, on_step: OnStep) -> Result:
     Of several ranks: the losses of all, rank after rank, tokens of all together, and the highest peak of one.
     """
     options, device = peer.options, peer.device
-    memory = PeakMemory(device)
     settle_vector_math()  # or two plain runs can differ in the last bit
+    memory = PeakMemory(device)
     torch.manual_seed(options.seed)
     text = load_text(options.data)
     batches = torch.Generator().manual_seed(options.seed + 1 + int(os.environ.get("RANK") or "0"))
@@ -328,6 +330,7 @@ def main() -> int:
         content = {"error": {"type": type(error).__name__, "message": str(error)}}
     finally:
         if dist.is_initialized():
+            gc.collect()  # torch's gloo thread may still hold the last collective's tensors, and would die in freeing them
             dist.destroy_process_group()  # also after an error, whose message is to be the last word
     if options.out is not None and ((os.environ.get("RANK") or "0") == "0" or "error" in content):
         options.out.mkdir(parents=True, exist_ok=True)

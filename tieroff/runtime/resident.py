@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tieroff.core.tensor import Tier
+from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.movable import local_of
@@ -19,21 +20,25 @@ _STATM = Path("/proc/self/statm")
 class Resident:
     """Memory of the process that holds no tensor, on the CPU backend: library code and scratch, heap, thread stacks."""
 
-    def __init__(self, model: torch.nn.Module, others: Collection[Engine] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, backend: Backend, others: Collection[Engine] = ()) -> None:
         """Takes what is resident now.
 
         Args:
             model: about to be wrapped.
+            backend: returns what the heap has kept of freed memory, which is nobody's: whole parameters that were sharded, say.
             others: the engines of other models under the same budget.
         """
         every = map(local_of, (*model.parameters(), *model.buffers()))  # of a DTensor, the part that lies here
         held = (t for t in every if type(t) in PLAIN and t.layout is torch.strided and not t.is_meta)
         tensors = {t.data_ptr(): t for t in held}
         tensor_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        self._backend = backend
+        backend.return_freed()
         self._baseline_bytes = _resident_bytes() - tensor_bytes - _held_bytes(others)
 
     def overhead_bytes(self, *engines: Engine) -> int:
         """Returns the growth of resident memory since wrap that no tensor of the engines accounts for, >= 0."""
+        self._backend.return_freed()
         return max(_resident_bytes() - self._baseline_bytes - _held_bytes(engines), 0)
 
 

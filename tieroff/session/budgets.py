@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from tieroff.runtime.resident import Resident
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Part
 from tieroff.storage.limits import host_limit
-from tieroff.units import parse_bytes, pasteable
+from tieroff.units import format_bytes, parse_bytes, pasteable
+
+log = logging.getLogger("tieroff")
 
 # A plan leaves this part of a lower tier free, for fragmentation and for extents that are written beside the old ones.
 _SLACK_PART = 8
 # On the CPU, memory of the process that is no tensor takes at most this share of a device budget given in bytes.
-_OVERHEAD_SHARE_AT_MOST = 0.25
+_OVERHEAD_SHARE_AT_MOST = 0.5
 # A plan leaves this much of the host's free memory, at least, for what it does not count: pages kept, buffers of copies, heap.
 _MARGIN_BYTES = 32 * 2**20
 _MARGIN_PART = 16
@@ -56,6 +59,7 @@ class Budgets:
         self._is_cpu = device.type == "cpu"
         self._resident: Resident | None = None
         self._engine: Engine | None = None
+        self._is_overhead_told = False
         self._chosen_bytes = 0  # the device budget under which layers were chosen to run again
         self.is_lowered = False
         self._kept_ratio = 0.0  # a step's peak when it keeps everything, over its peak with layers run again; 0: not known yet
@@ -182,7 +186,17 @@ class Budgets:
             return 0
         engines = self.part.engines if self.part is not None else (self._engine,)
         overhead_bytes = self._resident.overhead_bytes(*engines) // len(engines)
-        return min(overhead_bytes, int(limit * _OVERHEAD_SHARE_AT_MOST))
+        taken_bytes = min(overhead_bytes, int(limit * _OVERHEAD_SHARE_AT_MOST))
+        if overhead_bytes > taken_bytes and not self._is_overhead_told and self._ranks.rank == 0:
+            self._is_overhead_told = True
+            log.warning(
+                "the process takes %s beside tensors (library code, heap, threads), more than half of the device budget of %s: "
+                "resident memory will be above the budget by %s",
+                format_bytes(overhead_bytes),
+                format_bytes(limit),
+                format_bytes(overhead_bytes - taken_bytes),
+            )
+        return taken_bytes
 
 
 def _plannable(size_bytes: int) -> int:

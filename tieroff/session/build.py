@@ -94,8 +94,9 @@ def build(
         settings = _settings(config, resources, layers)
         plans = _plan_source(plan, config, resources, budgets, links, ranks)
         foresight = Correlation() if config.plan.policy != "demand" else None
-        resident = Resident(model, part.engines if part is not None else ()) if device.type == "cpu" else None
+        resident = Resident(model, backend, part.engines if part is not None else ()) if device.type == "cpu" else None
         engine = Engine(model, settings, resources, plans, foresight, _write_report)
+        backend.return_freed()  # where parameters lay that went below
     except BaseException:
         resources.close_stores()
         raise

@@ -139,6 +139,13 @@ class Store(Protocol):
     def end_warmup(self) -> None:
         """Ends checks that were asked for the first steps only."""
 
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """Drops pages of the homes in a range of addresses from memory where something else has them; values stay.
+
+        Args:
+            address, size_bytes: any range.
+        """
+
     def allocate(self, size_bytes: int) -> Block:
         """Returns a place for one tensor.
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.accelerator import sim, target
 from tests.parity.shards.launched import Found, told_by
-from tests.parity.shards.test_shards import check
+from tests.parity.shards.test_shards import check, check_budget_held
 
 pytestmark = [
     pytest.mark.skipif(not target.IS_SIMULATED, reason="each rank has a simulated device of its own"),
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 # What each case is: tests/parity/shards/program.py. "transformer" is at 40 % of its peak.
-CASES = ("nvme", "summed", "transformer")
+CASES = ("nvme", "summed", "transformer", "transformer in the least")
 MORE = (
     *("bf16 on a device", "hybrid", "host", "mixed", "auto", "tied", "lora", "rerun", "evaluation", "summed without sync"),
     *("summed without sync, bf16, on a device", "hybrid without sync", "clipped by tieroff", "one rank"),
@@ -35,6 +35,11 @@ def two(tmp_path_factory: pytest.TempPathFactory, project: Path) -> Found:
 def test_shards_below_a_device_have_the_numbers_of_plain_fsdp2_and_no_race(two: Found, case: str) -> None:
     for found in two[case]:
         check(found, case)
+
+
+def test_a_transformer_at_40_percent_of_its_peak_needs_no_more_of_a_device(two: Found) -> None:
+    for found in two["transformer"]:
+        check_budget_held(found)
 
 
 @pytest.fixture(scope="module")

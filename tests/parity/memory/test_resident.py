@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tieroff.config import Config
+from tieroff.core.tensor import Tensor, TensorClass, Tier
+from tieroff.core.trace import Op, Trace
+from tieroff.planner.least import Least
+from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.resident import Resident
+from tieroff.session.budgets import Budgets
+from tieroff.session.ranks import Ranks
 
 ELEMENTS = 8 << 20
 SIZE_BYTES = ELEMENTS * 4
+SMALL_BYTES = 100 << 10
 
 
 @pytest.fixture
@@ -34,5 +44,45 @@ def test_resident_takes_parameters_for_tensors_when_they_are_whole_or_shards(is_
     model = nn.Module()
     model.weight = nn.Parameter(value)
     # No engine holds the parameter yet, so all of it is memory that nobody accounts for.
-    overhead_bytes = Resident(model).overhead_bytes()
+    overhead_bytes = Resident(model, CpuBackend()).overhead_bytes()
     assert overhead_bytes == pytest.approx(SIZE_BYTES, abs=SIZE_BYTES // 8)
+
+
+@pytest.mark.alone
+def test_resident_leaves_out_what_the_heap_has_kept_of_freed_memory() -> None:
+    backend = CpuBackend()
+    backend.return_freed()
+    blocks = [torch.ones(SMALL_BYTES, dtype=torch.uint8) for _ in range(SIZE_BYTES // SMALL_BYTES)]
+    last = torch.ones(SMALL_BYTES, dtype=torch.uint8)  # holds the end of the heap, which would be returned by itself
+    del blocks
+    resident = Resident(nn.Module(), backend)
+    backend.return_freed()  # as after planning
+    taken = torch.ones(SIZE_BYTES, dtype=torch.uint8)
+    assert resident.overhead_bytes() == pytest.approx(SIZE_BYTES, abs=SIZE_BYTES // 8)
+    assert taken.any()
+    assert last.any()
+
+
+class Heavy:
+    """A process that takes 30 MiB beside tensors."""
+
+    def overhead_bytes(self, *engines: Any) -> int:
+        return 30 << 20
+
+
+@pytest.mark.parametrize(("budget", "taken", "is_told"), [("40MiB", 20, True), ("80MiB", 30, False)])
+def test_a_budget_pays_for_the_process_up_to_half_and_says_when_that_is_not_enough(
+    budget: str, taken: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    budgets = Budgets(Config.load({"device": "cpu", "budget": {"device": budget}}), torch.device("cpu"), Ranks())
+    heavy: Any = Heavy()
+    budgets.watch(heavy, heavy)
+    trace = Trace((Op("op", 1),), (Tensor("w", 64, TensorClass.PARAMETER, is_persistent=True),))
+    with caplog.at_level(logging.WARNING, "tieroff"):
+        for _ in range(2):
+            got = budgets.of(trace, lambda: Least(1, 1))[Tier.DEVICE]
+            assert got == int(budget.removesuffix("MiB")) - taken << 20
+    said = [record.getMessage() for record in caplog.records]
+    assert [("takes 30.00 MiB beside tensors" in one and "above the budget by 10.00 MiB" in one) for one in said] == [
+        True
+    ] * is_told

@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.fault.storage.faulty import FaultyEngine
 from tests.parity.shards.program import (
     CASES,
     Block,
+    Transformer,
     adam,
     begin,
     blocks,
@@ -43,7 +45,9 @@ from tests.parity.shards.program import (
     usual,
 )
 from tests.unit.checkpoint.checkpoint_memory_run import growth_of
-from tieroff.errors import StateError
+from tieroff.checkpoint.distributed import LoadPlanner, SavePlanner, StreamingReader
+from tieroff.core.tensor import Tier
+from tieroff.errors import BudgetWarning, InfeasiblePlanError, StateError
 from tieroff.runtime.movable import local_of
 from tieroff.storage.engines import choose
 
@@ -189,22 +193,30 @@ def saved(folder: Path) -> Any:
         {"model": model, "optimizer": optimizer},
         checkpoint_id=str(folder.parent / "checkpoint"),
         process_group=dist.new_group(backend="gloo"),
+        planner=SavePlanner(pair[0]),
     )
     return whole(pair)
 
 
 def resumed(folder: Path) -> Any:
-    """Any number of ranks loads it into a wrapped model."""
+    """Any number of ranks loads it into a wrapped model, by torch's own reader and by that of this library."""
     pair = made(folder, wraps=True)
-    model, optimizer = get_state_dict(*pair)
-    dcp.load(
-        {"model": model, "optimizer": optimizer},
-        checkpoint_id=str(folder.parent / "checkpoint"),
-        process_group=dist.new_group(backend="gloo"),
-    )
-    set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer)
-    del model, optimizer  # what somebody holds does not move
-    found = whole(pair)
+    place, group = str(folder.parent / "checkpoint"), dist.new_group(backend="gloo")
+    own: dict[str, Any] = {"storage_reader": StreamingReader(place), "planner": LoadPlanner(pair[0])}
+    by: dict[str, dict[str, Any]] = {"torch": {"checkpoint_id": place}, "tieroff": own}
+    seen = {}
+    for name, options in by.items():
+        with torch.no_grad():
+            for parameter in pair[0].parameters():
+                parameter.zero_()
+        model, optimizer = get_state_dict(*pair)
+        dcp.load({"model": model, "optimizer": optimizer}, process_group=group, **options)
+        set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer)
+        del model, optimizer
+        seen[name] = whole(pair)
+    del own, by, options  # what somebody holds does not move; a planner does
+    found = seen["tieroff"]
+    assert found == seen["torch"]
     steps(pair, 4, 4)
     return found | {"moves": tieroff.engine(pair[0]).stats().moved_bytes_by_class["parameter"]}
 
@@ -237,26 +249,74 @@ def killed(folder: Path) -> Any:
     steps(pair, 3, 3)
 
 
+def too_small(folder: Path) -> Any:
+    """A budget that one gathered group alone exceeds, strict and not: what people are told."""
+    said = []
+    for is_strict in (True, False):
+        torch.manual_seed(0)
+        model = shard(Transformer(), one_dim())
+        optimizer = adam(model.parameters())
+        config = config_of(CASES["transformer"], folder)
+        config["budget"] |= {"device": "100KiB", "strict": is_strict}
+        tieroff.wrap(model, optimizer, config)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", BudgetWarning)
+            try:
+                for index in range(4):
+                    usual(model, optimizer, index, 2)
+            except InfeasiblePlanError as error:
+                said.append(str(error))
+        said += [str(one.message) for one in told if one.category is BudgetWarning]
+    return said
+
+
+def stop_returning(model: nn.Module, goes_on: bool) -> None:
+    """Has all pages of shards returned, and none from then on unless the thread goes on."""
+    store: Any = tieroff.engine(model).stores[Tier.NVME]
+    if not goes_on:
+        store.return_pages(0.001)
+    returner = store.page_returner
+    assert returner.wait_rounds(returner.round_count + 2, 30)
+    if not goes_on:
+        store.return_pages(None)
+
+
 def streamed(folder: Path) -> Any:
-    """Returns by how much the resident set grows as 24 shards of 2 MiB, on a drive, are saved and loaded."""
+    """Returns by how much the resident set grows as 24 shards of 8 MiB, on a drive, are saved and loaded.
+
+    By torch's own classes, and by those of this library while no thread returns pages.
+    """
     torch.manual_seed(0)
-    model = shard(nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]), one_dim())
+    model = shard(nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)]), one_dim())
     optimizer = adam(model.parameters())
     config = config_of(CASES["nvme"], folder)
-    config["budget"]["nvme"] = "256MiB"
+    config["budget"]["nvme"] = "1GiB"
     tieroff.wrap(model, optimizer, config)
     for _ in range(4):
-        model(torch.randn(8, 1024)).square().mean().backward()
+        model(torch.randn(8, 2048)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     place = str(folder.parent / "checkpoint")
     dcp.save({"small": torch.zeros(1)}, checkpoint_id=place)  # what the first one imports and makes
-    grown = {}
-    for name, call in {"save": dcp.save, "load": dcp.load}.items():
+    grown: dict[str, Any] = {}
+    calls: dict[str, Callable[..., Any]] = {
+        "save by torch": dcp.save,
+        "load by torch": dcp.load,
+        "save": functools.partial(dcp.save, planner=SavePlanner(model)),
+        "load": functools.partial(dcp.load, planner=LoadPlanner(model), storage_reader=StreamingReader(place)),
+    }
+    before = dict(look(model, optimizer))
+    for name, call in calls.items():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        if name.startswith("load"):
+            for parameter in model.parameters():
+                local_of(parameter).detach().zero_()
+        stop_returning(model, goes_on="torch" in name)
         gc.collect()
         grown[name] = growth_of(functools.partial(call, state, checkpoint_id=place))
         del state
+    after = dict(look(model, optimizer))
+    grown["differ"] = [name for name, value in before.items() if not torch.equal(after[name], value)]
     grown["all"] = sum(local(v).nbytes for v in (*model.parameters(), *flat(optimizer)))
     return grown
 
@@ -301,6 +361,7 @@ SCENES: dict[str, Callable[[Path], Any]] = {
         broken_off,
         copied,
         used,
+        too_small,
         saved,
         resumed,
         raising,

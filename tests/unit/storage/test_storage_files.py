@@ -338,6 +338,20 @@ def test_page_returner_keeps_homes_from_staying_resident(store: FileStore) -> No
         assert bytes(memoryview(home).cast("B")) == bytes([seed]) * (4 * MIB)
 
 
+def test_pages_of_one_home_are_given_back_and_others_stay(store: FileStore) -> None:
+    kept, given = store.home(4 * MIB), store.home(4 * MIB)
+    for home in (kept, given):
+        memoryview(home).cast("B")[:] = bytes([7]) * (4 * MIB)
+    before = process_file_bytes()
+    store.give_back(given.address, given.size_bytes)
+    assert before - 5 * MIB < process_file_bytes() < before - 3 * MIB
+    elsewhere = bytearray(b"own" * MIB)
+    store.give_back(ctypes.addressof(ctypes.c_char.from_buffer(elsewhere)), len(elsewhere))
+    assert elsewhere == b"own" * MIB
+    for home in (kept, given):
+        assert bytes(memoryview(home).cast("B")) == bytes([7]) * (4 * MIB)
+
+
 def test_page_returner_may_run_during_transfers(store: FileStore) -> None:
     store.return_pages(0.0001)
     home = store.home(2 * MIB)

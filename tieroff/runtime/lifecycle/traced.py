@@ -86,7 +86,7 @@ class TracedStep:
         custody, record = self._custody, self._custody.executor.state.record
         keys, recorder = tuple(record.keys), self._recorder
         subjects = self._subjects(is_updated=is_updated(keys))
-        if advice := advice_of(custody.model):
+        if advice := "; ".join(filter(None, (advice_of(custody.model), custody.executor.shards.advice))):
             recorder.meta["advice"] = advice
         trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
         trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)

@@ -68,6 +68,9 @@ class HostStore(SpaceStore):
     def end_warmup(self) -> None:
         """Nothing to end: memory is not checked."""
 
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """Nothing to drop: nothing else has what lies in memory."""
+
     def reserve(self, size_bytes: int) -> None:
         """Makes the slabs this large in all (whole pages), by one more slab, in which leases may lie side by side.
 

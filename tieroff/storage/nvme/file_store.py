@@ -16,7 +16,7 @@ from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.engines.base import Engine, Mover, OpenFile, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import place_home
-from tieroff.storage.memory import Mapping, align_up, write_back
+from tieroff.storage.memory import PAGE_BYTES, Mapping, align_up, write_back
 from tieroff.storage.nvme import files
 from tieroff.storage.nvme.file_home import FileHome, MappedExtents
 from tieroff.storage.nvme.pages import PageReturner, return_pages
@@ -153,6 +153,14 @@ class FileStore(SpaceStore):
             if interval_s is not None:
                 space = self._address_range()
                 self.page_returner = return_pages(space.address, space.size_bytes, interval_s)
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """Drops pages of the homes in a range of addresses from this process; values stay. It may lie anywhere else, too."""
+        space = self._range
+        if space is not None and space.address <= address < space.address + space.size_bytes:
+            start = (address - space.address) // PAGE_BYTES * PAGE_BYTES
+            stop = min(align_up(address - space.address + size_bytes, PAGE_BYTES), space.size_bytes)
+            space.give_back(start, stop - start)
 
     def home(self, size_bytes: int) -> FileHome:
         """Returns a new home: a mapped extent."""

@@ -6,14 +6,30 @@ to use it rightly: the padded size of a shard, and whether FSDP2 has looked for 
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tieroff.errors import StateError
+from tieroff.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The parameters that FSDP2 gathers together.
+
+    Attributes:
+        name: of the module that it gathers them for; "" for the whole model.
+        size_bytes: of all of them, whole and as they are gathered.
+    """
+
+    name: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +38,7 @@ class HeldByFsdp2:
 
     Attributes:
         parameter: the DTensor that people and the optimizer hold.
+        gathering: what it is gathered with.
         padded_size: of the shard as it is gathered: that of rank 0.
         has_run: FSDP2 has taken the shard's memory for its first forward.
         is_settled: it has, and saw no extension then: one that comes now is not seen.
@@ -29,6 +46,7 @@ class HeldByFsdp2:
     """
 
     parameter: torch.Tensor
+    gathering: Gathering
     padded_size: tuple[int, ...]
     has_run: bool
     is_settled: bool
@@ -51,36 +69,63 @@ def fsdp_roots(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [root for child in model.children() for root in fsdp_roots(child)]
 
 
+def gathering_advice(held: Iterable[HeldByFsdp2]) -> str:
+    """Returns what lowers the least that a step runs in which gathers these parameters; "" where there are none."""
+    largest = max((one.gathering for one in held), key=lambda gathering: gathering.size_bytes, default=None)
+    if largest is None:
+        return ""
+    whole = f"{largest.name!r}" if largest.name else "the model's own parameters"
+    return (
+        f"smaller groups (fully_shard on more modules): FSDP2 gathers {whole}, its largest group, whole "
+        f"({format_bytes(largest.size_bytes)}), and holds at once the group that runs, the next one, the root's, whole "
+        "gradients and what it reduces, none of which can move"
+    )
+
+
 def held_by_fsdp2(model: torch.nn.Module) -> dict[int, HeldByFsdp2]:
     """Returns the parameters that FSDP2 shards, by id.
 
     Raises:
         StateError: this torch's FSDP2 is another one than is known here.
     """
-    found = {}
-    for root in fsdp_roots(model):
-        for module in root.modules():
-            for held in _of_module(module):
-                found[id(held.parameter)] = held
-    return found
+    with _known():
+        found = [
+            held for name, module in model.named_modules() for group in _groups_of(module) for held in _held_in(group, name)
+        ]
+    return {id(held.parameter): held for held in found}
 
 
-def _of_module(module: torch.nn.Module) -> Iterator[HeldByFsdp2]:
-    state_of: Any = getattr(module, "_get_fsdp_state", None)
-    if state_of is None:
-        return
+@contextmanager
+def _known() -> Iterator[None]:
+    """Inside, FSDP2 is read."""
     try:
-        for group in state_of()._fsdp_param_groups:
-            for param in group.fsdp_params:
-                has_run = bool(group._reset_sharded_params)
-                is_settled = has_run and not hasattr(param, "_extensions_data")
-                padded_size = tuple(param.padded_sharded_param_size)
-                yield HeldByFsdp2(param.sharded_param, padded_size, has_run, is_settled, _why_kept(group, param))
+        yield
     except AttributeError as error:
         raise StateError(
             f"expected the FSDP2 of torch 2.13 or one like it, but that of torch {torch.__version__} differs ({error}): its "
             'shards cannot be moved; leave "parameters" out of [plan] cover'
         ) from error
+
+
+def _groups_of(module: torch.nn.Module) -> list[Any]:
+    """Returns the groups of parameters that FSDP2 gathers for a module: one, as a rule."""
+    state_of: Any = getattr(module, "_get_fsdp_state", None)
+    return list(state_of()._fsdp_param_groups) if state_of is not None else []
+
+
+def _held_in(group: Any, name: str) -> Iterator[HeldByFsdp2]:
+    gathering = Gathering(name, sum(_gathered_bytes(group, param) for param in group.fsdp_params))
+    has_run = bool(group._reset_sharded_params)
+    for param in group.fsdp_params:
+        is_settled = has_run and not hasattr(param, "_extensions_data")
+        padded_size = tuple(param.padded_sharded_param_size)
+        yield HeldByFsdp2(param.sharded_param, gathering, padded_size, has_run, is_settled, _why_kept(group, param))
+
+
+def _gathered_bytes(group: Any, param: Any) -> int:
+    dtype = group.mp_policy.param_dtype or param.sharded_param.dtype
+    shards = getattr(param.mesh_info, "shard_mesh_size", 1)  # of a mesh of replicas alone there is one
+    return int(math.prod(param.padded_sharded_param_size) * shards * dtype.itemsize)
 
 
 def _why_kept(group: Any, param: Any) -> str:

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.hooks.parameters.fsdp2 import HeldByFsdp2, fsdp_roots, held_by_fsdp2
+from tieroff.runtime.hooks.parameters.fsdp2 import HeldByFsdp2, fsdp_roots, gathering_advice, held_by_fsdp2
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.items.hollow import own_class, set_data, untouched
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
@@ -155,7 +156,8 @@ class Hidden:
         for extension in extensions:
             local: Any = extension.local
             kind = type(local)
-            with untouched():
+            # A recorder would take memory that lies below for the step's own.
+            with untouched(), _disable_current_modes():
                 self._values.append((local, local.detach(), kind))
                 set_data(local, local.new_zeros(()).expand(extension.padded_size))
             local.__class__ = own_class(local)  # nothing is below for a moment
@@ -172,8 +174,14 @@ class Hidden:
 class FirstForward:
     """Has FSDP2 let go of the shards under one of its outermost modules, when that one runs for the first time."""
 
-    def __init__(self, root: torch.nn.Module, hidden: Hidden, shards: Callable[[torch.nn.Module], Iterable[Extension]]) -> None:
-        self._hidden, self._shards = hidden, shards
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        hidden: Hidden,
+        shards: Callable[[torch.nn.Module], Iterable[Extension]],
+        return_freed: Callable[[], None],
+    ) -> None:
+        self._hidden, self._shards, self._return_freed = hidden, shards, return_freed
         self._handles = [
             root.register_forward_pre_hook(self._hide, prepend=True),  # FSDP2's own runs next
             root.register_forward_pre_hook(self._show),
@@ -185,6 +193,7 @@ class FirstForward:
 
     def _show(self, *_: Any) -> None:
         self._hidden.show()
+        self._return_freed()  # where the shards lay
         self.remove()
 
     def remove(self) -> None:
@@ -232,6 +241,11 @@ class Shards:
     def look(self, model: torch.nn.Module) -> None:
         """Finds the parameters that FSDP2 shards."""
         self._held = held_by_fsdp2(model)
+
+    @property
+    def advice(self) -> str:
+        """What would lower the least that a step runs in; "" for a model that FSDP2 does not shard."""
+        return gathering_advice(self._held.values())
 
     def leaf_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Returns the parameter that people hold for one that a module has just now: FSDP2 puts the whole in its place."""
@@ -285,7 +299,8 @@ class Shards:
         """Has FSDP2 let go of the shards when it runs first; see [Note: what FSDP2 holds of a shard]."""
         for root in fsdp_roots(model):
             if any(True for _ in self._under(root)):
-                self._first.append(FirstForward(root, self._hidden, self._under))
+                return_freed = self._context.traffic.backend.return_freed
+                self._first.append(FirstForward(root, self._hidden, self._under, return_freed))
             self._loading += [
                 Loading(module, self._hidden, self._of) for module in root.modules() if any(True for _ in self._of(module))
             ]
