@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Inside of it no dispatch mode sees what runs: a recorder would take some 20 us to note each, and the user's own modes are
-# to see what they would see without the engine.
-_unseen = torch._C._DisableTorchDispatch
+# Inside of it no dispatch mode sees what runs: a recorder would take some 20 us to note each call. Only for memory that every
+# recorder knows: what another model's engine has just fetched is seen here first, and else counts from the step's begin.
+unseen = torch._C._DisableTorchDispatch
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -35,14 +35,14 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns `tensor.detach()`; of a plain tensor unseen by dispatch modes, since the program makes no such call."""
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
-    with _unseen():
+    with unseen():
         return tensor.detach()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole storage of a tensor as a 1-d uint8 tensor that shares it."""
     storage = tensor.untyped_storage()
-    with _unseen():
+    with unseen():
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -51,9 +51,8 @@ def view_of(
     storage_bytes: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
     """Returns a tensor of the given geometry (offset in elements) over the storage of a 1-d uint8 tensor."""
-    with _unseen():
-        out = torch.empty(0, dtype=dtype, device=storage_bytes.device)
-        return out.set_(storage_bytes.untyped_storage(), offset, size, stride)
+    out = torch.empty(0, dtype=dtype, device=storage_bytes.device)
+    return out.set_(storage_bytes.untyped_storage(), offset, size, stride)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

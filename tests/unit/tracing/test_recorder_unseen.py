@@ -42,7 +42,12 @@ def test_the_recorder_sees_none_of_the_engines_own_tensors(tmp_path: Path, monke
     monkeypatch.setattr(StepRecorder, "__torch_dispatch__", counted)
     model = Steps()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"device": "cpu", "budget": {"nvme": "16MiB"}, "nvme": {"dirs": [str(tmp_path)]}, "plan": {"min_bytes": 0}}
+    config = {
+        "device": "cpu",
+        "budget": {"nvme": "16MiB"},
+        "nvme": {"dirs": [str(tmp_path)]},
+        "plan": {"min_bytes": 0, "cover": ["activations"]},
+    }
     tieroff.wrap(model, optimizer, config, budget="min")
     model(torch.randn(4, 12, 8)).sum().backward()
     tieroff.unwrap(model)

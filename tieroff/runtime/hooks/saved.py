@@ -31,7 +31,7 @@ from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import Mode
-from tieroff.runtime.tensors import alias_of, bytes_of, view_of
+from tieroff.runtime.tensors import alias_of, bytes_of, unseen, view_of
 
 
 class SavedTensors:
@@ -197,7 +197,10 @@ class SavedTensors:
         room: Room | None = packed.item.room if not isinstance(packed.item, Stays) else None
         if room is not None and room.memory is device:
             return room.view(packed.dtype, packed.size, packed.stride, packed.offset)
-        return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
+        if self._context.state.record.recorder is None:
+            return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
+        with unseen():  # the recorder was told of this memory
+            return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
 
     def _unpack_alone(self, packed: LeftAlone) -> torch.Tensor:
         tensor, context = packed.get(), self._context
