@@ -94,8 +94,9 @@ class Budget(_Table):
         None,
         'bytes like "6GiB", a share like "25%" or "min"',
         "Device memory for the tensors of a step. A share refers to the step's peak of live bytes with nothing moved; `min` is "
-        "the least that each kind of step runs in. On the CPU backend, bytes are resident bytes: memory that the process takes "
-        "apart from tensors is subtracted, as far as the step still runs. Left out: the device's free memory.",
+        "the least that each kind of step runs in. A share that could save less than 32 times `[plan] min_bytes` moves "
+        "nothing, with one `BudgetWarning`, unless `strict`. On the CPU backend, bytes are resident bytes: memory that the "
+        "process takes apart from tensors is subtracted, as far as the step still runs. Left out: the device's free memory.",
     )
     strict: bool = _key(
         False,

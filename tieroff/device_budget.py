@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tieroff.errors import ConfigError
@@ -79,6 +80,8 @@ class DeviceBudget:
 
 def _meant(value: object) -> str:
     """Returns the budget that a wrong one was probably meant to be."""
+    if isinstance(value, Mapping) and len(value) == 1:  # a table of a config: {"device": ...}
+        return _meant(next(iter(value.values())))
     text = str(value[0]) if isinstance(value, (list, tuple)) and len(value) == 1 else str(value)
     number = re.match(r"\s*-?([0-9]+(?:[.,][0-9]+)?)\s*([a-zA-Z%]?)", text)
     if number is None or text.startswith("-"):

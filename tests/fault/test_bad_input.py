@@ -128,6 +128,8 @@ def test_a_folder_that_is_missing(tmp_path: Path) -> None:
     config = {"budget": {"host": 0, "nvme": "1MiB"}, "nvme": {"dirs": [str(tmp_path / "missing")]}}
     with pytest.raises((ConfigError, StoreError), match="missing"):
         tieroff.wrap(model, adam(model), config)
+    with pytest.raises(ConfigError, match=r"\[nvme\] dirs: .*missing does not exist; make it, or name another"):
+        tieroff.wrap(model, adam(model), {"nvme": config["nvme"]}, budget="50%")  # whose room is looked up first
     assert_untouched(model, before)
 
 
@@ -230,6 +232,31 @@ def test_an_optimizer_that_was_never_attached_is_said_once(each_setting: Setting
     assert len(told) == 1
     assert "tieroff.engine(model).attach(optimizer)" in told[0]
     assert "4 parameters" in told[0]
+    tieroff.unwrap(model)
+
+
+def test_an_optimizer_that_was_made_anew_is_said_once(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    model = Mlp()
+    each_setting.wrap(model, adam(model))
+    again = adam(model)
+    for _ in range(5):
+        usual(model, again)
+    told = [message for message in caplog.messages if "is not the optimizer that was given to tieroff.wrap" in message]
+    assert len(told) == 1
+    assert "Adam updates 4 parameters of the wrapped Mlp" in told[0]
+    assert "No step has ended yet: one ends with step() of the Adam" in tieroff.engine(model).explain()
+    tieroff.unwrap(model)
+
+
+def test_updates_by_the_models_own_optimizer_are_not_said(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    model = Mlp()
+    own, other = adam(model), torch.optim.SGD(list(model.parameters())[:1], lr=0.0)
+    each_setting.wrap(model, own)
+    for _ in range(4):
+        usual(model, own)
+        other.step()
+    assert [message for message in caplog.messages if "updates" in message] == []
+    assert "No step has ended yet" not in tieroff.engine(model).explain()
     tieroff.unwrap(model)
 
 

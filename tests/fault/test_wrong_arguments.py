@@ -78,6 +78,7 @@ TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "a negative budget": (lambda: wrap(budget=-1), "expected bytes like", "got -1", 'write "min"'),
     "a budget of nothing": (lambda: wrap(budget="0%"), "expected a share above 0%", "got '0%'", 'write "min"'),
     "a list as budget": (lambda: wrap(budget=["50%"]), "expected bytes like", "got ['50%']", 'write "50%"'),
+    "a table as budget": (lambda: wrap(budget={"device": "50%"}), "expected bytes", "got {'device': '50%'}", 'write "50%"'),
     "a flag as budget": (lambda: wrap(budget=True), "expected bytes like", "got True", 'write "min"'),
     "a budget as config": (lambda: wrap("50%"), "expected the path of a config file", "got '50%'", 'budget="50%"'),
     "a number as config": (lambda: wrap(3), "expected a path, a mapping or a Config", "got int", "budget=..."),

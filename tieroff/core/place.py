@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 
 @cache
@@ -23,7 +23,15 @@ def _foreign_roots() -> tuple[str, ...]:
 
 def is_of_user(frame: FrameType) -> bool:
     """True for a frame that is neither of this library nor of torch."""
-    return not frame.f_code.co_filename.startswith(_foreign_roots())
+    return _of_code(frame.f_code)[0]
+
+
+@lru_cache(maxsize=4096)  # a recorded step asks of some twenty frames for each tensor
+def _of_code(code: CodeType) -> tuple[bool, str]:
+    """Returns whether code is of the user, and the class whose forward it is, "" for any other."""
+    owner, _, method = code.co_qualname.rpartition(".")
+    kind = owner.rpartition(".")[2] if method == "forward" else ""
+    return not code.co_filename.startswith(_foreign_roots()), kind
 
 
 def user_frame(depth: int = 1) -> tuple[FrameType | None, int]:
@@ -68,11 +76,10 @@ def place_here(depth: int = 1) -> Place:
     frame: FrameType | None = sys._getframe(depth)
     kind = line = ""
     while frame is not None and not (kind and line):
-        if not line and is_of_user(frame):
+        is_users, found = _of_code(frame.f_code)
+        if is_users and not line:
             line = line_of(frame)
-        owner, _, method = frame.f_code.co_qualname.rpartition(".")
-        if not kind and method == "forward" and owner:
-            kind = owner.rpartition(".")[2]
+        kind = kind or found
         frame = frame.f_back
     return Place(kind, line)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tieroff.config import Config
+from tieroff.errors import ConfigError
 from tieroff.storage.limits import host_limit_bytes
 from tieroff.storage.memory import is_in_memory
 
@@ -31,10 +32,16 @@ def default_nvme_bytes(dirs: Sequence[Path]) -> int:
     Bytes are spread evenly, so the fullest folder decides for all. Folders on one file system share its free bytes.
 
     Raises:
-        OSError: a folder is missing or cannot be read.
+        ConfigError: a folder is missing or cannot be read.
     """
-    sharing = Counter(os.stat(folder).st_dev for folder in dirs)
-    per_folder = (available_folder_bytes(folder) // sharing[os.stat(folder).st_dev] for folder in dirs)
+    try:
+        drives = [os.stat(folder).st_dev for folder in dirs]
+        sharing = Counter(drives)
+        per_folder = [available_folder_bytes(folder) // sharing[drive] for folder, drive in zip(dirs, drives, strict=True)]
+    except FileNotFoundError as error:
+        raise ConfigError(f"[nvme] dirs: {error.filename} does not exist; make it, or name another folder") from error
+    except OSError as error:
+        raise ConfigError(f"[nvme] dirs: {error.filename}: {error.strerror}; name one that this user may use") from error
     return len(dirs) * min(per_folder, default=0)
 
 

@@ -225,7 +225,7 @@ class Custody:
 
     def _why_kept(self, parameter: torch.Tensor) -> str:
         if TensorClass.PARAMETER not in self.settings.covers:
-            return "parameters are not covered"
+            return "parameters are not covered" if self.stores else "no tier below ([nvme] dirs or [budget] host makes one)"
         local, shards = local_of(parameter), self.executor.shards
         if id(parameter) in self._scripted:
             return "read by TorchScript, which asks nobody"

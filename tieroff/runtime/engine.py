@@ -149,7 +149,7 @@ class Engine:
         if self._custody.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one: tieroff.unwrap(model) to take another")
         check_shares(self.model, optimizer)
-        self._unattached.stop()
+        self._unattached.attach(optimizer)
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
@@ -281,8 +281,7 @@ class Engine:
             if self._custody.has_substitutes():
                 return self._infer(inner, args, kwargs)
             self._take_compiled()
-            if self._custody.stepper is None:
-                self._unattached.watch()
+            self._unattached.watch()
         try:
             if is_aside:
                 self._steps.begin_aside(args, kwargs)

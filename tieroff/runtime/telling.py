@@ -32,7 +32,11 @@ class Telling:
         for kind in self.kinds():
             if kind.planned is not None:
                 return self._explain(kind, kind.planned.trace, kind.planned.plan, detail=detail)
-        return "The first two steps are traced and measured, with everything moved out; the plan is made beside the next ones."
+        text = "The first two steps are traced and measured, with everything moved out; the plan is made beside the next ones."
+        if self._custody.stepper is not None and not self._custody.stepper.has_stepped:
+            name = type(self._custody.stepper.optimizer).__name__
+            text += f" No step has ended yet: one ends with step() of the {name} that was given to tieroff.wrap."
+        return text
 
     def kinds(self) -> Iterator[StepKind]:
         """Yields the kinds of steps, the one that ran last first."""

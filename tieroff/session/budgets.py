@@ -26,6 +26,9 @@ log = logging.getLogger("tieroff")
 
 # A plan leaves this part of a lower tier free, for fragmentation and for extents that are written beside the old ones.
 _SLACK_PART = 8
+# Where a share saves less than this many of the smallest tensors that move, moving them costs more than it gives: a step of
+# 1 ms took five times as long for 1 MiB, and the library itself takes 17 MiB.
+WORTH_SAVING = 32
 # On the CPU, memory of the process that is no tensor takes at most this share of a device budget given in bytes.
 _OVERHEAD_SHARE_AT_MOST = 0.5
 # A plan leaves this much of the host's free memory, at least, for what it does not count: pages kept, buffers of copies, heap.
@@ -55,6 +58,7 @@ class Budgets:
     def __init__(self, config: Config, device: torch.device, ranks: Ranks, part: Part | None = None) -> None:
         self.part = part
         self._wanted, self._is_strict = config.budget.device, config.budget.strict
+        self._worth_bytes = WORTH_SAVING * config.plan.min_bytes
         self._device, self._ranks = device, ranks
         self._is_cpu = device.type == "cpu"
         self._resident: Resident | None = None
@@ -115,6 +119,21 @@ class Budgets:
         """True where a device budget was asked for that may be raised to what a step needs."""
         return self._wanted is not None and (self._wanted.is_least or not self._is_strict)
 
+    def saves_too_little(self, trace: Trace, least: Callable[[], Least]) -> bool:
+        """Returns whether a share would save so little of a step that nothing is moved; see `WORTH_SAVING`.
+
+        One that is strict, that several models divide or that ranks agree on is kept in any case.
+
+        Args:
+            trace: the step.
+            least: gives the least of the device that it runs in: a share below saves no more than that.
+        """
+        is_share = self._wanted is not None and self._wanted.share is not None
+        if not is_share or self._is_strict or self.part is not None or self._ranks.world > 1:
+            return False
+        peak, limit = int(live_bytes(trace).max()), self.limit_bytes(trace)
+        return limit < peak and 0 < peak - max(limit, least().floor_bytes) < self._worth_bytes
+
     def raised(self, needed_bytes: int, limit_bytes: int) -> int | None:
         """Returns the device budget for a step that needs these bytes; None where it must not have them.
 
@@ -133,6 +152,8 @@ class Budgets:
             return self._room_bytes()
         if self.part is not None:
             self.part.see(trace, least())
+        if self.saves_too_little(trace, least):
+            return int(live_bytes(trace).max())
         limit = self.limit_bytes(trace)
         device = limit - self._overhead_bytes(limit)
         needs = least()

@@ -20,7 +20,7 @@ from tieroff.planner.beside.work import Order, Question
 from tieroff.planner.least import Least, infeasible, least
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.user_code import bring_back
-from tieroff.session.budgets import Budgets
+from tieroff.session.budgets import WORTH_SAVING, Budgets
 from tieroff.session.links import Links
 from tieroff.session.rank_budget import RankBudget
 from tieroff.session.ranks import Need, Ranks
@@ -116,6 +116,10 @@ class Planning:
         """
         if device_bytes <= limit < self._least(trace).floor_bytes:
             raise infeasible(self._problem(trace, limit), self._planning.policy, limit)
+        if self._saves_too_little(trace):
+            saved_bytes = device_bytes - max(limit, self._least(trace).floor_bytes)
+            self._told.kept_whole(saved_bytes, device_bytes, WORTH_SAVING * self._planning.min_bytes)
+            return
         policy = self._planning.policy
         self._told.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit).why)
 
@@ -167,7 +171,10 @@ class Planning:
     def can_move(self, trace: Trace) -> bool:
         if layers_to_recompute(self._config, self._ranks) or self._ranks.world > 1 or self._rank_budget.is_shared:
             return True
-        return bool(self._problem(trace, 0).units)
+        return bool(self._problem(trace, 0).units) and not self._saves_too_little(trace)
+
+    def _saves_too_little(self, trace: Trace) -> bool:
+        return self._budgets.saves_too_little(trace, lambda: self._least(trace))
 
     def _machine_for(self, traces: Sequence[Trace], rates: dict[str, float]) -> Machine:
         machine = self._links.at(rates)

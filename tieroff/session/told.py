@@ -30,7 +30,7 @@ class Told:
     def __init__(self, wanted: DeviceBudget | None, rank: int) -> None:
         self._wanted, self._rank = wanted, rank
         self._told_bytes = 0
-        self._told_lowered = False
+        self._told_lowered = self._was_kept_whole = False
 
     def lowered(self, limit_bytes: int, device_bytes: int, limiter: str) -> None:
         """A kind of step is planned with less than was asked for: there is no more. Said once.
@@ -48,6 +48,24 @@ class Told:
             format_bytes(limit_bytes),
             format_bytes(device_bytes),
             limiter,
+        )
+
+    def kept_whole(self, saved_bytes: int, device_bytes: int, worth_bytes: int) -> None:
+        """A kind of step moves nothing, since its share of the peak would save too little; said once.
+
+        Args:
+            saved_bytes: what the share could save of it.
+            device_bytes: what the step needs with nothing moved.
+            worth_bytes: what a share has to save.
+        """
+        if self._wanted is None or self._was_kept_whole:
+            return
+        self._was_kept_whole = True
+        self._warn(
+            f'the device budget "{self._wanted.written()}" could save {format_bytes(saved_bytes)} of the '
+            f"{format_bytes(device_bytes)} that this step needs, and less than {format_bytes(worth_bytes)} is not worth its "
+            'time: nothing moves. A budget in bytes, "min", [budget] strict = true or a smaller [plan] min_bytes moves it '
+            "all the same"
         )
 
     def raised(self, limit_bytes: int, device_bytes: int, why: Callable[[], str]) -> None:
@@ -71,6 +89,9 @@ class Told:
             f'{format_bytes(device_bytes)}: {why()}. A budget of {text} or "min" asks for it without this warning; '
             f"[budget] strict = true makes it an error.{meant}"
         )
+        self._warn(message)
+
+    def _warn(self, message: str) -> None:
         if self._rank:
             log.warning("rank %d: %s", self._rank, message)
             return

@@ -66,7 +66,7 @@ class StepRecorder(TorchDispatchMode):
         self._deaths: dict[Hashable, int] = {}
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
-        self._now = 0
+        self._now, self._op = 0, -1  # the instant, and the op of the trace that runs
         self.is_on = self.is_cut = False
         self._waiting = 0
         self._counter = peak_counter(device)
@@ -76,7 +76,8 @@ class StepRecorder(TorchDispatchMode):
         self._is_unseen = False
         self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
-        self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        # By id, since an operator's hash is a call of Python: the operator, and which arguments it writes.
+        self._written: dict[int, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -139,6 +140,7 @@ class StepRecorder(TorchDispatchMode):
         was_unseen = self._is_unseen
         self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
         self._events.append((name, phase))
+        self._op = len(self._events) - 1
         self._now += 1
         self._first_instant.append(self._now)
         if was_unseen:
@@ -209,7 +211,7 @@ class StepRecorder(TorchDispatchMode):
         for tensor, is_written in inputs:
             self._use(tensor, is_written)
         out = self._run(func, args, kwargs, inputs)
-        for leaf in tensors_in((out,)):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
             self._use(leaf, True, is_output=True)
         if self._dead:
             self._sweep()
@@ -244,28 +246,30 @@ class StepRecorder(TorchDispatchMode):
             return True
         return tensor.untyped_storage()._cdata in self._alive
 
-    @property
-    def _op(self) -> int:
-        return len(self._events) - 1
-
     def _inputs(self, func: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
-        written = self._written.get(func)
+        written = self._written.get(id(func))
         if written is None:
             schema = func._schema.arguments
             is_written = [a.alias_info is not None and a.alias_info.is_write for a in schema]
             written = (
+                func,
                 tuple(i for i, w in enumerate(is_written) if w),
                 tuple(a.name for a, w in zip(schema, is_written, strict=True) if w),
             )
-            self._written[func] = written
-        positions, names = written
-        out = [(leaf, i in positions) for i, arg in enumerate(args) for leaf in tensors_in((arg,))]
+            self._written[id(func)] = written
+        _, positions, names = written
+        out = []
+        for i, arg in enumerate(args):
+            if isinstance(arg, (torch.Tensor, list, tuple, dict)):
+                leaves = (arg,) if isinstance(arg, torch.Tensor) else tensors_in((arg,))
+                out += [(leaf, i in positions) for leaf in leaves]
         if kwargs:
             out += [(leaf, name in names) for name, arg in kwargs.items() for leaf in tensors_in((arg,))]
         return out
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
-        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind not in _PLAIN and is_traceable_wrapper_subclass(tensor):
             # Such as a DTensor: the wrapped tensor has the bytes, itself has none.
             for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
@@ -297,7 +301,7 @@ class StepRecorder(TorchDispatchMode):
             return  # a view of a known storage, or an in-place write, which its argument shows
         if self._used is not None and life.keys and not is_output:
             self._used(tensor, is_written)
-        (life.writes if is_written else life.reads).add(max(self._op, 0))
+        (life.writes if is_written else life.reads).add(self._op if self._op > 0 else 0)
 
     def _write_below(self, tensor: torch.Tensor) -> None:
         """Notes a write on the host, if it is one to a home that lies there."""

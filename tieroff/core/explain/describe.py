@@ -180,7 +180,7 @@ def _cost(step: Explained) -> str:
 
 
 def _left_alone(step: Explained) -> str:
-    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(step.plan.skipped.items())]
+    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(step.plan.skipped.items()) if count]
     for reason, names in step.unmoved.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         reasons.append(f"{reason}: {', '.join(names[:_NAMED])}{more}")

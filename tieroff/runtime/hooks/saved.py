@@ -31,7 +31,7 @@ from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import Mode
-from tieroff.runtime.tensors import bytes_of, view_of
+from tieroff.runtime.tensors import alias_of, bytes_of, unseen, view_of
 
 
 class SavedTensors:
@@ -90,11 +90,11 @@ class SavedTensors:
             return PackedParameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
-            return Kept(tensor.detach())  # a parameter that is no home of ours: whoever owns it may free it
+            return Kept(alias_of(tensor))  # a parameter that is no home of ours: whoever owns it may free it
         if self._min_bytes is None or key in self.fixed or storage.nbytes() < self._min_bytes:
-            return Kept(tensor.detach())
+            return Kept(alias_of(tensor))
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
-            return Kept(tensor.detach())  # also one that needs no gradient
+            return Kept(alias_of(tensor))  # also one that needs no gradient
         saved = self._alone_of(key)
         if saved is not None:
             return self._leave_alone(key, tensor, saved.ordinal)
@@ -115,7 +115,7 @@ class SavedTensors:
             self._known[key] = (StorageWeakRef(storage), item, item.lives)
         self._activations.watch(packed, item)  # an exception before this leaves an item that counts as unused, and is ended
         if self._context.state.record.recorder is not None:
-            self._written.note(storage, item, packed, is_complete=tensor.requires_grad)
+            self._written.note(tensor, item, packed, is_complete=tensor.requires_grad)
         self._context.on_demand.saved(item)
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed
@@ -197,7 +197,10 @@ class SavedTensors:
         room: Room | None = packed.item.room if not isinstance(packed.item, Stays) else None
         if room is not None and room.memory is device:
             return room.view(packed.dtype, packed.size, packed.stride, packed.offset)
-        return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
+        if self._context.state.record.recorder is None:
+            return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
+        with unseen():  # the recorder was told of this memory
+            return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
 
     def _unpack_alone(self, packed: LeftAlone) -> torch.Tensor:
         tensor, context = packed.get(), self._context

@@ -13,6 +13,9 @@ from tieroff.errors import StateError
 
 log = logging.getLogger("tieroff")
 
+# Updates by another optimizer than the one that is attached, and none by that, after which something is wrong.
+_UPDATES_MIN = 3
+
 
 class Unattached:
     """Watches for updates of a model's parameters by an optimizer that its engine does not know.
@@ -23,13 +26,20 @@ class Unattached:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
+        self._attached: weakref.ref[torch.optim.Optimizer] | None = None
         self._handle: Any = None
-        self._was_told = False
+        self._is_over = False
+        self._updates = 0
 
     def watch(self) -> None:
-        """Watches from now on, until `stop` or until something was said."""
-        if self._handle is None and not self._was_told:
+        """Watches from now on, until `stop`, until something was said or until the attached one has made an update."""
+        if self._handle is None and not self._is_over:
             self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """This is the model's optimizer from here on."""
+        self._attached = weakref.ref(optimizer)
+        self._is_over = False
 
     def stop(self) -> None:
         """Ends watching."""
@@ -42,19 +52,32 @@ class Unattached:
         if model is None:
             self.stop()
             return
+        if self._attached is not None and optimizer is self._attached():
+            self.stop()
+            self._is_over = True
+            return
         count = shared_count(model, optimizer)
         if not count:
             return  # of another model
+        self._updates += 1
+        if self._attached is not None and self._updates < _UPDATES_MIN:
+            return  # as of two models that share layers: the model's own may come next
         self.stop()
-        self._was_told = True
-        log.warning(
-            "%s updates %d parameters of the wrapped %s, which has no optimizer attached: its state stays on the device and "
-            "counts as memory that cannot move. Write tieroff.engine(model).attach(optimizer) after you have made it, or make "
-            "it first and write tieroff.wrap(model, optimizer)",
-            type(optimizer).__name__,
-            count,
-            type(model).__name__,
-        )
+        self._is_over = True
+        what = f"{type(optimizer).__name__} updates {count} parameters of the wrapped {type(model).__name__}"
+        if self._attached is None:
+            log.warning(
+                "%s, which has no optimizer attached: its state stays on the device and counts as memory that cannot move. "
+                "Write tieroff.engine(model).attach(optimizer) after you have made it, or make it first and write "
+                "tieroff.wrap(model, optimizer)",
+                what,
+            )
+        else:
+            log.warning(
+                "%s, and is not the optimizer that was given to tieroff.wrap, whose step() ends a training step: none has "
+                "ended yet, and none is planned before one does. If the optimizer was made anew, make it first and wrap then",
+                what,
+            )
 
 
 def check_shares(model: torch.nn.Module, optimizer: object) -> None:

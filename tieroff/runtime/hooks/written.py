@@ -11,6 +11,7 @@ that does this.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 import zlib
@@ -68,12 +69,13 @@ class WrittenActivations:
         """
         return bool(self._kept) and (not is_ordered or item.size_bytes <= self._kept.get(item.ordinal, -1))
 
-    def note(self, storage: torch.UntypedStorage, item: ActivationItem, view: View, *, is_complete: bool) -> None:
-        """A view was saved in a step that is recorded; `is_complete`: its op does not write it any more."""
+    def note(self, tensor: torch.Tensor, item: ActivationItem, view: View, *, is_complete: bool) -> None:
+        """A tensor was saved, as a view, in a step that is recorded; `is_complete`: its op does not write it any more."""
+        storage = tensor.untyped_storage()
         known = self._saved.get(storage._cdata)
         if known is None or known.item is not item:
             known = self._saved[storage._cdata] = _Saved(storage, item)
-        known.views.append((weakref.ref(view), _checksum(storage, view) if is_complete else None))
+        known.views.append((weakref.ref(view), _checksum(storage, view, tensor) if is_complete else None))
 
     def found(self, tensor: torch.Tensor, is_written: bool) -> ActivationItem | None:
         """An op is about to use a tensor. Returns the activation that it shows to be written behind autograd's back."""
@@ -88,7 +90,7 @@ class WrittenActivations:
                     continue  # nobody wants it any more, or autograd will say that it was written
                 if is_written and not _count_together(view.probe, tensor) and _overlap(view, tensor):
                     return self._keep(known.item)
-                if checksum is not None and checksum != _checksum(storage, view):
+                if checksum is not None and checksum != _checksum(storage, view, tensor):
                     return self._keep(known.item)
         return None
 
@@ -98,17 +100,51 @@ class WrittenActivations:
         return item
 
 
-def _checksum(storage: torch.UntypedStorage, view: View) -> int:
-    """Returns a checksum of a view's elements; on an accelerator, where only ops write, always 0."""
-    if storage.device.type != "cpu":
+def _checksum(storage: torch.UntypedStorage, view: View, tensor: torch.Tensor) -> int:
+    """Returns a checksum of a view's elements; on an accelerator, where only ops write, always 0.
+
+    A recorded step takes one at each use of what it saved, mostly of small tensors, so that what counts is the calls.
+
+    Args:
+        storage: whose elements they are.
+        view: which.
+        tensor: any over this storage.
+    """
+    if not tensor.is_cpu:
         return 0
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
-        whole = view_of(torch.empty(0, dtype=torch.uint8).set_(storage), view.dtype, tuple(view.size), view.stride, view.offset)
-        flat = whole.contiguous().view(-1).view(torch.uint8) if whole.dim() else whole.view(1).view(torch.uint8)
-        if flat.numel() > _SUMMED_BYTES_MAX:
-            parts = flat[: flat.numel() // _PART_BYTES * _PART_BYTES].view(-1, _PART_BYTES)
-            flat = parts[:: -(-flat.numel() // _SUMMED_BYTES_MAX)].contiguous()
-        return zlib.crc32(flat.numpy().data)
+    dtype, offset = view.dtype, int(view.offset)
+    elements = view.size.numel()
+    size_bytes = elements * dtype.itemsize
+    if size_bytes == 0:
+        return 0
+    if size_bytes <= _SUMMED_BYTES_MAX and _is_contiguous(view):
+        return zlib.crc32(_bytes_at(storage.data_ptr() + offset * dtype.itemsize, size_bytes))
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
+        if tensor.dtype is dtype and type(tensor) is torch.Tensor:
+            whole = tensor.as_strided(view.size, view.stride, offset)
+        else:
+            whole = view_of(torch.empty(0, dtype=torch.uint8).set_(storage), dtype, view.size, view.stride, offset)
+        flat = whole.contiguous()
+        if size_bytes > _SUMMED_BYTES_MAX:
+            flat = flat.view(-1).view(torch.uint8)
+            parts = flat[: size_bytes // _PART_BYTES * _PART_BYTES].view(-1, _PART_BYTES)
+            flat = parts[:: -(-size_bytes // _SUMMED_BYTES_MAX)].contiguous()
+        return zlib.crc32(_bytes_at(flat.data_ptr(), flat.nbytes))
+
+
+def _is_contiguous(view: View) -> bool:
+    """True when the elements lie one behind the other, in their order."""
+    stride = 1
+    for size, step in zip(reversed(view.size), reversed(view.stride), strict=True):
+        if size != 1:
+            if step != stride:
+                return False
+            stride *= size
+    return True
+
+
+def _bytes_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * size_bytes).from_address(address)
 
 
 def _count_together(probe: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -54,6 +54,7 @@ class BucketedStep:
         state: its state tensors.
         early: updates in backward.
         is_removed: `optimizer.step` is the optimizer's own again.
+        has_stepped: a training step was ended by its update.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class BucketedStep:
         self.buckets = Buckets(optimizer, self._is_replaced)
         self.state = OptimizerState(optimizer, self.buckets, context, settings)
         self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state)
-        self.is_removed = False
+        self.is_removed = self.has_stepped = False
         self._in_backward = settings.update_in_backward and self._may_update_in_backward()
         self.early = EarlyUpdates(self, context.state.updated)
         context.clock.at_backward_end.insert(0, self.early)  # before what moves is brought below
@@ -120,6 +121,7 @@ class BucketedStep:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One optimization step. Returns what the optimizer's own step, or its closure, returned."""
         optimizer: Any = self.optimizer
+        self.has_stepped = True
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
         had_grad = torch.is_grad_enabled()
         try:

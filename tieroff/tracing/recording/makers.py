@@ -36,7 +36,8 @@ class Makers:
 
     def __init__(self) -> None:
         self.running: Any = None
-        self._ticks: dict[int, dict[Any, _Maker]] = {}
+        self._ticks: dict[int, dict[int, _Maker]] = {}  # by the operator's id: its hash is a call of Python
+        self._most: dict[int, int] = {}  # the largest so far of each tick
 
     def note(self, tick: int, size_bytes: int, keys: Sequence[Hashable] | None, events: Sequence[tuple[str, str]]) -> None:
         """Notes where memory was taken, if it is much for this tick and more than the same operator took before.
@@ -47,16 +48,19 @@ class Makers:
             keys: see _Maker; a list that may still grow.
             events: names and phases of the ticks so far, which tell the module.
         """
-        noted = self._ticks.setdefault(tick, {})
-        known = noted.get(self.running)
-        most = max((maker.size_bytes for maker in noted.values()), default=1)
-        if 2 * size_bytes < most or (known is not None and known.size_bytes >= size_bytes):
+        most = self._most.get(tick, 1)
+        if 2 * size_bytes < most:
             return
+        noted = self._ticks.setdefault(tick, {})
+        known = noted.get(id(self.running))
+        if known is not None and known.size_bytes >= size_bytes:
+            return
+        self._most[tick] = max(most, size_bytes)
         place = place_here()
         path = module_of(name for name, _ in reversed(events)) or place.kind
         module, line = path and f"in {path}", place.line and f"({place.line})"
         words = " ".join(filter(None, (str(self.running).removesuffix(".default"), module, line)))
-        noted[self.running] = _Maker(size_bytes, keys, words)
+        noted[id(self.running)] = _Maker(size_bytes, keys, words)
 
     def words(self, tick: int, subjects: Container[Hashable]) -> str:
         """Returns what took the most memory in a tick that holds no subject, for people; "" if nothing did."""
