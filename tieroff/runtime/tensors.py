@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -66,3 +67,16 @@ def owners_by(storage: int) -> int:
     The Python object of a storage is an owner too. `storage_of` made it, and the storage keeps it from then on.
     """
     return _use_count(storage) - 1
+
+
+def is_storage_held(tensor: torch.Tensor) -> bool:
+    """True while Python code holds the storage of a plain tensor itself, which is no owner of its own in `owners_by`."""
+    return _references(tensor) > _REFERENCES_OF_OWN
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor.untyped_storage())
+
+
+# Those of an object of a storage that nobody else holds: of the storage, and of the call that counts.
+_REFERENCES_OF_OWN = _references(torch.empty(1))

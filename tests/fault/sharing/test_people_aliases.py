@@ -73,6 +73,22 @@ def test_aliases_follow_their_parameters_whatever_the_plan(kind: str, at: int, p
         assert not torch.equal(torch.as_tensor(alias), before)
 
 
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_what_is_written_through_a_storage_that_is_held(at: int, each: Setting) -> None:
+    """`p.untyped_storage()` is Python's object of the memory, and no tensor."""
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        if index == at:
+            optimizer.held = [p.untyped_storage() for p in model.parameters()]
+        loss = usual(model, optimizer)
+        if index >= at:
+            for storage in optimizer.held:
+                torch.tensor([], dtype=torch.float32).set_(storage).mul_(0.9)
+        return loss
+
+    assert_same(follow(layers_and_sgd, step, 7).seen, follow(layers_and_sgd, step, 7, each).seen)
+
+
 def test_parameters_move_again_once_nobody_holds_them(setting: Setting) -> None:
     model, optimizer = layers_and_adam()
     setting.wrap(model, optimizer)

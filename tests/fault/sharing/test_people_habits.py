@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import from_dlpack
 
 from tests.support.twins import Setting, assert_same, follow, loss_of
 from tests.support.twins import usual_step as usual
@@ -27,6 +28,7 @@ pytestmark = [
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu-floor": {"nvme": True},
+    "cpu-auto-100": {"policy": "auto", "device": "100%"},
     "delayed-auto-50": {"policy": "auto", "device": "50%", "delayed": True},
 }
 LOOPS: dict[str, tuple[type[nn.Module], Callable[[Any, Any, int], Any]]] = {}
@@ -66,6 +68,7 @@ def gradients_of_each_sample(model: Any, optimizer: Any, index: int) -> Any:
     def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
         return functional_call(model, parameters, (x[None],)).square().mean()
 
+    usual(model, optimizer)
     values = {name: p.detach() for name, p in model.named_parameters()}
     found = vmap(grad(loss), in_dims=(None, 0))(values, torch.randn(5, 8))
     for name, p in model.named_parameters():
@@ -76,7 +79,9 @@ def gradients_of_each_sample(model: Any, optimizer: Any, index: int) -> Any:
 
 @loop()
 def forward_under_vmap_and_vjp(model: Any, optimizer: Any, index: int) -> Any:
-    out, back = vjp(model, torch.randn(4, 8))
+    usual(model, optimizer)
+    pulled: Any = vjp(model, torch.randn(4, 8))
+    out, back = pulled
     optimizer.zero_grad()
     loss = vmap(model)(torch.randn(3, 4, 8)).square().mean()
     loss.backward()
@@ -309,7 +314,7 @@ def half_way_back_to_old_weights(model: Any, optimizer: Any, index: int) -> Any:
 @loop()
 def written_through_a_storage_and_dlpack(model: Any, optimizer: Any, index: int) -> Any:
     if index == 2:
-        optimizer.held = model.second.weight.untyped_storage(), torch.from_dlpack(model.third.weight.detach())
+        optimizer.held = model.second.weight.untyped_storage(), from_dlpack(model.third.weight.detach())
     loss = usual(model, optimizer)
     if index >= 2:
         storage, alias = optimizer.held

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from tieroff.runtime.tensors import owners_by, storage_of, view_of
+from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of, view_of
 
 ROOMS_BYTES_MAX = 4 << 20
 """Of one engine's rooms, and as much of the places below that spare items keep; about what an allocator's free lists hold."""
@@ -60,5 +60,5 @@ class Room:
 
     @property
     def holders(self) -> int:
-        """How many tensors share it besides its own."""
-        return owners_by(self._storage) - 1 - len(self.views)
+        """How many tensors share it besides its own; a storage that is held counts as one."""
+        return owners_by(self._storage) - 1 - len(self.views) + is_storage_held(self.memory)

@@ -24,7 +24,7 @@ from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.tensors import owners_by, storage_of
+from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
 
 # Kinds of items of which nobody else has to know when their bytes move.
 _SIMPLE = frozenset({HomeItem, ParameterItem})
@@ -72,7 +72,7 @@ class Route:
 
     def holders_below(self) -> int:
         """How many tensors share the memory below besides the engine's view."""
-        return owners_by(self._lower_storage) - 1
+        return owners_by(self._lower_storage) - 1 + is_storage_held(self.lower)
 
 
 def _route_of(item: Item) -> Route | None:

@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.at_work import calls_user_code
-from tieroff.runtime.tensors import owners_by, storage_of
+from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
@@ -264,7 +264,7 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
 def owners_of(tensor: torch.Tensor) -> int:
     """Returns how many tensors (and other owners) share a tensor's memory."""
     with untouched():
-        return owners_by(storage_of(tensor))
+        return owners_by(storage_of(tensor)) + is_storage_held(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -41,7 +41,7 @@ from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.residency import ON_DEVICE, Event, State
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import is_dense
-from tieroff.runtime.tensors import bytes_of, owners_by, storage_of, view_of
+from tieroff.runtime.tensors import bytes_of, is_storage_held, owners_by, storage_of, view_of
 
 
 class HomeItem(Item):
@@ -252,7 +252,8 @@ class HomeItem(Item):
         """True while something besides the engine holds or uses the tensor's memory below, where it is shown."""
         if self.hollow is not None or self.is_lifted or self.lower is None:
             return False
-        return self.readers > 0 or owners_by(self.lower_storage) > 2  # the tensor, and the engine's view
+        # The tensor, and the engine's view.
+        return self.readers > 0 or owners_by(self.lower_storage) > 2 or is_storage_held(self.lower)
 
     def _drop_copy(self, traffic: Mover) -> None:
         """What was fetched of a tensor that is used below may be older than it by the time it would be used."""
