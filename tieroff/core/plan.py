@@ -123,6 +123,7 @@ class Capabilities:
     Attributes:
         tiers: tiers below the device that exist.
         wraps: transfers and device residencies of moved tensors may cross the end of the step.
+        late_evictions: those of optimizer state that leaves may: it is let go in the next step, before an op of that uses it.
         moves_host_nvme: transfers between HOST and NVME.
         gradient_follows_parameter: a gradient leaves the device if and only if its parameter does.
         recompute: modules can be recomputed.
@@ -135,6 +136,7 @@ class Capabilities:
 
     tiers: tuple[Tier, ...] = (Tier.HOST, Tier.NVME)
     wraps: bool = False
+    late_evictions: bool = False
     moves_host_nvme: bool = False
     gradient_follows_parameter: bool = False
     recompute: bool = True
