@@ -150,7 +150,7 @@ class Capabilities:
 IDEAL_EXECUTOR = Capabilities(wraps=True, moves_host_nvme=True, repeats_ops=True, updates_on_host=True, splits=True)
 """All that a plan can say: what published policies are compared under, whatever runs their plans."""
 
-RUNTIME_EXECUTOR = Capabilities(gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)
+RUNTIME_EXECUTOR = Capabilities(late_evictions=True, gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)
 """What this project's own runtime can do with its default config."""
 
 

@@ -24,7 +24,7 @@ from tieroff.runtime.items.hollow import own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import bring_home, leave_place, settle_below
+from tieroff.runtime.items.table import bring_home, is_leaving, leave_place, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -264,7 +264,9 @@ class Custody:
         kept = homes.gradients.values() if kind.moves_nothing else ()
         items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
         between = _TiersBetweenSteps(kind)
-        targets = [(item, tier) for item in items if not _lies(item, tier := between.of(item))]
+        targets = [
+            (item, tier) for item in items if not _lies(item, tier := between.of(item)) and not between.is_on_its_way(item)
+        ]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
             if tier is not None:
@@ -377,7 +379,15 @@ class _TiersBetweenSteps:
         self._stage = stage
         if stage is not None:
             self._index, self._tiers = stage.recorded.index, stage.executable.tiers
+            self._late = stage.executable.late
             self._moves_nothing, self._is_updated = stage.plan.moves_nothing, stage.recorded.is_updated
+
+    def is_on_its_way(self, item: HomeItem) -> bool:
+        """True for an item that leaves where the plan wants it, and only in the course of the step."""
+        if self._stage is None or not self._late:
+            return False
+        index = self._index.get(item.key, -1)
+        return index in self._late and item.tier is self._tiers[index] and is_leaving(item)
 
     def of(self, item: HomeItem) -> Tier | None:
         """Returns the lower tier of an item, or None for the device."""

@@ -41,4 +41,4 @@ class StepContext:
             self.on_demand.release_reachable()
             for item in list(self.homes):
                 if item.device is not None and not self.runner.keeps(item):
-                    item.leave(self.traffic)
+                    self.runner.lower(item)

@@ -231,6 +231,7 @@ class HomeItem(Item):
         if self.is_lifted:
             restore_class(self)
             return
+        traffic.settle(self)  # people may write it at once: see [Note: late evictions] in table.py
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
@@ -274,16 +275,22 @@ class HomeItem(Item):
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
-            if self.hollow is None:
-                if address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
-                    unwatch(tensor)
-                    tensor.data = self.lower
-                    self.is_below_now()
-            elif self.is_current():  # else somebody gave it other memory, which is its own now
-                set_data(tensor, self.hollow)
-                guard_class(self)
+            if self.hollow is not None:
+                self.hide()
+            elif address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
+                unwatch(tensor)
+                tensor.data = self.lower
+                self.is_below_now()
         self.is_lifted = False
         self.value = None
+        self.note()
+
+    def hide(self) -> None:
+        """Has people find the tensor hollow, wherever its bytes lie; one that somebody gave other memory keeps that."""
+        if self.hollow is not None and self.is_current():
+            set_data(self.living, self.hollow)
+            guard_class(self)
+        self.is_lifted = False
         self.note()
 
     def touch(self, traffic: Mover) -> None:
