@@ -223,6 +223,7 @@ def sweep_windows(
     back_ns: Integers,
     is_boundary: Integers,
     is_last: Integers,
+    late_limit: Integers,
 ) -> tuple[Integers, Integers]: ...
 def serve_in_turn(limits_ns: Reals, takes_ns: Reals, is_backwards: bool) -> Reals: ...
 def dispatch(

@@ -62,10 +62,10 @@ void bind_search(py::module_& module) {
       [](Integers usage, const Integers& starts_ns, std::int64_t budget_bytes, std::int64_t lead_ns, const Integers& tensor,
          const Integers& tier, const Integers& start, const Integers& release_limit, const Integers& deadline,
          const Integers& copy_tick, const Integers& size_bytes, const Integers& out_ns, const Integers& back_ns,
-         const Integers& is_boundary, const Integers& is_last) {
+         const Integers& is_boundary, const Integers& is_last, const Integers& late_limit) {
         const SweptSlots slots{view(tensor),   view(tier),        view(start),      view(release_limit),
                                view(deadline), view(copy_tick),   view(size_bytes), view(out_ns),
-                               view(back_ns),  view(is_boundary), view(is_last)};
+                               view(back_ns),  view(is_boundary), view(is_last),    view(late_limit)};
         Integers release_at(start.size());
         Integers load_at(start.size());
         const auto bytes = changing(usage);
@@ -79,7 +79,8 @@ void bind_search(py::module_& module) {
       },
       py::arg("usage").noconvert(), py::arg("starts_ns"), py::arg("budget_bytes"), py::arg("lead_ns"), py::arg("tensor"),
       py::arg("tier"), py::arg("start"), py::arg("release_limit"), py::arg("deadline"), py::arg("copy_tick"),
-      py::arg("size_bytes"), py::arg("out_ns"), py::arg("back_ns"), py::arg("is_boundary"), py::arg("is_last"));
+      py::arg("size_bytes"), py::arg("out_ns"), py::arg("back_ns"), py::arg("is_boundary"), py::arg("is_last"),
+      py::arg("late_limit"));
   module.def(
       "serve_in_turn",
       [](const Reals& limits_ns, const Reals& takes_ns, bool is_backwards) {

@@ -212,10 +212,10 @@ number of the clock, the share of their peak that bf16 products reach, was fitte
 
 The goal is 0.90 of the full speed at 8.8 GiB. What forward keeps has to leave while forward runs, and there the link is the
 limit: in a layer's forward it takes less than half of what the layer would keep, so the others run again. A round also begins
-with the transfers of the one before, so where the kept layers lie matters by a hundredth. Most of the waits that are left are
-at the two ends of the step: the embedding's weight and state, 3 GiB, leave after its update, which is the last, and this
-runtime moves nothing across the end of a step. The bound knows the step's kernels, with those that run again, and each
-link's bytes; it does not know these limits.
+with the transfers of the one before, so where the kept layers lie matters by a hundredth. The embedding's state, 2 GiB, is
+written by the last update and leaves while the next step's forward begins. Most of the waits that are left are for its weight,
+1 GiB, which leaves after that update and comes back at once: parameters do not move across the end of a step. The bound
+knows the step's kernels, with those that run again, and each link's bytes; it does not know these limits.
 """
 
 

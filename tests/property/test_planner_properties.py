@@ -101,6 +101,7 @@ def capabilities(draw: st.DrawFn) -> Capabilities:
     return Capabilities(
         tiers=draw(st.sampled_from(((Tier.HOST,), (Tier.NVME,), (Tier.HOST, Tier.NVME)))),
         wraps=draw(st.booleans()),
+        late_evictions=draw(st.booleans()),
         gradient_follows_parameter=draw(st.booleans()),
         min_bytes=draw(st.sampled_from((0, 0, 30))),
     )

@@ -123,6 +123,7 @@ class Capabilities:
     Attributes:
         tiers: tiers below the device that exist.
         wraps: transfers and device residencies of moved tensors may cross the end of the step.
+        late_evictions: those of optimizer state that leaves may: it is let go in the next step, before an op of that uses it.
         moves_host_nvme: transfers between HOST and NVME.
         gradient_follows_parameter: a gradient leaves the device if and only if its parameter does.
         recompute: modules can be recomputed.
@@ -135,6 +136,7 @@ class Capabilities:
 
     tiers: tuple[Tier, ...] = (Tier.HOST, Tier.NVME)
     wraps: bool = False
+    late_evictions: bool = False
     moves_host_nvme: bool = False
     gradient_follows_parameter: bool = False
     recompute: bool = True
@@ -148,7 +150,7 @@ class Capabilities:
 IDEAL_EXECUTOR = Capabilities(wraps=True, moves_host_nvme=True, repeats_ops=True, updates_on_host=True, splits=True)
 """All that a plan can say: what published policies are compared under, whatever runs their plans."""
 
-RUNTIME_EXECUTOR = Capabilities(gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)
+RUNTIME_EXECUTOR = Capabilities(late_evictions=True, gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)
 """What this project's own runtime can do with its default config."""
 
 

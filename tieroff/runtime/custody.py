@@ -20,11 +20,11 @@ from tieroff.runtime.hooks.forward.inputs import modules_in, parameters_in, trai
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
-from tieroff.runtime.items.hollow import own_class, untouched
+from tieroff.runtime.items.hollow import PLAIN, own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import bring_home, leave_place, settle_below
+from tieroff.runtime.items.table import bring_home, is_leaving, leave_place, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -266,7 +266,9 @@ class Custody:
         between = _TiersBetweenSteps(kind)
         if isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage):
             items = [item for item in items if not (item.stays_up and _lies(item, None))]  # most: the step before left it there
-        targets = [(item, tier) for item in items if not _lies(item, tier := between.of(item))]
+        targets = [
+            (item, tier) for item in items if not _lies(item, tier := between.of(item)) and not between.is_on_its_way(item)
+        ]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
             if tier is not None:
@@ -368,8 +370,16 @@ class Custody:
 def _lies(item: HomeItem, tier: Tier | None) -> bool:
     """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
     if tier is None:
-        return item.is_lifted and item.place is None and item.device is not None and item.lies_up()
+        return item.is_lifted and item.place is None and item.device is not None and _lies_up(item)
     return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
+
+
+def _lies_up(item: HomeItem) -> bool:
+    """True for a lifted tensor that still lies on its device copy; written or not."""
+    tensor = item.tensor
+    if item.hollow is None and type(tensor) in PLAIN:
+        return tensor.data_ptr() == item.value_address and not item.is_let_go  # type: ignore[union-attr]
+    return item.is_current() and not item.is_let_go
 
 
 class _TiersBetweenSteps:
@@ -380,7 +390,15 @@ class _TiersBetweenSteps:
         self._stage = stage
         if stage is not None:
             self._index, self._tiers = stage.recorded.index, stage.executable.tiers
+            self._late = stage.executable.late
             self._moves_nothing, self._is_updated = stage.plan.moves_nothing, stage.recorded.is_updated
+
+    def is_on_its_way(self, item: HomeItem) -> bool:
+        """True for an item that leaves where the plan wants it, and only in the course of the step."""
+        if self._stage is None or not self._late:
+            return False
+        index = self._index.get(item.key, -1)
+        return index in self._late and item.tier is self._tiers[index] and is_leaving(item)
 
     def of(self, item: HomeItem) -> Tier | None:
         """Returns the lower tier of an item, or None for the device."""

@@ -186,6 +186,8 @@ class Executor:
         mode, fills_in_order = state.mode, spill.fills_in_order
         # What the plan keeps on the device for the whole step leaves too, so tiers fill as while nothing is planned.
         state.mode, spill.fills_in_order = Mode.IDLE, True
+        with state.lock:
+            self.runner.lower_late()
         self.gate.depth += 1
         try:
             yield

@@ -173,6 +173,8 @@ def _plan_source(
     device = resources.backend.device
     capabilities = replace(
         RUNTIME_EXECUTOR,
+        # On the host they would be early ones: see [Note: late evictions] in runtime/items/table.py.
+        late_evictions=plan is not None or device.type != "cpu",
         tiers=budgets.tiers,
         recompute=config.plan.recompute,
         min_bytes=config.plan.min_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,9 @@ from torch import nn
 import bench_clock
 import tieroff
 from tests.accelerator import sim, target
+from tests.parity.late import LATE, late_tensors
 from tests.support.models import GPT_WORKLOAD
-from tests.support.parity import Trainer
+from tests.support.parity import Trainer, Workload
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
@@ -51,16 +53,20 @@ def config(folder: Path, policy: str, device: str, known: Machine | None = None)
 class Trained(Protocol):
     """Trains a small GPT on the device's clock; returns its engine, which lives until the test ends."""
 
-    def __call__(self, steps: int, policy: str = ..., device: str = ..., known: Machine | None = ...) -> Engine: ...
+    def __call__(
+        self, steps: int, policy: str = ..., device: str = ..., known: Machine | None = ..., workload: Workload = ...
+    ) -> Engine: ...
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Iterator[Trained]:
     models: list[nn.Module] = []
 
-    def train(steps: int, policy: str = "auto", device: str = "50%", known: Machine | None = None) -> Engine:
+    def train(
+        steps: int, policy: str = "auto", device: str = "50%", known: Machine | None = None, workload: Workload = GPT_WORKLOAD
+    ) -> Engine:
         sim.set_machine(known if known is not None else machine(), kernel_s=KERNEL_S)
-        trainer = Trainer(GPT_WORKLOAD, target.device())
+        trainer = Trainer(workload, target.device())
         models.append(trainer.model)
         tieroff.wrap(trainer.model, trainer.optimizer, config(tmp_path, policy, device, known))
         for index in range(steps):
@@ -83,8 +89,15 @@ def test_an_op_lasts_as_long_as_its_kernels(trained: Trained) -> None:
     assert len(whole) > 0.9 * len(kernels), "expected only ops with the user's own copies to the host to last otherwise"
 
 
+def _step_without_looks(trainer: Trainer) -> None:
+    """A wait for what user code reads in the middle of an op would be of both."""
+    trainer.model(*trainer.batch()).float().square().mean().backward()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
 def test_compute_and_waits_add_up_to_the_step(trained: Trained) -> None:
-    engine = trained(8, known=machine(1 << 20))
+    engine = trained(8, known=machine(1 << 20), workload=replace(GPT_WORKLOAD, step=_step_without_looks))
     stats = engine.stats()
     assert stats.phase == "planned"
     assert stats.stall_s > 0.1 * stats.step_s, "expected waits behind a link of 1 MiB/s"
@@ -104,6 +117,18 @@ def test_a_timeline_also_has_when_the_host_began_and_ended_ops(trained: Trained)
     assert len(timeline.host_ns) == 2 * len(timeline.ops)
     assert list(timeline.host_ns) == sorted(timeline.host_ns)
     assert timeline.began_ns > before_ns
+
+
+@pytest.mark.parametrize("link", [LINK, 16 << 20], ids=["fast", "slow"])
+def test_a_step_that_leaves_copies_to_the_next_one_takes_what_its_plan_says(link: int, trained: Trained) -> None:
+    engine = trained(10, policy=LATE, device="100%", known=machine(link))
+    late = late_tensors(engine.plan)
+    assert late
+    predicted = forecast(engine.plan, engine.trace, machine(link))
+    assert predicted is not None
+    assert engine.timeline.step_ns == pytest.approx(predicted[0], rel=0.03)
+    crossing = [span for span in engine.timeline.transfers if span.stop_ns > engine.timeline.step_ns and span.tensor in late]
+    assert crossing or link == LINK, "expected copies that end in the next step"
 
 
 @pytest.mark.parametrize("device", ["75%", "50%"])

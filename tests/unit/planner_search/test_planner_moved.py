@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hypothesis import HealthCheck, given, settings
 
+from tests.parity.late import release_at
 from tests.property.test_activation_policies import problems
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.greedy import sweep_choices
@@ -24,7 +25,7 @@ def choices(problem: Problem) -> Iterator[tuple[list[Move], dict[int, Tier]]]:
         yield moves, selection.tier_of
     slots = [slot for unit in problem.units for slot in unit.slots if slot.is_boundary or slot.start < slot.stop]
     last = {slot: slot.stop if problem.capabilities.wraps else max(slot.stop, problem.op_count) for slot in slots}
-    moves = [Move(slot, slot.start, last[slot] if slot.is_boundary else slot.stop) for slot in slots]
+    moves = [Move(slot, release_at(problem, slot), last[slot] if slot.is_boundary else slot.stop) for slot in slots]
     for tier in problem.tiers:
         yield moves, {slot.tensor: tier for slot in slots}
 

@@ -68,8 +68,18 @@ def test_a_span_outside_the_step_is_refused(function: Callable[..., object], spa
 def test_a_sweep_refuses_ticks_outside_the_step() -> None:
     usage, starts = np.zeros(2, np.int64), np.arange(3, dtype=np.int64)
     row = {"tensor": 0, "tier": 0, "start": 0, "release_limit": 0, "deadline": 2, "copy_tick": 0, "size_bytes": 1}
-    row |= {"out_ns": 1, "back_ns": 1, "is_boundary": 0, "is_last": 0}
-    for changed in ({"start": 3}, {"deadline": 3}, {"tier": 2}, {"release_limit": 3}, {"copy_tick": 1}):
+    row |= {"out_ns": 1, "back_ns": 1, "is_boundary": 0, "is_last": 0, "late_limit": 0}
+    late = {"is_boundary": 1, "late_limit": 2}
+    for changed in (
+        late,
+        {"late_limit": 1},
+        {"is_boundary": 1, "late_limit": -1},
+        {"start": 3},
+        {"deadline": 3},
+        {"tier": 2},
+        {"release_limit": 3},
+        {"copy_tick": 1},
+    ):
         columns = {name: np.array([value], np.int64) for name, value in (row | changed).items()}
         with pytest.raises(ValueError, match="expected"):
             _native.sweep_windows(usage, starts, 1, 0, **columns)

@@ -61,7 +61,8 @@ class _Check:
         self._check_capabilities(uses)
         self._check_ranks()
         for index, own in enumerate(uses):
-            part = TensorCheck(self._n, own, can_wrap=self._capabilities.wraps)
+            can_wrap = self._capabilities.wraps or (self._leaves_late(index) and self._is_idle_at_begin(index, own))
+            part = TensorCheck(self._n, own, can_wrap=can_wrap)
             part.run(self._residencies[index], self._transfers[index])
         check_bytes(plan, self._ring, self._capabilities.granule_bytes)
 
@@ -152,7 +153,8 @@ class _Check:
                 refuse(Rule.CAPABILITY, f"the executor moves nothing between host and nvme: {t}")
         windows: list[Transfer | HostUpdate] = [*plan.transfers, *plan.host_updates]
         for item in windows:
-            if item.ready_by > self._n and not can.wraps:
+            is_late = isinstance(item, Transfer) and item.source is Tier.DEVICE and self._leaves_late(item.tensor)
+            if item.ready_by > self._n and not can.wraps and not is_late:
                 refuse(Rule.CAPABILITY, f"the executor has nothing under way across the end of the step: {item}")
         for index in sorted(self._moved()):
             tensor = self._ring.tensors[index]
@@ -168,6 +170,17 @@ class _Check:
             refuse(Rule.CAPABILITY, f"the executor updates nothing on the host: {plan.host_updates[0]}")
         if can.gradient_follows_parameter:
             self._check_gradients(uses)
+
+    def _leaves_late(self, index: int) -> bool:
+        """True for a tensor that the executor lets go in the next step."""
+        tensor = self._ring.tensors[index]
+        return self._capabilities.late_evictions and tensor.kind is TensorClass.OPTIMIZER and tensor.is_persistent
+
+    def _is_idle_at_begin(self, index: int, uses: Uses) -> bool:
+        """True for a tensor that no op of a step requires before it is let go in it."""
+        n = self._n
+        stops = [r.stop - n for r in self._residencies[index] if r.tier is Tier.DEVICE and n < r.stop < r.start + n]
+        return bool(stops) and (not uses.required or uses.required[0][0] >= max(stops))
 
     def _moved(self) -> set[int]:
         below = {r.tensor for r in self._plan.residencies if r.tier is not Tier.DEVICE}

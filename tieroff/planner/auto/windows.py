@@ -7,6 +7,9 @@ and the windows fixed so far. Nothing is committed that takes an op over the bud
 * A copy out is queued right after the last write. When the gap begins, the tensor stays until its copy is expected to
   be done; if a later op needs the room before, up to that op, which then waits. Releases are revised at every tick:
   earlier when the copy is done, later when it is late and there is still room.
+* Where evictions may be late, a step whose end would wait for copies of optimizer state is walked over a second time: it
+  begins with these tensors on the device and what is left of their copies on the links, as the step after it does. They
+  are released as above, at the beginning of the step, as far as there is room. The walk that ends earlier counts.
 * Loads are taken in order of deadline. A load is issued as soon as it is in reach (the latest start that lets all
   loads of its link be in time, less a lead) and its bytes fit at every op up to its use; at its use at the latest.
 The walk itself is native/src/search/windows_sweep.cpp.
@@ -40,7 +43,8 @@ def _rows(problem: Problem, selection: Selection) -> tuple[list[Slot], Bytes]:
     moved[list(selection.tier_of)] = np.array(own, np.int64).reshape(-1, 3)
     tier, out_ns, back_ns = moved[tensor].T
     size = problem.sizes[tensor]
-    columns = (tensor, tier, start, limit, deadline, copy_tick, size, out_ns, back_ns, is_boundary, is_last)
+    late_limit = np.where(problem.may_leave_late[tensor] & (is_boundary == 1), np.maximum(deadline - 1, 0), 0)
+    columns = (tensor, tier, start, limit, deadline, copy_tick, size, out_ns, back_ns, is_boundary, is_last, late_limit)
     return slots, np.stack(columns)
 
 
@@ -134,5 +138,6 @@ def _fits(problem: Problem, move: Move, usage: Bytes) -> bool:
     op_count, size = problem.op_count, problem.size_bytes(move.slot.tensor)
     spans = [(move.release_at, move.load_at, size)]
     if move.slot.is_boundary:
-        spans = [(0, move.load_at - op_count, size), (move.release_at, op_count, size)]
+        late = max(move.release_at - op_count, 0)
+        spans = [(late, move.load_at - op_count, size), (move.release_at, op_count, size)]
     return holds_within(usage, [span for span in spans if span[0] < span[1]], problem.device_bytes)

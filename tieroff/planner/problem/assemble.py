@@ -29,7 +29,7 @@ class Move:
     """A tensor is off the device over [release_at, load_at) within a slot.
 
     `slot.start <= release_at <= load_at <= slot.stop`; equal only at the boundary, where
-    `release_at <= n <= load_at` unless the executor can cross the step's end.
+    `release_at <= n <= load_at` unless the executor can cross the step's end, or the eviction may be late.
     """
 
     slot: Slot

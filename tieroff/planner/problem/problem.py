@@ -4,7 +4,9 @@
 A Slot is a gap as the executor can use it. Where nothing may cross the end of the step, a persistent tensor that is
 moved at all is away when the step ends and comes back in the next one: its wrapping gap becomes the boundary slot,
 whose release lies at or before tick n and whose load lies at or after tick n (that is, tick 0 of the next step). It
-exists even with no idle op in it, for a tensor that is required by the last op and by the first.
+exists even with no idle op in it, for a tensor that is required by the last op and by the first. Where evictions may be
+late, optimizer state is released in the next step if it is still being copied out when this one ends: its release then
+lies after tick n, before its load.
 
 [Note: units]
 A Unit is what can be decided on its own: one gap of an activation; all the gaps of a persistent tensor where nothing
@@ -132,6 +134,13 @@ class Problem:
     def is_persistent(self) -> npt.NDArray[np.bool_]:
         """Of each tensor, whether it outlives the step."""
         return np.array([tensor.is_persistent for tensor in self.trace.tensors], np.bool_)
+
+    @cached_property
+    def may_leave_late(self) -> npt.NDArray[np.bool_]:
+        """Of each tensor, whether it may stay on the device into the next step while it is copied out; see [Note: slots]."""
+        can = self.capabilities.late_evictions and not self.capabilities.wraps
+        kinds = (tensor.kind is TensorClass.OPTIMIZER and tensor.is_persistent for tensor in self.trace.tensors)
+        return np.array([can and is_state for is_state in kinds], np.bool_)
 
     @cached_property
     def _writes(self) -> Bytes:

@@ -203,6 +203,7 @@ class Clock:
                 )
         self.take_over()
         self._on_demand.release(*[item for item in self._activations if item.device is not None])
+        runner.lower_late()
 
     def take_over(self) -> None:
         """What the plan left alone is the engine's from here on."""

@@ -42,4 +42,4 @@ class StepContext:
             self.on_demand.release_reachable()
             is_planned = self.state.mode is Mode.PLANNED
             for item in [item for item in self.homes if item.device is not None and not (is_planned and item.stays_up)]:
-                item.leave(self.traffic)
+                self.runner.lower(item)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable
+from typing import TypeGuard
 
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.table import begin_to_leave, is_leaving
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned
 from tieroff.runtime.step.likeness import suits
@@ -124,7 +126,11 @@ class PlanRunner:
             if item is None:
                 continue
             if not leads_in:
-                if item.device is not None:
+                if item.device is None:
+                    continue
+                if self.is_late(item):
+                    begin_to_leave(item, traffic)
+                else:
                     traffic.store(item)
             elif item.state is State.LOWER and not item.stays_below:
                 traffic.fetch(item)
@@ -233,6 +239,28 @@ class PlanRunner:
         """True between the last event of backward and the first of the update."""
         is_planned = self.planned is not None and self._state.mode is Mode.PLANNED
         return is_planned and self.planned is not None and self.cursor == self.planned.executable.update_at
+
+    def is_late(self, item: Item) -> TypeGuard[HomeItem]:
+        """True for an item that is idle until the step ends, and leaves in the next one: see [Note: late evictions]."""
+        planned = self.planned
+        if planned is None or not planned.executable.late or self._state.mode is not Mode.PLANNED:
+            return False
+        is_idle = planned.executable.late.get(item.index, self.cursor + 1) <= self.cursor
+        return is_idle and isinstance(item, HomeItem) and not item.is_shown_below
+
+    def lower(self, item: HomeItem) -> None:
+        """User code runs next: an item goes below, or begins to, if the plan has it leave only in the next step."""
+        if self.is_late(item):
+            begin_to_leave(item, self._traffic)
+        else:
+            item.leave(self._traffic)
+
+    def lower_late(self) -> None:
+        """Sends below what the plan has leave in the course of this step, or of the next one: others need the room."""
+        for index in self.planned.executable.late if self.planned is not None else ():
+            item = self._items[index]
+            if isinstance(item, HomeItem) and is_leaving(item):
+                item.leave(self._traffic)
 
     def stays_for_update(self, item: HomeItem) -> bool:
         """True for an item that the plan has on the device while user code runs; lifted, it counts as written from here."""

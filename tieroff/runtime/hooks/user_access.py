@@ -233,6 +233,7 @@ class UserAccess:
         budget_bytes = planned.plan.budget_bytes[Tier.DEVICE]
         if context.traffic.device_bytes + size_bytes <= budget_bytes:
             return
+        context.runner.lower_late()
         held_bytes = sum(item.size_bytes for item in context.homes if item.device is not None and item.is_held)
         if held_bytes + size_bytes > budget_bytes:
             raise StateError(
@@ -351,4 +352,5 @@ def _on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
         below = item.lower.detach()
         return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
     with untouched():
-        return item.living.detach().cpu()
+        is_hidden = item.state is State.DEVICE and not item.is_lifted  # it began to leave, and could not
+        return (item.valid_value if is_hidden else item.living).detach().cpu()

@@ -166,13 +166,6 @@ class HomeItem(Item):
         value = self.value
         return tensor._version == self.version and (value is None or value._version == self.value_version)
 
-    def lies_up(self) -> bool:
-        """True for a lifted tensor that still lies on its device copy; written or not."""
-        tensor = self._ref()
-        if self.hollow is None and type(tensor) in PLAIN:
-            return tensor.data_ptr() == self.value_address and not self.is_let_go  # type: ignore[union-attr]
-        return self.is_current() and not self.is_let_go
-
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
         return self.hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
@@ -185,10 +178,8 @@ class HomeItem(Item):
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
         tensor, value = self._ref(), self.value
-        if tensor is None:
-            return False
-        if self.may_be_written and self.device is not None:
-            return True
+        if tensor is None or (self.may_be_written and self.device is not None):
+            return tensor is not None
         is_older = value is not None and value._version != self.value_version
         return is_older or version_of(tensor) != self.version
 
@@ -238,6 +229,7 @@ class HomeItem(Item):
         if self.is_lifted:
             restore_class(self)
             return
+        traffic.settle(self)  # people may write it at once: see [Note: late evictions] in table.py
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
@@ -282,16 +274,22 @@ class HomeItem(Item):
     def freed(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
-            if self.hollow is None:
-                if address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
-                    unwatch(tensor)
-                    tensor.data = self.lower
-                    self.is_below_now()
-            elif self.is_current():  # else somebody gave it other memory, which is its own now
-                set_data(tensor, self.hollow)
-                guard_class(self)
+            if self.hollow is not None:
+                self.hide()
+            elif address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
+                unwatch(tensor)
+                tensor.data = self.lower
+                self.is_below_now()
         self.is_lifted = False
         self.value = None
+        self.note()
+
+    def hide(self) -> None:
+        """Has people find the tensor hollow, wherever its bytes lie; one that somebody gave other memory keeps that."""
+        if self.hollow is not None and self.is_current():
+            set_data(self.living, self.hollow)
+            guard_class(self)
+        self.is_lifted = False
         self.note()
 
     def touch(self, traffic: Mover) -> None:

@@ -1,4 +1,14 @@
-"""The home items of one engine."""
+"""The home items of one engine, and how they leave and come home.
+
+[Note: late evictions]
+The copies of what the last update wrote would hold up the end of the step, since nothing else is left to do. So a plan may let
+optimizer state go in the next step, where nothing uses it. The runtime begins to copy it when user code runs again, after
+the update, and hides it: people find it hollow from there on, as if it lay below, and whoever uses it has it brought up, which
+here means shown, and written: then it is copied anew. So between two steps nothing else has to know. Its bytes count as long as
+it is there: a step that follows no such plan, a forward that is no part of a step, a sleeping model and a call that wants its
+room have it leave first, as does a step that leaves its plan. Where tensors are shown below (the device is the host) they
+leave at the end of their own step: what is not there yet cannot be shown.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +63,20 @@ def settle_below(item: HomeItem, traffic: Traffic, mapped: MappedFiles) -> None:
     item.leave(traffic)
     if memory is not None and memory.is_cpu and item.device is None:
         mapped.page_out(memory.data_ptr(), item.size_bytes)
+
+
+def begin_to_leave(item: HomeItem, traffic: Traffic) -> None:
+    """Begins to copy a tensor below, as if it lay there; `leave` frees its device copy. See [Note: late evictions]."""
+    if item.is_held:  # asked before the copy begins, which holds its source too
+        return
+    traffic.store(item)
+    if item.is_lifted and item.state in (State.LEAVING, State.BOTH):
+        item.hide()
+
+
+def is_leaving(item: HomeItem) -> bool:
+    """True for a tensor that began to leave, and was not used since."""
+    return item.device is not None and not item.is_lifted and item.state in (State.LEAVING, State.BOTH)
 
 
 def leave_place(item: HomeItem, traffic: Traffic) -> None:

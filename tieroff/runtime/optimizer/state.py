@@ -171,10 +171,10 @@ class OptimizerState:
         return f"{key} of {owner or f'parameter {self._buckets.position[param]} of the optimizer, outside the model'}"
 
     def lower(self) -> None:
-        """Sends state that was updated in backward to its lower tier, because user code runs next."""
+        """Sends state that was updated in backward to its lower tier, or on its way there, because user code runs next."""
         for item in self._items.values():
             if item.device is not None and item.is_lifted and not self._context.runner.keeps(item):
-                item.leave(self._context.traffic)
+                self._context.runner.lower(item)
 
     def bring_home(self) -> None:
         """Makes every state tensor ordinary memory again."""

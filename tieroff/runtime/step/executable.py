@@ -41,6 +41,7 @@ class Executable:
         alone_gradients: the same, by position of their parameter.
         update_at: the tick at which the update begins.
         stays_after_backward: see `stays_for_update`.
+        late: tensors that leave in the step after the one that used them -> the tick from which they are idle in theirs.
     """
 
     ticks: tuple[Tick, ...]
@@ -53,6 +54,7 @@ class Executable:
     alone_gradients: frozenset[int]
     update_at: int
     stays_after_backward: frozenset[int]
+    late: Mapping[int, int]
 
 
 def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
@@ -80,6 +82,11 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         alone_gradients=frozenset(key for kind, key in alone if kind == "gradient"),
         update_at=update_at,
         stays_after_backward=frozenset(r.tensor for r in stays),
+        late={
+            r.tensor: max((gap.start for gap in trace.lifetimes[r.tensor].gaps), default=0)
+            for r in plan.residencies
+            if r.tier is Tier.DEVICE and r.tensor in tiers and r.stop > plan.op_count
+        },
     )
 
 

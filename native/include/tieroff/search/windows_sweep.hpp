@@ -23,6 +23,7 @@ struct SweptSlots {
   std::span<const std::int64_t> back_ns;
   std::span<const std::int64_t> is_boundary;  // its load may be issued before its release: it is of the step before
   std::span<const std::int64_t> is_last;      // nothing comes back
+  std::span<const std::int64_t> late_limit;   // the last tick of the next step to which it may stay; 0: it leaves in its own
 };
 
 // Finds when each slot's tensor is released and when its load is issued.
@@ -30,7 +31,8 @@ struct SweptSlots {
 // usage: on entry the bytes at each op with all slots away; on return those with the windows found.
 // starts_ns: start of each op and the end of the step, n + 1 values.
 // lead_ns: how much earlier than the latest start a load may be issued.
-// release_at, load_at: one entry per slot; a load that does not take place is left as it is.
+// release_at, load_at: one entry per slot; a load that does not take place is left as it is. A release at tick i of the
+// next step is n + i.
 // Throws std::invalid_argument for arrays whose lengths or ticks make no sense.
 void sweep_windows(std::span<std::int64_t> usage, std::span<const std::int64_t> starts_ns, std::int64_t budget_bytes,
                    std::int64_t lead_ns, const SweptSlots& slots, std::span<std::int64_t> release_at,
