@@ -87,7 +87,7 @@ class FakeRecorder(StepRecorder):
     def start(self) -> None:
         """Pushes the mode, over the one that makes tensors fake."""
         _push_mode(self)
-        self._is_on = True
+        self.is_on = True
 
     def event(self, name: str, phase: str) -> None:
         super().event(name, phase)

@@ -251,12 +251,8 @@ class StepRecorder(TorchDispatchMode):
         if written is None:
             schema = func._schema.arguments
             is_written = [a.alias_info is not None and a.alias_info.is_write for a in schema]
-            written = (
-                func,
-                tuple(i for i, w in enumerate(is_written) if w),
-                tuple(a.name for a, w in zip(schema, is_written, strict=True) if w),
-            )
-            self._written[id(func)] = written
+            names = tuple(a.name for a, w in zip(schema, is_written, strict=True) if w)
+            written = self._written[id(func)] = func, tuple(i for i, w in enumerate(is_written) if w), names
         _, positions, names = written
         out = []
         for i, arg in enumerate(args):
