@@ -1,4 +1,4 @@
-"""Policies that have all optimizer state leave in the next step, where the executor can do that."""
+"""A policy that has all optimizer state leave in the next step, where the executor can do that."""
 
 from __future__ import annotations
 
@@ -10,25 +10,14 @@ from tieroff.planner.problem.assemble import Move, build_plan
 from tieroff.planner.problem.problem import Problem, Slot
 
 LATE = "tests.parity.late:plan_late"
-LATE_COPIES = "tests.parity.late:plan_late_copies"
 
 
 @policy("late")
 def plan_late(problem: Problem) -> Plan:
     """Returns a plan that moves all that can, each state away for another share of the step, and copied as early as can be."""
-    return _plan(problem, copies_early=True)
-
-
-@policy("late-copies")
-def plan_late_copies(problem: Problem) -> Plan:
-    """The same with copies when they have to be, so that user code may write gradients in backward."""
-    return _plan(problem, copies_early=False)
-
-
-def _plan(problem: Problem, *, copies_early: bool) -> Plan:
     selection = floor_selection(problem)
     moves = [Move(slot, release_at(problem, slot), slot.stop) for slot in selection.slots]
-    return build_plan(problem, "late", moves, selection.tier_of, copies_early=copies_early)
+    return build_plan(problem, "late", moves, selection.tier_of, copies_early=True)
 
 
 def release_at(problem: Problem, slot: Slot) -> int:

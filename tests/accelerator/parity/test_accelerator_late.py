@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import tieroff
 from tests.accelerator import target
 from tests.fault.storage.faulty import FaultyEngine
-from tests.parity.late import LATE, LATE_COPIES, late_tensors
+from tests.parity.late import LATE, late_tensors
 from tests.support.models import MODELS
 from tests.support.parity import (
     HOST,
@@ -44,8 +44,7 @@ from tieroff.storage.engines import choose
 @pytest.mark.parametrize("workload", MODELS, ids=lambda workload: workload.name)
 def test_model_computes_the_same(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
     workload = replace(workload, steps=workload.steps + 1)  # in the first planned step nothing is there yet that is late
-    policy = LATE_COPIES if workload.name.startswith("accumulation") else LATE
-    engine = check_parity(workload, tiers, target.backend, tmp_path, policy=policy)
+    engine = check_parity(workload, tiers, target.backend, tmp_path, policy=LATE)
     assert late_tensors(engine.plan)
 
 

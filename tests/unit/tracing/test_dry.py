@@ -113,7 +113,7 @@ def real_trace(factory: Callable[[], DryModel]) -> Trace:
     made = factory()
     args, kwargs = ((), made.inputs) if isinstance(made.inputs, dict) else (made.inputs, {})
     optimizer = (made.optimizer or torch.optim.AdamW)(made.model.parameters())
-    config = {"device": "cpu", "budget": {"device": "90%", "host": "64MiB"}, "plan": {"min_bytes": MIN_BYTES}}
+    config = {"device": "cpu", "budget": {"device": "90%", "host": "64MiB", "strict": True}, "plan": {"min_bytes": MIN_BYTES}}
     model = tieroff.wrap(made.model, optimizer, config)
     try:
         for _ in range(2):
