@@ -143,9 +143,9 @@ def import_section(folder: Path) -> str:
 {table(header, rows)}
 
 Of ResNet-50 reads, sizes and durations are equal op by op. Its peak is higher by what a collective holds until it is awaited.
-Writes differ in 164 ops, where the schema is followed here: `mul.out` writes `out` alone, and foreach updates write all of their
-list. DLRM's files are of 2023, without record-function numbers: they are joined by the order of calls, and nobody joined them
-by hand to compare with.
+Writes differ in 164 ops, where the schema is followed here: `mul.out` writes `out` alone, and foreach updates write all of
+their list. DLRM's files are of 2023, without record-function numbers: they are joined by the order of calls, and nobody joined
+them by hand to compare with.
 """
 
 
