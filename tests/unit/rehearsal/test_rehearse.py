@@ -94,7 +94,8 @@ def test_rehearse_runs_a_wrapped_script_by_plan_and_writes_its_run(rehearsal: Re
     # A late host makes the step longer, and copies that run meanwhile are waited for less.
     simulated_s = found["predicted_step_s"]
     assert found["step_s"] > 0.97 * simulated_s
-    assert found["compute_s"] + found["waiting_s"] < 1.03 * simulated_s
+    batch_s = ROWS * WIDTH * 4 / 2e9  # the loop's own copy of its batch, of which a plan knows nothing
+    assert found["compute_s"] + found["waiting_s"] < 1.03 * simulated_s + batch_s
 
 
 def test_rehearse_takes_kernels_times_from_the_clock_of_the_machine(rehearsal: Rehearsal) -> None:
