@@ -163,9 +163,9 @@ def _cost(step: Explained) -> str:
     hint = ""
     if transfers and measured.rest_ns > HOST_BOUND_SHARE * measured.step_ns:
         hint = (
-            f" The host limits this step: {transfers} transfers take it {_time(measured.rest_ns // transfers)} each, all "
-            "of its work counted. A larger batch has more compute for the same work; a larger [plan] min_bytes keeps small "
-            "tensors on the device."
+            f" The host limits this step: {transfers} transfers take it {_time(measured.rest_ns // transfers)} each "
+            "(all of the engine's own work, divided by their number). A larger batch has more compute for the same work; a "
+            "larger [plan] min_bytes keeps small tensors on the device."
         )
     if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
         hint += (
