@@ -137,6 +137,33 @@ def test_a_rank_that_hangs_in_its_first_step_is_named_in_time() -> None:
         first.settle()
 
 
+def test_a_rank_that_entered_is_seen_though_the_store_is_slow_with_what_is_set() -> None:
+    # As TCPStore is: `set` returns once the value was sent, `add` once it was answered.
+    class Slow(dist.HashStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.under_way: list[tuple[str, str]] = []
+
+        def set(self, key: str, value: str) -> None:
+            self.under_way.append((key, value))
+
+        def arrive(self) -> None:
+            for key, value in self.under_way:
+                super().set(key, value)
+
+    store = Slow()
+    first, second = (Agreement(store, rank, 2, wait_s=0) for rank in range(2))
+    first.publish(10, 2)
+    second.publish(9, 1)
+    with pytest.raises(StateError, match="rank 1 has not"):  # waits for what is under way, and leaves nobody out
+        first.settle()
+    store.arrive()
+    found = first.settle()
+    assert found is not None
+    assert found == second.settle()
+    assert found.budget.rank == 1
+
+
 def test_a_rank_that_cannot_trace_its_step_leaves_and_is_not_counted() -> None:
     store = dist.HashStore()
     first, second = (Agreement(store, rank, 2, wait_s=0) for rank in range(2))

@@ -146,7 +146,9 @@ class Agreement:
         # A model is identified by the order in which its rank first trains it.
         number = self._reach(lambda: store.add(f"tieroff/models of {rank}", 1))
         self._prefix = f"tieroff/model {number}"
-        self._reach(lambda: store.set(self._key("entered", rank), "1"))
+        # By `add`, which waits for the store's answer: torch's TCPStore sends a `set` and goes on, so that a rank that looks
+        # once (`_others`) may not see what another has set long before.
+        self._reach(lambda: store.add(self._key("entered", rank), 1))
 
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what} {rank}"
