@@ -16,11 +16,11 @@ from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forked import guard_forks_of
-from tieroff.runtime.hooks.forward.inputs import modules_in, parameters_in, trained_of
+from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
-from tieroff.runtime.items.hollow import PLAIN, own_class, untouched
+from tieroff.runtime.items.hollow import PLAIN, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
@@ -63,6 +63,8 @@ class Custody:
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
         self._fingerprint: tuple[Any, ...] = ()
         self._trained = b""  # whether each parameter gets a gradient
+        self._walk: Walk | None = None
+        self._known_as: Walk | None = None  # the last one over the parameters of the fingerprint
         self._count = 0  # of parameters with a home
         guard_forks_of(self)
 
@@ -96,7 +98,8 @@ class Custody:
 
     def attach(self, stepper: BucketedStep) -> None:
         """Takes the stand-in of the optimizer whose `step` ends a training step."""
-        self.stepper = self._gradient_hooks.follower = stepper
+        self.stepper = stepper
+        self._gradient_hooks.follower = stepper if stepper.may_update_in_backward else None
         stepper.state.take_over()
 
     @functools.cached_property
@@ -151,15 +154,15 @@ class Custody:
         self._gradient_hooks.keep_only(homes.names)
         gate.mints.sweep()
         gate.intercept(bool(homes.parameters))
-        self._fingerprint, self._count = self._fingerprint_now(), len(homes.parameters)
-        self.hook_gradients()
+        self._fingerprint, self._count = self._fingerprint_of(self.walk()), len(homes.parameters)
+        self._known_as = None
+        self.hook_gradients(self.walk())
 
-    def hook_gradients(self) -> None:
+    def hook_gradients(self, walk: Walk) -> None:
         """Looks for gradients of parameters that were unfrozen since; frozen ones get none."""
-        trained = trained_of(self.model)
-        if trained == self._trained:
+        if walk.trained == self._trained:
             return
-        self._trained = trained
+        self._trained = walk.trained
         for used in self.model.parameters():
             self._gradient_hooks.add(self.executor.shards.leaf_of(used))
 
@@ -235,23 +238,17 @@ class Custody:
             return shards.why_kept(parameter)
         return why_unmovable(parameter)
 
-    def _fingerprint_now(self) -> tuple[Any, ...]:
+    def _fingerprint_of(self, walk: Walk) -> tuple[Any, ...]:
         """Returns a fingerprint of the parameters, used to detect changes made outside tieroff."""
+        leaf_of = self.executor.shards.leaf_of
         with untouched():
-            return tuple(
-                (id(p), p.dtype)
-                for module in modules_in(self.model)
-                for used in module._parameters.values()
-                if used is not None and (p := self.executor.shards.leaf_of(used)) is not None
-            )
+            return tuple((id(p), p.dtype) for p in map(leaf_of, walk.used))
 
-    def has_substitutes(self) -> bool:
-        """True while other tensors stand in for parameters, for one call only (torch.func.functional_call)."""
-        return any(
-            p is not None and type(p) is not torch.nn.Parameter and not isinstance(p, torch.nn.Parameter)
-            for module in modules_in(self.model)
-            for p in module._parameters.values()
-        )
+    def walk(self) -> Walk:
+        """Returns what the model holds now."""
+        if self._walk is None or not self._walk.is_same:
+            self._walk = Walk(self.model)
+        return self._walk
 
     def place_for(self, kind: StepKind) -> None:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
@@ -265,7 +262,7 @@ class Custody:
         items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
         between = _TiersBetweenSteps(kind)
         if isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage):
-            items = [item for item in items if not (item.stays_up and _lies(item, None))]  # most: the step before left it there
+            items = _not_up(items)  # few: the step before left most there
         targets = [
             (item, tier) for item in items if not _lies(item, tier := between.of(item)) and not between.is_on_its_way(item)
         ]
@@ -298,7 +295,7 @@ class Custody:
     def may_stand_aside(self) -> bool:
         """True where steps in which nothing moves need none of the engine's hooks."""
         is_plain = self.settings.compute_dtype is None and not self.settings.update_in_backward
-        return is_plain and not self.executor.shards and Watch.can_see(self.model)
+        return is_plain and not self.executor.shards and self.walk().is_readable
 
     def stand_aside(self, kind: StepKind) -> Watch:
         """Takes the hooks off the model, all of which lies on the device for this kind of step, and watches it instead."""
@@ -308,7 +305,7 @@ class Custody:
         if arrived:
             self._gradient_hooks.stand_aside(homes.get(arrived[-1]))  # else all stay: none is known to get a gradient
         quieten(self.model, is_quiet=True)
-        return Watch(self.model, [tensor for tensor in homes.values() if tensor is not None])
+        return Watch(self.walk(), [tensor for tensor in homes.values() if tensor is not None])
 
     def come_back(self) -> None:
         """Puts the hooks on the model again."""
@@ -340,17 +337,13 @@ class Custody:
             item.tier = tier
         item.leave(self.executor.traffic)
 
-    def device_storages(self) -> set[int]:
-        with untouched():
-            return {
-                p.untyped_storage()._cdata
-                for p in parameters_in(self.model)
-                if p.layout is torch.strided and own_class(p) in (torch.Tensor, torch.nn.Parameter)
-            }
-
-    def has_changed(self) -> bool:
+    def has_changed(self, walk: Walk) -> bool:
         """True when somebody replaced, converted or assigned parameters from outside."""
-        if self._fingerprint_now() != self._fingerprint or len(self.executor.homes.parameters) != self._count:
+        is_known = walk is self._known_as and not self.executor.shards  # of those, people hold other tensors than modules
+        if not is_known and self._fingerprint_of(walk) != self._fingerprint:
+            return True
+        self._known_as = walk
+        if len(self.executor.homes.parameters) != self._count:
             return True
         return any(not item.is_current() for item in self.executor.homes.parameters.values())
 
@@ -372,6 +365,15 @@ def _lies(item: HomeItem, tier: Tier | None) -> bool:
     if tier is None:
         return item.is_lifted and item.place is None and item.device is not None and _lies_up(item)
     return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
+
+
+def _not_up(items: Iterable[HomeItem]) -> list[HomeItem]:
+    """Returns all but those that the plan has on the device all the time and that lie there alone, as `_lies` has it."""
+    return [
+        item
+        for item in items
+        if not (item.stays_up and item.is_lifted and item.place is None and item.device is not None and _lies_up(item))
+    ]
 
 
 def _lies_up(item: HomeItem) -> bool:

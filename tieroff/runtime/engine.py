@@ -278,15 +278,17 @@ class Engine:
             return self._infer(inner, args, kwargs)
         is_aside = self._steps.stays_aside(args, kwargs)
         if not is_aside:
-            if self._custody.has_substitutes():
+            walk = self._custody.walk()
+            if walk.has_substitutes:
                 return self._infer(inner, args, kwargs)
+            signature = signature_of(self.model, args, kwargs, walk.trained)
             self._take_compiled()
             self._unattached.watch()
         try:
             if is_aside:
                 self._steps.begin_aside(args, kwargs)
             elif not has_begun(executor):
-                self._steps.begin_forward(signature_of(self.model, args, kwargs), args, kwargs)
+                self._steps.begin_forward(signature, args, kwargs)
             executor.gate.depth += 1
             with contextlib.ExitStack() as hooks:
                 if executor.state.mode is not Mode.PASS or self.settings.compute_dtype is not None:

@@ -24,6 +24,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.integrations.transformers import TieroffCallback
 from tieroff.runtime.hooks.forward.inputs import signature_of, storages_of
+from tieroff.runtime.hooks.forward.walk import Walk
 
 # The name that is to go is the one that every version 5 knows; peft uses it too.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")]
@@ -255,8 +256,9 @@ def test_batches_of_a_tokenizer_tell_kinds_of_steps_apart() -> None:
         return BatchEncoding({"input_ids": torch.zeros(2, length), "more": {"mask": torch.ones(2)}})
 
     model, short = nn.Linear(1, 1), batch(3)
-    assert signature_of(model, (short,), {}) == signature_of(model, (batch(3),), {})
-    assert signature_of(model, (short,), {}) != signature_of(model, (batch(4),), {})
+    trained = Walk(model).trained
+    assert signature_of(model, (short,), {}, trained) == signature_of(model, (batch(3),), {}, trained)
+    assert signature_of(model, (short,), {}, trained) != signature_of(model, (batch(4),), {}, trained)
     assert storages_of(short) == {t.untyped_storage()._cdata for t in (short["input_ids"], short["more"]["mask"])}
 
 

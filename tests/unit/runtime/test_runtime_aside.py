@@ -14,6 +14,7 @@ import tieroff
 from tests.support.injector import Injector
 from tests.support.twins import Setting, assert_same, look
 from tieroff.runtime.engine import Engine
+from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.parameters.access import FetchingDict, QuietDict
 from tieroff.runtime.hooks.parameters.watch import Watch
 
@@ -205,7 +206,7 @@ def test_a_watch_sees_every_change(change: Change) -> None:
     model, optimizer = made()
     for index in range(2):
         step(model, optimizer, index)
-    watch = Watch(model, list(model.parameters()))
+    watch = Watch(Walk(model), list(model.parameters()))
     step(model, optimizer, 2)
     assert watch.is_same
     change(model, optimizer)

@@ -12,9 +12,10 @@ stream is that of the model's device, whichever device is the current one, in th
 several streams] in compute.py.
 
 [Note: how far the host is ahead] The host issues a step's work faster than the device does it. It may be a number of stamps
-ahead (two per op, two per wait), which is more than any pause of the host lasts and less than its queue of kernels holds. So
-what is under way at once is bounded: events, blocks of pinned memory that wait for their last copy, and the time that
-somebody who stops the program waits. The device's memory does not depend on it, since that is given out in the order of issue.
+ahead (one or two per op, two per wait), which is more than any pause of the host lasts and less than its queue of kernels
+holds. So what is under way at once is bounded: events, blocks of pinned memory that wait for their last copy, and the time
+that somebody who stops the program waits. The device's memory does not depend on it, since that is given out in the order of
+issue.
 
 [Note: other streams than compute's]
 FSDP2 gathers and reduces on streams of its own, and calls the engine under them. The engine works as ever under compute's

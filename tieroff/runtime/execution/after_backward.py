@@ -28,10 +28,10 @@ class AfterBackward:
                 context.state.record.bind(gradient)
         # Right before the update a copy that nobody lifted leaves too: the home below may be written.
         is_last = context.runner.is_before_update
-        for item in context.homes.parameters.values():
+        for item in context.runner.looked_after(context.homes.parameters.values()):
             if item.device is not None and (item.is_lifted or is_last) and self._leaves(item):
                 item.leave(context.traffic)
-        for state in context.homes.states.values():
+        for state in context.runner.looked_after(context.homes.states.values()):
             if state.device is not None and not state.is_lifted and state.is_shown_below:
                 state.refresh(context.traffic)
                 state.lift(context.traffic)

@@ -12,7 +12,7 @@ import torch
 
 from tieroff.runtime.backend.stamp import Stamp, Time, ns_of
 from tieroff.runtime.execution.activations import LiveActivations
-from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.execution.autograd import current_graph_task, training_phase
 from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
@@ -91,6 +91,12 @@ class StepTimes:
         """By the device's clock; waits for it."""
         return [stamp.ns() for stamp in self._stops] if self._starts else self.host_stops_ns
 
+    def compute_ns(self) -> int:
+        """Returns how long compute of a step that is over took."""
+        if self.is_by_host and not self._beside:
+            return sum(self.host_stops_ns) - sum(self.host_starts_ns)
+        return sum(self.durations_ns())
+
     def durations_ns(self) -> list[int]:
         """Returns per op of a step that is over how long its compute took."""
         starts_ns, stops_ns = self.starts_ns, self.stops_ns
@@ -129,40 +135,43 @@ class Clock:
         self._traffic.backend.begin_step()
         self.times = StepTimes(self._stamp())
 
-    def tick(self, key: Hashable, name: Callable[[], str], phase: str = "") -> None:
+    def tick(self, key: Hashable, name: Callable[[], str], phase: str | None = "") -> None:
         """Ends the running op, does what is due, and begins the next op.
 
         Args:
             key: identifies the event among those of its step.
             name: returns the event's name for people; called only where it is needed.
-            phase: phase of training of the op that begins.
+            phase: phase of training of the op that begins; None: backward where one runs, else forward.
         """
         state = self._state
         mode = state.mode
         if mode is Mode.IDLE or mode is Mode.PASS:
             return
         with state.lock:
-            times = self.times
-            is_by_host = times.is_by_host
+            times, stamp, is_still = self.times, None, False
             if len(times.host_stops_ns) < len(times.host_starts_ns):
-                if is_by_host:
-                    times.host_stops_ns.append(time.monotonic_ns())
+                if times.is_by_host:
+                    times.host_stops_ns.append(time.monotonic_ns())  # as `stop`
                 else:
-                    times.stop(self._stamp())
+                    stamp = self._stamp()
+                    times.stop(stamp)
             if mode is Mode.PLANNED:
                 self._runner.measure()  # before what died in the op that ends is given back
-                if self._activations.dead:
+                is_still = not self._activations.dead
+                if not is_still:
                     self._activations.drain()
                 if not self._runner.advance(key):
                     self.diverge(name)
+                is_still = is_still and self._runner.is_still
             else:
                 self._activations.drain()
                 self._on_demand.tick()
-                state.record.event(key, name, phase)
-            if is_by_host:
-                times.host_starts_ns.append(time.monotonic_ns())
+                state.record.event(key, name, training_phase() if phase is None else phase)
+            if times.is_by_host:
+                times.host_starts_ns.append(time.monotonic_ns())  # as `start`
             else:
-                times.start(self._stamp())
+                # Where the engine did nothing in between, an op begins as the other ends, and the device is asked once.
+                times.start(stamp if is_still and stamp is not None else self._stamp())
 
     def pause(self) -> None:
         """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""

@@ -32,7 +32,9 @@ class ParameterFetch:
     def home(self, item: ParameterItem) -> torch.Tensor:
         """Lifts the home itself to the device, and returns it."""
         context = self._context
-        context.clock.tick(("param", item.position), lambda: f"param:{item.name}", training_phase())
+        context.clock.tick(item.key, lambda: f"param:{item.name}", None)
+        if context.runner.leaves_alone(item):
+            return item.living  # as a rule it is there
         if context.state.mode is Mode.PLANNED and not torch.is_inference_mode_enabled():
             return self._home_by_plan(item)
         with context.state.lock, torch.inference_mode(False):
@@ -50,10 +52,8 @@ class ParameterFetch:
             return item.living
 
     def _home_by_plan(self, item: ParameterItem) -> torch.Tensor:
-        """The same in a step that follows its plan, which says when it leaves; as a rule it is there."""
+        """The same in a step that follows its plan, which says when it leaves."""
         context = self._context
-        if context.runner.leaves_alone(item):
-            return item.living
         may_be_written = item.key in self._written_by_plan
         with context.state.lock:
             if may_be_written:

@@ -29,6 +29,7 @@ class PlanRunner:
 
     Attributes:
         cursor: ticks that went by in the step.
+        is_still: nothing was due at the last tick.
         peak_bytes: largest count of device bytes in the step: copies the engine holds plus the trace's transients.
         alone_activations, alone_gradients: of the plan that runs; see [Note: left alone] in step/executable.py.
         unborn_bytes: of activations and gradients that the trace has by now and the engine has not: transients so far.
@@ -46,6 +47,7 @@ class PlanRunner:
         self._items: list[Item | None] = []  # by index in the trace
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
+        self.is_still = False
 
     def follows(self, planned: Planned | None) -> bool:
         """True when the step that ran last had the same decisions."""
@@ -80,13 +82,16 @@ class PlanRunner:
 
     def advance(self, key: Hashable) -> bool:
         """Does what is due at the next tick; False, with nothing done, when the plan has another event there."""
-        cursor = self.cursor
-        if cursor >= len(self._keys) or (self._keys[cursor] != key and not suits(key, self._keys[cursor])):
+        cursor, keys = self.cursor, self._keys
+        self.is_still = False
+        if cursor >= len(keys) or (keys[cursor] != key and not suits(key, keys[cursor])):
             return False
         self.cursor = cursor + 1
+        actions = self._program[cursor]
         if self._late:
             self._copy_late()
-        actions = self._program[cursor]
+        elif actions is None:
+            self.is_still = True
         if actions is not None:
             self._act(actions)
         return True
@@ -145,16 +150,17 @@ class PlanRunner:
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended."""
-        cursor = self.cursor
-        if self.planned is None or cursor == 0:
+        done, traffic = self.cursor - 1, self._traffic
+        if self.planned is None or done < 0:
             return
-        self.unborn_bytes = unborn_bytes = self.unborn_bytes + self._births[cursor - 1]
-        count = self._traffic.device_bytes + self._transients[cursor - 1]
+        self.unborn_bytes = unborn_bytes = self.unborn_bytes + self._births[done]
+        count = traffic.device_bytes + self._transients[done]
         if unborn_bytes > 0:
             count += unborn_bytes
         if count > self.peak_bytes:
             self.peak_bytes = count
-        self._traffic.note_memory(count)
+        if traffic.keep_spans:
+            traffic.held.note(count)
 
     @property
     def is_at_end(self) -> bool:

@@ -31,9 +31,9 @@ class Gradients:
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
-        context = self._context
-        context.state.saw_backward = context.state.saw_gradient = True
-        if context.state.mode is Mode.IDLE or context.state.mode is Mode.PASS:
+        context, state = self._context, self._context.state
+        state.saw_backward = state.saw_gradient = True
+        if state.mode is Mode.IDLE or state.mode is Mode.PASS:
             return
         if not isinstance(item, ShardItem):
             self._took_place(item)
@@ -52,7 +52,7 @@ class Gradients:
         context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
         if item.position in context.runner.alone_gradients and item.position not in self._items:
             self._alone.append(item)
-            if item.grad is not None:
+            if context.traffic.tell_held is not None and item.grad is not None:
                 context.traffic.took(item.grad)
             return
         with context.state.lock:

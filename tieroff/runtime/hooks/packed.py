@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from tieroff.errors import StateError
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.tensors import probe_of
 
@@ -93,20 +96,50 @@ class Kept:
         return self.tensor
 
 
-class LeftAlone(Kept):
-    """A saved view of an activation that the plan leaves on the device; see [Note: left alone] in step/executable.py.
+class PackedBefore(NamedTuple):
+    """A saved tensor that needs nothing of the engine, as it was in the step before; see [Note: by order] in saved.py.
 
     Attributes:
-        ordinal: of the activation.
+        size_bytes: of its storage.
+        is_left_alone: see [Note: left alone] in step/executable.py; of nothing that ever moves otherwise.
+        ordinal: of its activation; -1: it is of none.
+        parameter: whose value it is a view of, or None.
+        is_new: nothing of its storage had been saved before: an event of the step.
+    """
+
+    size_bytes: int
+    is_left_alone: bool
+    ordinal: int
+    parameter: ParameterItem | None
+    is_new: bool
+
+    @classmethod
+    def of(cls, packed: object, tensor: torch.Tensor, *, is_new: bool) -> PackedBefore | None:
+        """Returns what is remembered of a saved tensor that needs nothing of the engine; None of any other."""
+        if type(packed) is LeftAlone:
+            size_bytes = tensor.untyped_storage().nbytes()
+            return cls(size_bytes, True, packed.ordinal, packed.parameter, is_new)
+        if type(packed) is Kept and packed.tensor is not tensor:  # else its bytes do not say everything
+            return cls(tensor.untyped_storage().nbytes(), False, -1, None, False)
+        return None
+
+
+class LeftAlone(Kept):
+    """A saved view of what the plan leaves on the device; see [Note: left alone] in step/executable.py.
+
+    Attributes:
+        ordinal: of the activation; -1: it is a parameter.
+        parameter: None: it is an activation.
         packed: what stands for it once the engine has taken it over; then `tensor` has no memory.
     """
 
-    __slots__ = ("__weakref__", "ordinal", "packed")
+    __slots__ = ("__weakref__", "ordinal", "packed", "parameter")
 
-    def __init__(self, tensor: torch.Tensor, ordinal: int) -> None:
-        super().__init__(tensor)
-        self.ordinal = ordinal
-        self.packed: Packed | None = None
+    def __init__(self, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> None:
+        self.tensor = tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.ordinal, self.parameter = ordinal, parameter
+        self.packed: Packed | PackedParameter | None = None
 
     def become(self, item: ActivationItem) -> Packed:
         """The engine has this for an item from here on; the version that was saved stays the one that is expected."""
@@ -115,3 +148,36 @@ class LeftAlone(Kept):
         self.packed = packed
         self.tensor = packed.probe
         return packed
+
+    def become_parameter(self, item: ParameterItem) -> PackedParameter:
+        """The same for a saved view of a parameter, which is to be fetched where it is needed."""
+        packed = PackedParameter(self.tensor, item)
+        packed.version = self.version
+        self.packed = packed
+        self.tensor = packed.probe
+        return packed
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for tensors whose bytes alone, with size and stride, say everything."""
+    if type(tensor) not in PLAIN or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    is_plain = _PLAIN_BY_KEYS.get(keys)
+    if is_plain is None:
+        is_plain = _PLAIN_BY_KEYS[keys] = _has_plain_bytes(tensor)
+    return is_plain
+
+
+_PLAIN_BY_KEYS: dict[int, bool] = {}
+"""What `_has_plain_bytes` said of tensors, by their dispatch keys: all that it asks is among these, and few sets occur."""
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    return (
+        not tensor.is_nested
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+        and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
+        and tensor.device.type != "meta"
+    )

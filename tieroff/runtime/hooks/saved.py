@@ -1,4 +1,11 @@
-"""Saved tensors: what autograd keeps from forward for backward, packed, moved and brought back."""
+"""Saved tensors: what autograd keeps from forward for backward, packed, moved and brought back.
+
+[Note: by order]
+What a saved tensor is takes some twenty questions: whose storage it is, whether that is moved, is known, is small. Steps that
+follow one plan save the same tensors in the same order, so each is asked once, and what needs nothing of the engine is kept by
+its place in that order, if its storage has the size that it had. A tensor that comes in another's place is kept, at worst,
+which is right whatever it is; an activation's event then says that the step has left its plan.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +22,11 @@ from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.execution.activations import LiveActivations
-from tieroff.runtime.execution.autograd import training_phase
+from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
-from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedParameter
+from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, is_plain
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
@@ -29,6 +36,7 @@ from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
+from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.tensors import alias_of, bytes_of, unseen, view_of
@@ -45,6 +53,7 @@ class SavedTensors:
 
     def __init__(self, context: StepContext, gate: Gate, activations: LiveActivations, settings: Settings) -> None:
         self._context, self._gate, self._activations = context, gate, activations
+        self._state = context.state
         is_covered = TensorClass.ACTIVATION in settings.covers
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
         # By storage: whether it lives, its item and how many that had stood for.
@@ -53,6 +62,9 @@ class SavedTensors:
         self._all_alone: list[weakref.ref[LeftAlone]] = []
         self._count = 0  # of storages that were packed in this step
         self._written = WrittenActivations()
+        self._order: list[PackedBefore | None] = []  # of the steps that follow one plan; None: to be looked at
+        self._place = 0  # in that order
+        self._ordered_for: Executable | None = None  # the plan
         self.fixed: set[int] = set()
         self.gathered: Gathered | None = None
         self.is_closed = False
@@ -62,7 +74,11 @@ class SavedTensors:
         """A step begins."""
         self.left_plan()  # graphs that outlived the step before
         self._alone = {}
-        self._count = 0
+        self._count = self._place = 0
+        planned = self._context.runner.planned
+        executable = planned.executable if planned is not None and self._context.state.mode is Mode.PLANNED else None
+        if executable is None or executable is not self._ordered_for:
+            self._order, self._ordered_for = [], executable
         self._written.begin()
         recorder = self._context.state.record.recorder
         if recorder is not None:
@@ -73,21 +89,60 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: does not modify its input."""
-        self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
-        packed = self._pack(tensor)
-        self._context.state.inside -= 1
+        state = self._state
+        state.inside += 1  # not in a `finally`: see `StepState.inside`
+        packed = self._pack_in_order(tensor) if state.mode is Mode.PLANNED else self._pack_by_looks(tensor)
+        state.inside -= 1
         return packed
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if not _is_plain(tensor):
+    def _pack_in_order(self, tensor: torch.Tensor) -> Any:
+        """Packs a tensor in a step that follows its plan; see [Note: by order]."""
+        place, order = self._place, self._order
+        self._place = place + 1
+        before = order[place] if place < len(order) else None
+        packed = self._pack_as_before(tensor, before) if before is not None else None
+        if packed is not None:
+            return packed
+        count = self._count
+        packed = self._pack_by_looks(tensor)
+        now = PackedBefore.of(packed, tensor, is_new=self._count > count)
+        if place < len(order):
+            order[place] = now
+        else:
+            order.append(now)
+        return packed
+
+    def _pack_as_before(self, tensor: torch.Tensor, before: PackedBefore) -> Any:
+        """Keeps a tensor that comes where one was kept before; None, with nothing done, where it is another one."""
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or functorch_is_active():
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != before.size_bytes:
+            return None
+        if not before.is_left_alone:
+            return Kept(alias_of(tensor))
+        ordinal = before.ordinal
+        if before.is_new:
+            if ordinal != self._count:
+                return None
+            self._count = ordinal + 1
+            return self._pack_new(tensor, storage, ordinal)
+        if before.parameter is None and storage._cdata not in self._alone:
+            return None
+        return self._leave_alone(storage._cdata, tensor, ordinal, before.parameter)
+
+    def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
+        if not is_plain(tensor):
             return Kept(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if self._alone:
+            saved = self._alone_of(key)
+            if saved is not None:
+                return self._leave_alone(key, tensor, saved.ordinal)
         parameter = self._gate.live.on(storage)
         if parameter is not None:
-            if isinstance(parameter, ParameterItem):
-                self._context.on_demand.saved(parameter)
-            return PackedParameter(tensor, parameter)
+            return self._pack_parameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
             return Kept(alias_of(tensor))  # a parameter that is no home of ours: whoever owns it may free it
@@ -95,30 +150,44 @@ class SavedTensors:
             return Kept(alias_of(tensor))
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
             return Kept(alias_of(tensor))  # also one that needs no gradient
-        saved = self._alone_of(key)
-        if saved is not None:
-            return self._leave_alone(key, tensor, saved.ordinal)
         item = self._known_for(storage)
-        if item is not None:
-            self._keep_up(item, tensor)
-            packed = Packed(tensor, item)
-        else:
-            size_bytes, ordinal = storage.nbytes(), self._count
+        if item is None:
             self._count += 1
-            self._context.clock.tick(("pack", size_bytes), lambda: f"pack:{ordinal}", training_phase())
-            if ordinal in self._context.runner.alone_activations and self._context.state.mode is Mode.PLANNED:
-                self._alone[key] = []
-                self._context.traffic.took(tensor)
-                return self._leave_alone(key, tensor, ordinal)
-            item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
-            packed = Packed(tensor, item)
-            self._known[key] = (StorageWeakRef(storage), item, item.lives)
+            return self._pack_new(tensor, storage, self._count - 1)
+        self._keep_up(item, tensor)
+        return self._move(tensor, item, Packed(tensor, item))
+
+    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int) -> Any:
+        """Packs a tensor of whose storage nothing was saved before: an event of the step."""
+        context, key = self._context, storage._cdata
+        context.clock.tick(("pack", storage.nbytes()), lambda: f"pack:{ordinal}", None)
+        if ordinal in context.runner.alone_activations and context.state.mode is Mode.PLANNED:
+            self._alone[key] = []
+            if context.traffic.tell_held is not None:
+                context.traffic.took(tensor)
+            return self._leave_alone(key, tensor, ordinal)
+        item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
+        packed = Packed(tensor, item)
+        self._known[key] = (StorageWeakRef(storage), item, item.lives)
+        return self._move(tensor, item, packed)
+
+    def _move(self, tensor: torch.Tensor, item: ActivationItem, packed: Packed) -> Packed:
+        """Autograd gets a view of an item, whose bytes may leave from here on."""
         self._activations.watch(packed, item)  # an exception before this leaves an item that counts as unused, and is ended
         if self._context.state.record.recorder is not None:
             self._written.note(tensor, item, packed, is_complete=tensor.requires_grad)
         self._context.on_demand.saved(item)
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed
+
+    def _pack_parameter(self, tensor: torch.Tensor, parameter: ParameterItem | Stays) -> Any:
+        if not isinstance(parameter, ParameterItem):
+            return PackedParameter(tensor, parameter)
+        context = self._context
+        if type(parameter) is ParameterItem and self._gate.casts.dtype is None and context.runner.leaves_alone(parameter):
+            return self._leave_alone(0, tensor, -1, parameter)
+        context.on_demand.saved(parameter)
+        return PackedParameter(tensor, parameter)
 
     def _known_for(self, storage: torch.UntypedStorage) -> ActivationItem | None:
         """Returns the item that stands for a storage, or None."""
@@ -147,16 +216,18 @@ class SavedTensors:
                 return saved
         return None
 
-    def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int) -> LeftAlone:
-        alone = LeftAlone(tensor.detach(), ordinal)
+    def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> LeftAlone:
+        alone = LeftAlone(tensor, ordinal, parameter)
         ref = weakref.ref(alone)
         self._all_alone.append(ref)
-        self._alone[key].append(ref)
+        if parameter is None:
+            self._alone[key].append(ref)
         return alone
 
     def alone(self) -> list[torch.Tensor]:
         """Returns a tensor of each activation that is left alone."""
-        alive = [saved.tensor for ref in self._all_alone if (saved := ref()) is not None and saved.packed is None]
+        living = [saved for ref in self._all_alone if (saved := ref()) is not None]
+        alive = [saved.tensor for saved in living if saved.packed is None and saved.parameter is None]
         return list({tensor.untyped_storage()._cdata: tensor for tensor in alive}.values())
 
     def left_plan(self) -> None:
@@ -164,7 +235,9 @@ class SavedTensors:
         items = dict[int, ActivationItem]()
         while self._all_alone:
             alone = self._all_alone[-1]()  # it stays until it is dealt with
-            if alone is not None and alone.packed is None:
+            if alone is not None and alone.packed is None and alone.parameter is not None:
+                self._hand_over(alone, alone.parameter)
+            elif alone is not None and alone.packed is None:
                 storage = alone.tensor.untyped_storage()
                 item = items.get(storage._cdata)
                 if item is None:
@@ -174,9 +247,16 @@ class SavedTensors:
                 self._activations.watch(packed, item)
             self._all_alone.pop()
 
+    def _hand_over(self, alone: LeftAlone, parameter: ParameterItem) -> None:
+        """Takes over a view of a parameter. Of one that was given other memory since, the view alone has the value then."""
+        value = parameter.value
+        if value is not None and value.untyped_storage()._cdata == alone.tensor.untyped_storage()._cdata:
+            alone.become_parameter(parameter)
+            self._context.on_demand.saved(parameter)
+
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return Kept(tensor)
         parameter = self._gate.live.on(tensor.untyped_storage())
         return PackedParameter(tensor, parameter) if parameter is not None else Kept(tensor.detach())
@@ -204,11 +284,16 @@ class SavedTensors:
 
     def _unpack_alone(self, packed: LeftAlone) -> torch.Tensor:
         tensor, context = packed.get(), self._context
-        context.state.inside += 1
-        context.state.saw_backward = True
+        state = self._state
+        state.inside += 1
+        state.saw_backward = True
         context.clock.watch_backward()
-        context.clock.tick(("unpack", packed.ordinal), lambda: f"unpack:{packed.ordinal}", "backward")
-        context.state.inside -= 1
+        parameter = packed.parameter
+        if parameter is None:
+            context.clock.tick(("unpack", packed.ordinal), lambda: f"unpack:{packed.ordinal}", "backward")
+        else:
+            context.clock.tick(("saved", parameter.position), lambda: f"saved:{parameter.name}", "backward")
+        state.inside -= 1
         return tensor
 
     @contextlib.contextmanager
@@ -334,28 +419,3 @@ def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
         return known._version != version
     finally:
         set_version((tensor,), (version,))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """True for tensors whose bytes alone, with size and stride, say everything."""
-    if type(tensor) not in PLAIN or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    is_plain = _PLAIN_BY_KEYS.get(keys)
-    if is_plain is None:
-        is_plain = _PLAIN_BY_KEYS[keys] = _has_plain_bytes(tensor)
-    return is_plain
-
-
-_PLAIN_BY_KEYS: dict[int, bool] = {}
-"""What `_has_plain_bytes` said of tensors, by their dispatch keys: all that it asks is among these, and few sets occur."""
-
-
-def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    return (
-        not tensor.is_nested
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
-        and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
-        and tensor.device.type != "meta"
-    )

@@ -25,13 +25,15 @@ class ParameterItem(HomeItem):
 
     Attributes:
         position: its index among the model's parameters.
+        shown: the value of which `LiveValues` knows, for one that stays on the device.
     """
 
-    __slots__ = ("position",)
+    __slots__ = ("position", "shown")
 
     def __init__(self, position: int, name: str, tensor: torch.Tensor, tier: Tier, guard: Guard | None = None) -> None:
         super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier, guard)
         self.position = position
+        self.shown: torch.Tensor | None = None
         self._ref = lambda: tensor  # the model holds it anyway; a weak reference would forbid torch.utils.swap_tensors
 
     def adopt(self, traffic: Traffic) -> None:

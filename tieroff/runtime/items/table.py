@@ -84,6 +84,7 @@ def leave_place(item: HomeItem, traffic: Traffic) -> None:
     if not item.is_lifted or item.is_let_go:
         return
     traffic.settle(item)
+    traffic.held.has_changed = True
     if item.place is not None:
         item.place.free()
         item.place = None

@@ -14,6 +14,7 @@ from tieroff.core.seams import Recorder
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
+from tieroff.runtime.backend.held import Held
 from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.rooms import ROOMS_BYTES_MAX, Room
 from tieroff.runtime.backend.stamp import Time, ns_of
@@ -56,7 +57,7 @@ class Traffic:
         counts: bytes moved and time waited since `counts` was last replaced.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
         waits: waits for copies as (item index, source, target, start, stop), when `keep_spans`.
-        memory: bytes held per tier at the end of each op of a planned step, when `keep_spans`.
+        held: per tier, at the end of each op of a planned step, when `keep_spans`.
     """
 
     def __init__(self, backend: Backend, spill: Spill) -> None:
@@ -92,17 +93,7 @@ class Traffic:
         self.counts = Counts()
         self.spans: list[tuple[int, str, Timed, int]] = []
         self.waits: list[tuple[int, Tier, Tier, Time, Time]] = []
-        self.memory: dict[Tier, list[int]] = {tier: [] for tier in Tier}
-        self._held = self.memory[Tier.DEVICE]
-        self._held_below = [(store, self.memory[tier]) for tier, store in self.stores.items()]
-
-    def note_memory(self, device_bytes: int) -> int:
-        """Keeps what each tier holds at the end of an op; returns `device_bytes`."""
-        if self.keep_spans:
-            self._held.append(device_bytes)
-            for store, held in self._held_below:
-                held.append(store.taken_bytes)
-        return device_bytes
+        self.held = Held(self.stores)
 
     def hold(self, item: Item, device: torch.Tensor) -> None:
         """Takes a device copy that the program or the backend made under the engine's care."""
@@ -260,6 +251,7 @@ class Traffic:
     def end(self, item: Item) -> None:
         """The tensor is dead: waits for what is in flight, then gives all its bytes back."""
         self._await_end(item)
+        self.held.has_changed = True
         if item.device is not None:
             self.free_device(item)
         self._forget_room(item)
@@ -318,6 +310,7 @@ class Traffic:
         """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
         self.release(item)
         self._forget_room(item)
+        self.held.has_changed = True
         if item.place is not None:
             item.place.free()
             item.place = None
@@ -336,6 +329,7 @@ class Traffic:
         self._count(item, "d2h" if item.place.tier is Tier.HOST else "nvme_write", item.leaving)
 
     def _make_place(self, item: Item) -> Place:
+        self.held.has_changed = True
         try:
             return item.make_place(self)
         except StoreError as error:
@@ -406,6 +400,7 @@ class Traffic:
 
     def free_device(self, item: Item) -> None:
         """Lets go of the item's device copy, which its tensor no longer lies on from here."""
+        self.held.has_changed = True
         if item.device is not None:
             self.backend.order_frees()
             item.freed()

@@ -25,13 +25,16 @@ class EarlyBegin:
         custody, executor = self._custody, self._custody.executor
         if custody.is_closed or executor.gate.depth or functorch_is_active():
             return
-        if not makes_graph(module, args, kwargs) or custody.has_substitutes():
+        if not makes_graph(module, args, kwargs):
+            return
+        walk = custody.walk()
+        if walk.has_substitutes:
             return
         custody.check_alive()
         if custody.stepper is not None:
             custody.stepper.early.check_forward()
         args, kwargs = to_device(custody.backend.device, args, kwargs)
-        self._steps.begin_forward(signature_of(module, args, kwargs), args, kwargs)
+        self._steps.begin_forward(signature_of(module, args, kwargs, walk.trained), args, kwargs)
         executor.shards.is_beginning = True
         executor.state.inside += 1  # until the forward: an exception between the two leaves it
 

@@ -26,7 +26,7 @@ def timeline_of(planned: Planned, custody: Custody, recompute_ns: int) -> Callab
     times, traffic = custody.executor.clock.times, custody.executor.traffic
     spans, waits = traffic.spans, traffic.waits
     memory = _memory(planned, custody, len(times.host_stops_ns))
-    return lambda: _timeline(times, spans, waits, memory, recompute_ns)
+    return lambda: _timeline(times, spans, waits, memory(), recompute_ns)
 
 
 def _timeline(
@@ -64,14 +64,17 @@ def _timeline(
     )
 
 
-def _memory(planned: Planned, custody: Custody, op_count: int) -> dict[Tier, tuple[int, ...]]:
-    """Returns what each tier held at each op; at the last one, in which user code runs on, what it holds now."""
-    memory = {}
-    for tier, held in custody.executor.traffic.memory.items():
-        store = custody.stores.get(tier)
-        below = store.used_bytes if store is not None else 0
-        open_ops = planned.trace.ops[len(held) : op_count]
-        device_bytes = custody.executor.traffic.device_bytes
-        now = [device_bytes + op.transient_bytes if tier is Tier.DEVICE else below for op in open_ops]
-        memory[tier] = (*held, *now)
-    return memory
+def _memory(planned: Planned, custody: Custody, op_count: int) -> Callable[[], dict[Tier, tuple[int, ...]]]:
+    """Returns what gives what each tier held at each op; at the last one, in which user code runs on, what it holds now."""
+    held, device_bytes = custody.executor.traffic.held, custody.executor.traffic.device_bytes
+    below = {tier: store.used_bytes for tier, store in custody.stores.items()}
+
+    def by_tier() -> dict[Tier, tuple[int, ...]]:
+        memory = {}
+        for tier, bytes_per_op in held.by_tier().items():
+            open_ops = planned.trace.ops[len(bytes_per_op) : op_count]
+            now = [device_bytes + op.transient_bytes if tier is Tier.DEVICE else below.get(tier, 0) for op in open_ops]
+            memory[tier] = (*bytes_per_op, *now)
+        return memory
+
+    return by_tier

@@ -24,15 +24,8 @@ from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.experience import Experience, Shapes
-from tieroff.runtime.hooks.forward.inputs import (
-    Signature,
-    buffers_in,
-    is_given_gradients,
-    leaves_of,
-    shapes_of,
-    signature_of,
-    storages_of,
-)
+from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of, storages_of
+from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
@@ -193,7 +186,8 @@ class Steps:
             self._finish_step(self._kind)
 
     def _begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        custody, executor = self._custody, self._custody.executor
+        custody, executor, shapes = self._custody, self._custody.executor, shapes_of((args, kwargs))
+        walk: Walk | None = None
         executor.gradients.sweep()
         custody.is_asleep = False
         self._end_skipped()
@@ -201,14 +195,13 @@ class Steps:
             if self._traced is not None:
                 self._traced.next_inputs((args, kwargs))
             self._end_last_op()
-            self.check_model()
-            self._start_step(signature, shapes_of((args, kwargs)), is_passed_through=is_given_gradients((args, kwargs)))
+            walk = self.check_model()
+            self._start_step(signature, shapes, is_passed_through=is_given_gradients((args, kwargs)))
             self._watch_inputs((args, kwargs))
         if executor.state.mode is not Mode.PASS:
-            self._note_input(shapes_of((args, kwargs)))
-            executor.saved_tensors.fixed = (
-                storages_of((args, kwargs)) | storages_of(buffers_in(custody.model)) | custody.device_storages()
-            )
+            self._note_input(shapes)
+            walk = walk or custody.walk()
+            executor.saved_tensors.fixed = storages_of((args, kwargs)) | storages_of(walk.buffers) | walk.storages()
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
 
     def _watch_inputs(self, inputs: Any) -> None:
@@ -232,16 +225,22 @@ class Steps:
             self._custody.backend.keep_freed(0)
             on_demand.release_all()
 
-    def check_model(self) -> None:
-        """Adopts what somebody changed from outside: parameters replaced, converted, assigned, frozen or not."""
-        self._custody.hook_gradients()
-        if not self._custody.has_changed() or self._custody.has_substitutes():
-            return
+    def check_model(self) -> Walk:
+        """Adopts what somebody changed from outside: parameters replaced, converted, assigned, frozen or not.
+
+        Returns:
+            What the model holds.
+        """
+        walk = self._custody.walk()
+        self._custody.hook_gradients(walk)
+        if not self._custody.has_changed(walk) or walk.has_substitutes:
+            return walk
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         with torch.inference_mode(False):  # a forward that infers may be the first to see it
             install(self._custody.model, self._custody.executor.gate)
             self._custody.register()
         self.forget()
+        return self._custody.walk()
 
     def _was_skipped(self) -> bool:
         """True when the step's backward is over and its gradients were cleared without an update (GradScaler, or none)."""
@@ -400,7 +399,7 @@ class Steps:
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
         is_whole = self._custody.stepper is None or ("end",) in keys or kind.is_passed_through
-        if mode is not Mode.DEMAND or not is_whole or self._is_void or self._custody.has_changed():
+        if mode is not Mode.DEMAND or not is_whole or self._is_void or self._custody.has_changed(self._custody.walk()):
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)

@@ -55,6 +55,7 @@ class BucketedStep:
         early: updates in backward.
         is_removed: `optimizer.step` is the optimizer's own again.
         has_stepped: a training step was ended by its update.
+        may_update_in_backward: the config asks for it, and it can be.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class BucketedStep:
         self.state = OptimizerState(optimizer, self.buckets, context, settings)
         self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state)
         self.is_removed = self.has_stepped = False
-        self._in_backward = settings.update_in_backward and self._may_update_in_backward()
+        self.may_update_in_backward = settings.update_in_backward and self._may_update_in_backward()
         self.early = EarlyUpdates(self, context.state.updated)
         context.clock.at_backward_end.insert(0, self.early)  # before what moves is brought below
         self._install()
@@ -126,7 +127,7 @@ class BucketedStep:
         had_grad = torch.is_grad_enabled()
         try:
             self._follower.before_update()
-            if self._moves_nothing() and not self._in_backward:
+            if self._moves_nothing() and not self.may_update_in_backward:
                 out = self.own(*args, **kwargs)
             elif self._is_replaced:
                 out = self._step_whole(self.own, args, kwargs)  # hooks fire inside of it
@@ -258,7 +259,7 @@ class BucketedStep:
 
     def begin(self) -> None:
         """A step of the model begins."""
-        self.early.begin(self.buckets.all() if self._in_backward and not self._has_pre_hooks() else ())
+        self.early.begin(self.buckets.all() if self.may_update_in_backward and not self._has_pre_hooks() else ())
 
     def before_gradient(self) -> None:
         """Another gradient arrives: hooks of users on the one before have run."""
@@ -322,7 +323,7 @@ class BucketedStep:
     def could_update_in_backward(self) -> bool:
         """True where the config does not ask for it, and the optimizer would allow it."""
         is_free = not self._update_one.may_write_gradients and not self._has_pre_hooks()
-        return is_free and not self._in_backward and not self._why_not_in_backward()
+        return is_free and not self.may_update_in_backward and not self._why_not_in_backward()
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ class _Settled:
     Whether they still are takes a look at each, and no search.
     """
 
-    __slots__ = ("_known", "_values", "items")
+    __slots__ = ("_known", "items", "values")
 
     def __init__(self, values: dict[Any, Any], items: tuple[HomeItem, ...]) -> None:
-        self._values, self.items = values, items
+        self.values, self.items = values, items
         self._known = _tensors_in(values)
 
     def holds(self, values: Any) -> bool:
         """True while the optimizer has the same tensors of it, and they have the same items."""
-        if values is not self._values:
+        if values is not self.values:
             return False
         known = self._known
         # Without a line of Python for each, where all that it has are tensors.
@@ -40,6 +41,33 @@ class _Settled:
             return False
         # Of one with neither, the engine's care has ended.
         return not [item for item in self.items if item.device is None and item.place is None]
+
+    def has_only_tensors(self, values: Any) -> bool:
+        """True when these are the values that were known, and all of them tensors."""
+        return type(values) is dict and values is self.values and len(values) == len(self._known)
+
+
+class _SettledBucket:
+    """The same of a whole bucket of which all that each parameter has are tensors: one look at all of them."""
+
+    __slots__ = ("_bucket", "_known", "_values", "items")
+
+    def __init__(self, bucket: list[torch.Tensor], values: list[dict[Any, Any]], items: list[HomeItem]) -> None:
+        self._bucket, self._values, self.items = bucket, values, items
+        self._known = [*chain.from_iterable(map(_VALUES, values))]
+
+    def holds(self, state: Any) -> bool:
+        """True while the optimizer has the same tensors of it, and they have the same items."""
+        values, known = [*map(state.get, self._bucket)], self._values
+        if len(values) != len(known) or not all(map(is_, values, known)):
+            return False
+        now = [*chain.from_iterable(map(_VALUES, values))]
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+            return False
+        return not [item for item in self.items if item.device is None and item.place is None]
+
+
+_VALUES = methodcaller("values")
 
 
 def _tensors_in(values: dict[Any, Any]) -> dict[Any, torch.Tensor]:
@@ -56,6 +84,7 @@ class OptimizerState:
         self._items = context.homes.states
         self._taken_over: Any = None
         self._settled: dict[int, _Settled] = {}  # by id of the parameter
+        self._buckets_settled: dict[int, _SettledBucket] = {}  # by id of the bucket, one of `Buckets.current`
         self._positions: dict[int, int] | None = None  # as `forget_strangers` last saw them
 
     def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
@@ -73,6 +102,9 @@ class OptimizerState:
         """Returns the items of a bucket's state tensors."""
         found: list[HomeItem] = []
         state = self._optimizer.state
+        whole = self._buckets_settled.get(id(bucket))
+        if whole is not None and whole.holds(state):
+            return whole.items
         for param in bucket:
             settled = self._settled.get(id(param))
             if settled is not None and settled.holds(state.get(param)):
@@ -111,7 +143,7 @@ class OptimizerState:
         if self._positions is self._buckets.position and not is_traced:
             return
         self._positions = self._buckets.position
-        self._settled.clear()
+        self._forget_settled()
         for (param, key), item in list(self._items.items()):
             if param in self._buckets.position:
                 if is_traced:
@@ -131,6 +163,9 @@ class OptimizerState:
             return []
         adopted: list[HomeItem] = []
         state = self._optimizer.state
+        whole = self._buckets_settled.get(id(bucket))
+        if whole is not None and whole.holds(state) and (are_current or all(item.is_current() for item in whole.items)):
+            return []
         for param in bucket:
             values, settled = state.get(param), self._settled.get(id(param))
             is_same = settled is not None and settled.holds(values)
@@ -140,7 +175,22 @@ class OptimizerState:
             items = [self._items.get((id(param), key)) for key in values or ()]
             if values and all(type(value) is torch.Tensor for value in values.values() if isinstance(value, torch.Tensor)):
                 self._settled[id(param)] = _Settled(values, tuple(item for item in items if item is not None))
+        self._settle(bucket)
         return adopted
+
+    def _settle(self, bucket: list[torch.Tensor]) -> None:
+        """Remembers a bucket of which each parameter is remembered, and has nothing but tensors."""
+        self._buckets_settled.pop(id(bucket), None)
+        settled = [self._settled.get(id(param)) for param in bucket]
+        values = [self._optimizer.state.get(param) for param in bucket]
+        whole = [one for one, value in zip(settled, values, strict=True) if one is not None and one.has_only_tensors(value)]
+        if len(whole) == len(bucket) and any(bucket is one for one in self._buckets.current):
+            items = [item for one in whole for item in one.items]
+            self._buckets_settled[id(bucket)] = _SettledBucket(bucket, [one.values for one in whole], items)
+
+    def _forget_settled(self) -> None:
+        self._settled.clear()
+        self._buckets_settled.clear()
 
     def _adopt(self, param: torch.Tensor) -> list[HomeItem]:
         context, adopted = self._context, list[HomeItem]()
@@ -181,4 +231,4 @@ class OptimizerState:
         for item in self._items.values():
             bring_home(item, self._context.traffic)
         self._items.clear()
-        self._settled.clear()
+        self._forget_settled()

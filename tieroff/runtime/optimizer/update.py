@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -158,15 +158,18 @@ class BucketUpdate:
 
     def _items_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Returns the items that the update of a bucket needs."""
-        homes = self._context.homes
+        homes, gradients = self._context.homes.parameters, self._context.homes.gradients
+        is_trusted, state = self._buckets.is_trusted, self._optimizer.state
         needed: list[HomeItem] = []
         for param in bucket:
-            item = homes.parameter(param)
+            item = homes.get(id(param))
             # Without a gradient the update leaves the parameter alone, unless nobody knows what the update does.
-            if item is None or (self._buckets.is_trusted and param.grad is None and not self._optimizer.state.get(param)):
+            if item is None or (is_trusted and param.grad is None and not state.get(param)):
                 continue
-            gradient = homes.gradients.get(item.position)
-            needed += [item] if gradient is None else [item, gradient]
+            needed.append(item)
+            gradient = gradients.get(item.position)
+            if gradient is not None:
+                needed.append(gradient)
         return needed + self._state.items_of(bucket)
 
     def _lift(self, bucket: list[torch.Tensor], lifted: list[HomeItem]) -> None:
@@ -174,8 +177,8 @@ class BucketUpdate:
         needed = self._items_of(bucket)
         context.on_demand.claim(*needed)
         lifted += needed  # before the first is: an exception may come between any two lines
-        left = show_all(needed) if context.traffic.keeps_rooms else needed
-        left = context.runner.looked_after(left)
+        left: Sequence[HomeItem] = context.runner.looked_after(needed)
+        left = show_all(left) if context.traffic.keeps_rooms else left
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)

@@ -23,25 +23,7 @@ def modules_in(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def parameters_in(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Returns each parameter of a model once, in the same way."""
-    found = {id(p): p for module in modules_in(model) for p in module._parameters.values() if p is not None}
-    return list(found.values())
-
-
-def buffers_in(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the buffers of a model in the same way; one that several modules have comes several times."""
-    return [buffer for module in modules_in(model) for buffer in module._buffers.values() if buffer is not None]
-
-
-def trained_of(model: torch.nn.Module) -> bytes:
-    """Returns which of a model's parameters get a gradient: a byte each."""
-    return bytes([parameter.requires_grad for parameter in parameters_in(model)])
-
-
-def signature_of(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: bytes | None = None
-) -> Signature:
+def signature_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: bytes) -> Signature:
     """Returns the signature of a kind of step: inputs (shapes, types, who gets gradients), modes of model and autocast.
 
     A model that steps in turn with others (a discriminator) has a kind of step of its own, and one through which gradients
@@ -50,7 +32,7 @@ def signature_of(
     Args:
         model: its modes and parameters count.
         args, kwargs: the inputs.
-        trained: what `trained_of` gives, where that is known; it walks the model.
+        trained: which of its parameters get a gradient: a byte each.
     """
     leaves = leaves_of((args, kwargs))
     described = tuple(
@@ -58,7 +40,6 @@ def signature_of(
         for leaf in leaves
     )
     kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta")}
-    trained = trained if trained is not None else trained_of(model)
     return (*described, trained, model.training, *(torch.is_autocast_enabled(kind) for kind in sorted(kinds)))
 
 

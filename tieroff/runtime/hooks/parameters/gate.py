@@ -69,6 +69,11 @@ class Gate:
     def value_for(self, home: torch.Tensor) -> torch.Tensor:
         """Returns what item access gives for a home: itself, lifted, or its value in the type that is computed with."""
         item = self._context.homes.parameter(home)
+        if item is not None and item.stays_up and self._is_plain_read(item):
+            value = self.fetch.home(item)
+            if item.shown is None or item.shown is not item.value:
+                self._note_kept(item, value)
+            return home
         if isinstance(item, ShardItem):
             return home  # FSDP2 asks for its bytes when it gathers them
         if item is None and not self.casts.applies_to(home):
@@ -90,6 +95,25 @@ class Gate:
             with temporarily_clear_interpreter_stack():
                 return self._fetched(item, home)
         return self._fetched(item, home)
+
+    def _is_plain_read(self, item: ParameterItem) -> bool:
+        """True for what most reads are: by a module's forward in the step's own thread, of the home itself."""
+        return (
+            self.depth > 0
+            and type(item) is ParameterItem
+            and self.casts.dtype is None
+            and threading.get_ident() == self._context.state.thread
+            and not self.beside.count
+            and torch.is_grad_enabled()
+            and not functorch_is_active()
+        )
+
+    def _note_kept(self, item: ParameterItem, value: torch.Tensor) -> None:
+        """Notes where one lies that the plan has on the device all the time: once, as long as it lies there."""
+        self.live.add(item, value)
+        if item.lower is not None and item.is_shown_below:
+            self.live.add(item, item.lower)
+        item.shown = item.value if self._context.runner.leaves_alone(item) else None
 
     def is_apart(self) -> bool:
         """True for a thread beside the step; a backward is of the step, in whatever thread."""

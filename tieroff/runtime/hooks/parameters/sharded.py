@@ -247,7 +247,7 @@ class Shards:
         """What would lower the least that a step runs in; "" for a model that FSDP2 does not shard."""
         return gathering_advice(self._held.values())
 
-    def leaf_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns the parameter that people hold for one that a module has just now: FSDP2 puts the whole in its place."""
         leaf = self.gathered.leaf_of(parameter)
         return parameter if leaf is None else leaf

@@ -1,0 +1,68 @@
+"""A walk over a model: what its modules hold, found once; each step looks whether it still is so.
+
+A look is made of functions of the interpreter's own, without a line of Python per module or parameter: some 40 us for 150
+parameters, where a walk takes a millisecond.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
+from typing import Any
+
+import torch
+
+from tieroff.runtime.hooks.forward.inputs import modules_in
+from tieroff.runtime.items.hollow import own_class, untouched
+
+_DICTS = ("_modules", "_parameters", "_buffers")
+_CHILDREN, _PARAMETERS, _BUFFERS = map(itemgetter, _DICTS)
+_VALUES = methodcaller("values")
+_PROPERTIES = attrgetter("requires_grad", "dtype")
+
+
+class Walk:
+    """What a model holds.
+
+    Attributes:
+        used, buffers: parameters and buffers; one that several modules have comes several times.
+        plain: parameters whose storage may be asked for.
+        trained: which parameters get a gradient: a byte each.
+        has_substitutes: other tensors stand in for parameters, for one call only (torch.func.functional_call).
+        is_readable: all modules are Python's own, and not scripted.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = modules_in(model)
+        self.is_readable = all(isinstance(module.__dict__.get(name), dict) for module in modules for name in _DICTS)
+        self.used: list[torch.Tensor] = [p for module in modules for p in module._parameters.values() if p is not None]
+        parameters = {id(p): p for p in self.used}.values()
+        self.buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+        with untouched():
+            self.plain = [p for p in parameters if p.layout is torch.strided and own_class(p) in _PLAIN]
+            self.trained = bytes([p.requires_grad for p in parameters])
+        self.has_substitutes = not all(type(p) is torch.nn.Parameter or isinstance(p, torch.nn.Parameter) for p in self.used)
+        self._held = modules  # what is freed gives its identity to the next one
+        self._dicts = [module.__dict__ for module in modules]
+        self._seen = self._look() if self.is_readable else None
+
+    @property
+    def is_same(self) -> bool:
+        """True when nobody added, replaced, removed, froze or converted anything since."""
+        return self._seen is not None and self._look() == self._seen
+
+    def storages(self) -> set[int]:
+        """Returns the identities of the storages that its plain parameters lie on now."""
+        with untouched():
+            return {p.untyped_storage()._cdata for p in self.plain}
+
+    def _look(self) -> tuple[list[Any], ...]:
+        with untouched():
+            children = chain.from_iterable(map(_VALUES, map(_CHILDREN, self._dicts)))
+            parameters = [*chain.from_iterable(map(_VALUES, map(_PARAMETERS, self._dicts)))]
+            buffers = chain.from_iterable(map(_VALUES, map(_BUFFERS, self._dicts)))
+            present = [parameter for parameter in parameters if parameter is not None]
+            return [*map(id, children)], [*map(id, parameters)], [*map(_PROPERTIES, present)], [*map(id, buffers)]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
