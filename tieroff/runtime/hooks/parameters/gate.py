@@ -72,7 +72,7 @@ class Gate:
         if item is not None and item.stays_up and self._is_plain_read(item):
             value = self.fetch.home(item)
             if item.shown is None or item.shown is not item.value:
-                self._note_kept(item, value)
+                self._note(item, value)
             return home
         if isinstance(item, ShardItem):
             return home  # FSDP2 asks for its bytes when it gathers them
@@ -108,10 +108,11 @@ class Gate:
             and not functorch_is_active()
         )
 
-    def _note_kept(self, item: ParameterItem, value: torch.Tensor) -> None:
-        """Notes where one lies that the plan has on the device all the time: once, as long as it lies there."""
+    def _note(self, item: ParameterItem, value: torch.Tensor) -> None:
+        """Notes where a parameter lies; where the plan has it there all the time, that holds for later reads."""
         self.live.add(item, value)
         if item.lower is not None and item.is_shown_below:
+            # Of many that are read before they are used (a recurrent layer's), the first lie below again by then.
             self.live.add(item, item.lower)
         item.shown = item.value if self._context.runner.leaves_alone(item) else None
 
@@ -147,10 +148,7 @@ class Gate:
             return self._cast(item, home, dtype)
         if item is None:
             return home
-        self.live.add(item, self.fetch.home(item))
-        if item.lower is not None and item.is_shown_below:
-            # Of many that are read before they are used (a recurrent layer's), the first lie below again by then.
-            self.live.add(item, item.lower)
+        self._note(item, self.fetch.home(item))
         return home
 
     def _cast(self, item: ParameterItem | None, home: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
