@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def pairs_of(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
     """Returns the pairs of a case, each as (factor, value, other factor, other value)."""
@@ -25,3 +27,17 @@ def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs_of(best)
         chosen.append(best)
     return [tuple(values[index] for values, index in zip(factors, case, strict=True)) for case in sorted(chosen)]
+
+
+def in_turn(subjects: Sequence[Any], choices: Sequence[Any]) -> list[Any]:
+    """Returns the full product as parameters; all but one choice for each subject, in turn, are marked `long`."""
+    return [
+        pytest.param(
+            subject,
+            choice,
+            id=f"{getattr(subject, 'name', subject)}-{getattr(choice, 'name', choice)}",
+            marks=[] if index % len(choices) == place else [pytest.mark.long],
+        )
+        for index, subject in enumerate(subjects)
+        for place, choice in enumerate(choices)
+    ]
