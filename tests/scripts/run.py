@@ -1,6 +1,6 @@
 """Runs one program and prints what it left as JSON; a process of its own.
 
-usage: python -m tests.scripts.run PROGRAM BUDGET ("": plain) FOLDER
+usage: python -m tests.scripts.run PROGRAM BUDGET ("": plain) FOLDER [MACHINE]
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def status_bytes(field: str) -> int:
     return int(next(line for line in lines if line.startswith(field + ":")).split()[1]) * 1024
 
 
-def main(program: str, budget: str, folder: str) -> None:
-    """Runs a program to its end, and says what it left."""
+def main(program: str, budget: str, folder: str, machine: str | None = None) -> None:
+    """Runs a program to its end, and says what it left; the links are measured where no machine file is named."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    script = Script(budget, Path(folder))
+    script = Script(budget, Path(folder), machine)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     before, begun, status = status_bytes("VmRSS"), time.process_time(), 0
