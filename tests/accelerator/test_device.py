@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import signal
 import subprocess
@@ -174,6 +175,8 @@ def test_copy_of_pinned_memory_does_not_hold_up_the_host() -> None:
 
 
 def test_pinned_memory_outlives_its_copies() -> None:
+    gc.collect()  # engines of tests before, which are garbage, have staging buffers
+    before = sim.counters()["pinned_bytes"]
     sim.set_late_links(0.01)
     x = torch.empty(COUNT, device="sim")
     for value in range(8):
@@ -181,7 +184,7 @@ def test_pinned_memory_outlives_its_copies() -> None:
         x.to("cpu", non_blocking=True, copy=True)  # into memory that is let go before a byte has come
     assert x.eq(7).all().item()
     torch.accelerator.synchronize()
-    assert sim.counters()["pinned_bytes"] == 0
+    assert sim.counters()["pinned_bytes"] == before
 
 
 def test_memory_is_registered_with_the_codes_of_cuda() -> None:
