@@ -24,14 +24,17 @@ pytest.register_assert_rewrite("tests.support.parity", "tests.support.databases"
 _SHARED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", _SHARED)
 settings.register_profile("tieroff", _SHARED, derandomize=True)
+settings.register_profile("short", _SHARED, derandomize=True, max_examples=40)
 settings.load_profile("tieroff")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets Ctrl-C through to the programs that the tests start.
+    """Tries properties on fewer examples where long tests are left out, and lets Ctrl-C through to programs of the tests.
 
     A shell starts what runs in the background with SIGINT ignored, and whoever ignores a signal hands that on.
     """
+    if "not long" in config.getoption("-m") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("short")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -7,6 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def pairs_of(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
@@ -41,3 +42,11 @@ def in_turn(subjects: Sequence[Any], choices: Sequence[Any]) -> list[Any]:
         for index, subject in enumerate(subjects)
         for place, choice in enumerate(choices)
     ]
+
+
+def examples(count: int) -> int:
+    """Returns on how many of `count` examples a property is tried: on all where the long tests run too, else on two fifths.
+
+    tests/conftest.py sets the profile by what was selected.
+    """
+    return count * settings.default.max_examples // 100 if settings.default is not None else count
