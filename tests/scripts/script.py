@@ -24,7 +24,7 @@ class Script:
         phases: per wrapped model, what its last step was.
     """
 
-    def __init__(self, budget: str, folder: Path, machine: str | None = None) -> None:
+    def __init__(self, budget: str, folder: Path, machine: str = "") -> None:
         self.folder = folder
         self.losses: list[str] = []
         self._budget = budget
