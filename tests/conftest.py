@@ -24,14 +24,17 @@ pytest.register_assert_rewrite("tests.support.parity", "tests.support.databases"
 _SHARED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", _SHARED)
 settings.register_profile("tieroff", _SHARED, derandomize=True)
+settings.register_profile("short", _SHARED, derandomize=True, max_examples=40)
 settings.load_profile("tieroff")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets Ctrl-C through to the programs that the tests start.
+    """Tries properties on fewer examples where long tests are left out, and lets Ctrl-C through to programs of the tests.
 
     A shell starts what runs in the background with SIGINT ignored, and whoever ignores a signal hands that on.
     """
+    if "not long" in config.getoption("-m") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("short")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,8 +53,12 @@ def project() -> Path:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Has the garbage collector pass over what every test needs: a third of a million objects, and many tests collect."""
-    if "torch" in sys.modules:
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
         importlib.import_module("torch._dynamo")  # torch.optim imports it at its first step
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():  # each call of torch.manual_seed would keep a formatted stack for it: 1 ms
+                device.manual_seed_all = device.manual_seed = lambda seed: None
     gc.collect()
     gc.freeze()
 

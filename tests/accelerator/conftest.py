@@ -1,7 +1,7 @@
 """The simulated device is registered for the life of a process, and changes what PyTorch answers: these tests have their own.
 
 `pytest tests/accelerator` runs them as they are; with TIEROFF_TEST_DEVICE=cuda, those of tieroff run on a real device.
-Collected beside other tests, each file becomes one test that runs it in another process.
+Collected beside other tests, each folder becomes one test that runs its files in another process, and each file of a long one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ HERE = Path(__file__).resolve().parent
 SECONDS_MAX = 1800
 # Folders whose tests need nothing of the simulated device; the others set its clock, links and memory.
 ANYWHERE = ("parity", "users")
+LONG = ("parity",)  # each file takes minutes with the tests that are marked so
 
 
 class OwnProcess(pytest.Item):
-    """The tests of one file, in another process."""
+    """The tests of some files, in another process."""
 
-    def __init__(self, *, file: Path, **kwargs: Any) -> None:
+    def __init__(self, *, files: list[Path], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.file = file
+        self.files = files
 
     def runtest(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(self.file)]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, self.files)]
         selected = ["-m", self.config.getoption("-m"), "-k", self.config.getoption("-k")]
         done = subprocess.run([*command, *selected], capture_output=True, text=True, cwd=self.config.rootpath)
         if done.returncode != 0:
@@ -42,7 +43,7 @@ class OwnProcess(pytest.Item):
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        return self.file, 0, f"{self.name} in a process of its own"
+        return self.files[0], 0, f"{self.name} in a process of its own"
 
 
 @pytest.hookimpl(trylast=True)  # after those that are not selected are gone
@@ -51,8 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not ours:
         return
     if target.IS_SIMULATED and len(ours) < len(items):
-        files = sorted({item.path for item in ours})
-        apart = [OwnProcess.from_parent(ours[0].session, name=str(file.relative_to(HERE)), file=file) for file in files]
+        shared: dict[Path, list[Path]] = {}
+        for file in sorted({item.path for item in ours}):
+            shared.setdefault(file if file.parent.name in LONG else file.parent, []).append(file)
+        apart = [
+            OwnProcess.from_parent(ours[0].session, name=str(path.relative_to(HERE.parent)), files=files)
+            for path, files in shared.items()
+        ]
         for one in apart:
             one.add_marker(pytest.mark.timeout(SECONDS_MAX))
         theirs = [item for item in items if not item.path.is_relative_to(HERE)]

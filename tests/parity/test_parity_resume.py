@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,36 +266,6 @@ def test_loading_in_mid_run_goes_back_to_the_saved_step(under: Under, way: str, 
         run.step()
     assert_same(expected, run, first)
     under.unwrap(run)
-
-
-@functools.cache
-def saved_run() -> tuple[Any, bytes]:
-    """Returns what the run that never stopped computed, and its checkpoint."""
-    expected = whole_run("adamw")
-    with tempfile.TemporaryDirectory() as folder:
-        first_part("adamw", PLAIN, Path(folder), save_with_torch)
-        return expected, (Path(folder) / "all.pt").read_bytes()
-
-
-@pytest.mark.filterwarnings("ignore::tieroff.errors.BudgetWarning")  # rules that do not meet it get what they need
-@pytest.mark.parametrize("policy", all_policies())
-def test_resuming_under_every_policy(policy: str, tmp_path: Path) -> None:
-    expected, checkpoint = saved_run()
-    (tmp_path / "all.pt").write_bytes(checkpoint)
-    numbers, values, state = expected
-    run = Run("adamw")
-    Under(policy, policy, "75%", HOST_BYTES).wrap(run, tmp_path)
-    load_with_torch(run, tmp_path)
-    for _ in range(STEPS - SAVED_AFTER):
-        run.step()
-    phase = tieroff.engine(run.model).stats().phase
-    found_numbers, found_values, found_state = run.end()
-    tieroff.unwrap(run.model)
-    assert phase in ("planned", "on demand", "nothing moved")
-    rest = numbers[-len(found_numbers) :]
-    assert [i for i, pair in enumerate(zip(rest, found_numbers, strict=True)) if not are_same_bits(*pair)] == []
-    assert differing(values, found_values) == []
-    assert differing(state, found_state) == []
 
 
 def part_under(policy: str, folder: Path, *, is_first: bool) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import machines, traces
+from tests.support.covering import examples
 from tieroff.core.check.plan import check
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -35,7 +36,7 @@ POLICIES = (
     plan_capuchin,
     plan_sentinel,
 )
-_settings = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+_settings = settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
 def in_mebibytes(trace: Trace) -> Trace:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.property.oracle import optimum
 from tests.property.test_planner_properties import cases, machines
+from tests.support.covering import examples
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities, Plan
@@ -26,7 +27,7 @@ from tieroff.planner.simulate.simulator import simulate
 
 _Case = tuple[Trace, dict[Tier, int]]
 _settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     print_blob=True,
@@ -61,7 +62,7 @@ def plan_of(case: _Case, machine: Machine, policy: str, caps: Capabilities) -> P
 
 
 @pytest.mark.parametrize("policy", all_policies())
-@settings(_settings, max_examples=40)
+@settings(_settings, max_examples=examples(40))
 @given(case=cases(), machine=machines(), caps=executors())
 def test_every_plan_is_valid_within_its_tiers_and_above_every_bound(
     policy: str, case: _Case, machine: Machine, caps: Capabilities
@@ -153,7 +154,7 @@ def tiny_cases(draw: st.DrawFn) -> tuple[_Case, Machine]:
 _TINY = replace(IDEAL_EXECUTOR, splits=False)
 
 
-@settings(_settings, max_examples=50)
+@settings(_settings, max_examples=examples(50))
 @given(case=tiny_cases(), repeats=st.booleans(), update_ns=st.sampled_from((None, 0, 10)))
 def test_no_bound_is_above_the_optimum(case: tuple[_Case, Machine], repeats: bool, update_ns: int | None) -> None:
     problem = problem_of(case[0], case[1], _TINY)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import machines
+from tests.support.covering import examples
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -51,7 +52,7 @@ def steps(draw: st.DrawFn) -> Trace:
 
 
 @pytest.mark.parametrize("policy", ["auto", "greedy", "relaxed", "teraio"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(trace=steps(), machine=machines(), share=st.integers(0, 100), host=st.sampled_from((10_000, 200)))
 def test_policy_plans_what_the_checker_passes_or_says_why_it_cannot(
     policy: str, trace: Trace, machine: Machine, share: int, host: int

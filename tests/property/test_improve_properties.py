@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import machines, traces
+from tests.support.covering import examples
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
@@ -86,7 +87,7 @@ def problems(draw: st.DrawFn, trace: Trace, machine: Machine) -> Problem:
 
 # Cases are small as they are, and to shrink them takes minutes.
 _SETTINGS = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.property.test_planner_properties import cases, machines
 from tests.property.test_updates_properties import cases as cases_with_updates
-from tests.support.covering import pairwise
+from tests.support.covering import examples, pairwise
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR
@@ -24,7 +24,7 @@ _SUBSETS = [frozenset(itertools.compress(_OTHERS, switches)) for switches in sor
 _WITH_UPDATES = [subset | {"updated"} for subset in _SUBSETS]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(case=cases(), machine=machines())
 def test_every_choice_of_generators_plans_the_same_problems(case: tuple[Trace, dict[Tier, int]], machine: Machine) -> None:
     trace, budget = case

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.covering import examples
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
@@ -119,7 +120,7 @@ def cases(draw: st.DrawFn) -> tuple[Trace, dict[Tier, int]]:
     }
 
 
-_settings = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+_settings = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
 def _plan(

@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.covering import examples
 from tieroff.core.check.sharding import check_sharding, count_sharding
 from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingEdge, ShardingNode, ShardingProblem, build_problem
 from tieroff.planner.sharding.elimination import solve_without_limit
@@ -40,7 +41,7 @@ def best_by_trying_all(problem: ShardingProblem, usage_limit: int) -> int | None
     return min(fitting, default=None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(problems(most_strategies=2))
 def test_elimination_finds_what_trying_all_finds(problem: ShardingProblem) -> None:
     found = solve_without_limit(problem)
@@ -49,7 +50,7 @@ def test_elimination_finds_what_trying_all_finds(problem: ShardingProblem) -> No
         assert count_sharding(problem, found.strategies).cost == found.cost
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(problems(most_nodes=7))
 def test_search_finds_what_trying_all_finds(problem: ShardingProblem) -> None:
     found = search_sharding(problem, time_limit_s=5)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.property.test_planner_properties import capabilities
 from tests.property.test_planner_properties import cases as feasible_cases
 from tests.property.test_planner_properties import machines as planner_machines
+from tests.support.covering import examples
 from tests.support.simulate_reference import simulate_reference
 from tieroff.core.check.plan import check
 from tieroff.core.machine import LINK_NAMES, Machine
@@ -29,7 +30,10 @@ from tieroff.planner.simulate.simulator import simulate
 _TIERS = tuple(Tier)
 _LINK_ENDS = tuple(LINK_NAMES)
 _settings = settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], print_blob=True
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
 )
 
 
@@ -167,7 +171,7 @@ _options = st.builds(
 )
 
 
-@settings(_settings, max_examples=1000)
+@settings(_settings, max_examples=examples(1000))
 @given(case=cases(), machine=machines(), options=_options)
 def test_both_simulators_give_the_same_timeline(case: tuple[Plan, Trace], machine: Machine, options: SimulationOptions) -> None:
     plan, trace = case

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import machines, traces
+from tests.support.covering import examples
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities
@@ -124,9 +125,9 @@ def _scaled(trace: Trace, budget: _Budget, machine: Machine) -> tuple[Trace, _Bu
     )
 
 
-def _settings(examples: int) -> settings:
+def _settings(count: int) -> settings:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=checks, print_blob=True)
+    return settings(max_examples=examples(count), deadline=None, suppress_health_check=checks, print_blob=True)
 
 
 @_settings(100)

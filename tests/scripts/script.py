@@ -24,10 +24,11 @@ class Script:
         phases: per wrapped model, what its last step was.
     """
 
-    def __init__(self, budget: str, folder: Path) -> None:
+    def __init__(self, budget: str, folder: Path, machine: str = "") -> None:
         self.folder = folder
         self.losses: list[str] = []
         self._budget = budget
+        self._plan = {"min_bytes": "1KiB", **({"machine": machine} if machine else {})}
         self._kept: dict[str, Any] = {}
         self._wrapped: list[nn.Module] = []
 
@@ -39,7 +40,7 @@ class Script:
                 "budget": {"device": self._budget, "nvme": "64MiB"},
                 "nvme": {"dirs": [str(self.folder)]},
             }
-            tieroff.wrap(model, optimizer, {**config, "plan": {"min_bytes": "1KiB"}})
+            tieroff.wrap(model, optimizer, {**config, "plan": self._plan})
             self._wrapped.append(model)
         return model
 

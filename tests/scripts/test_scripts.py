@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.scripts.compare import PAGE, PROGRAMS, budgets_of, run
+from tests.scripts.compare import PAGE, PROGRAMS, budgets_of, runs
+from tests.support.parity import machine_file
 
-# The others are marked long: each takes two processes, whose imports are most of the time.
+# The others are marked long: each takes three processes.
 ALWAYS = ("adversaries", "leaves_early", "manual_sgd", "sizes")
 
 
 @pytest.mark.parametrize("program", [p if p in ALWAYS else pytest.param(p, marks=pytest.mark.long) for p in PROGRAMS])
-def test_program_leaves_what_the_plain_one_leaves(program: str) -> None:
-    plain = run(program, "")
+def test_program_leaves_what_the_plain_one_leaves(program: str, tmp_path: Path) -> None:
+    budgets = budgets_of(program)
+    plain, *others = runs(program, ("", *budgets), machine_file(tmp_path))
     assert len(plain["left"]["losses"]) >= 9 and plain["left"]["digests"]
-    for budget in budgets_of(program):
-        wrapped = run(program, budget)
+    for budget, wrapped in zip(budgets, others, strict=True):
         assert wrapped["left"] == plain["left"], budget
         assert set(wrapped["figures"]["phases"]) <= {"planned", "on demand"}
 

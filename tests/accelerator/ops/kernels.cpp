@@ -1,11 +1,13 @@
 #include "kernels.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/contiguous.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
@@ -196,23 +198,101 @@ struct Shapes {
   std::vector<c10::IValue> arguments;
 };
 
+template <typename T>
+void put(std::string* key, const T& value) {
+  key->append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+template <typename List>
+void put_all(std::string* key, const List& values) {
+  put(key, values.size());
+  for (const auto value : values) put(key, value);
+}
+
+// Appends all that a meta kernel can know of a tensor; false where that is more than a few bytes.
+bool describe_tensor(const at::Tensor& t, std::string* key) {
+  put(key, t.defined());
+  if (!t.defined()) return true;
+  put(key, is_sim(t));
+  put(key, t.scalar_type());
+  put(key, t.unsafeGetTensorImpl()->is_wrapped_number());
+  if (is_sim(t)) {
+    put_all(key, t.sizes());
+    put_all(key, t.strides());
+    put(key, t.is_conj());
+    put(key, t.is_neg());
+    return true;
+  }
+  if (!t.is_cpu() || t.dim() > 0) return false;
+  key->append(static_cast<const char*>(t.unsafeGetTensorImpl()->data()), t.itemsize());
+  return true;
+}
+
+// Appends a value and what kind of value it is; false where a kind has no such description.
+bool describe(const c10::IValue& value, std::string* key) {
+  key->append(value.tagKind()).push_back(':');
+  if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
+    bool is_whole = true;
+    if (value.isTensor()) return describe_tensor(value.toTensor(), key);
+    put(key, value.toListRef().size());
+    for (const auto& each : value.toListRef())
+      is_whole = is_whole && describe_tensor(each.isNone() ? at::Tensor() : each.toTensor(), key);
+    return is_whole;
+  }
+  if (value.isInt()) put(key, value.toInt());
+  else if (value.isDouble()) put(key, value.toDouble());
+  else if (value.isBool()) put(key, value.toBool());
+  else if (value.isComplexDouble()) put(key, value.toComplexDouble());
+  else if (value.isIntList()) put_all(key, value.toIntVector());
+  else if (value.isDoubleList()) put_all(key, value.toDoubleVector());
+  else if (value.isBoolList()) put_all(key, value.toBoolList().vec());
+  else if (value.isString()) key->append(value.toStringRef()).push_back('\0');
+  else return value.isNone() || value.isDevice() || value.isGenerator();  // of these a meta kernel is told nothing
+  return true;
+}
+
 // What the meta kernel says of the results and of arguments that it resizes, or nothing where it cannot tell.
-std::optional<Shapes> shapes_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& given) {
-  Shapes shapes;
+std::shared_ptr<const Shapes> told_by_meta(const c10::OperatorHandle& op, const std::vector<c10::IValue>& given) {
+  auto shapes = std::make_shared<Shapes>();
   Stack stack;
   for (const auto& value : given) {
     if (value.isDevice()) stack.emplace_back(c10::Device(c10::kMeta));
     else if (value.isGenerator()) stack.emplace_back();
     else stack.push_back(with_tensors(value, meta_of));
   }
-  shapes.arguments = stack;
+  shapes->arguments = stack;
   try {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   } catch (const std::exception&) {
-    return std::nullopt;  // the kernel itself will say what is wrong, if anything is
+    return nullptr;  // the kernel itself will say what is wrong, if anything is
   }
-  shapes.results = taken_results(op, &stack);
+  shapes->results = taken_results(op, &stack);
+  return shapes;
+}
+
+// Most meta kernels are Python and take longer than the kernel itself, so that each is asked once about the same arguments.
+std::shared_ptr<const Shapes> shapes_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& given) {
+  using Known = std::unordered_map<std::string, std::shared_ptr<const Shapes>>;
+  static auto* mutex = new std::mutex;
+  static auto* known = new Known;
+  constexpr size_t kKnownMax = 1 << 14;
+  std::string key = op.operator_name().name + "." + op.operator_name().overload_name + ":";
+  put(&key, c10::get_default_dtype_as_scalartype());
+  put(&key, at::globalContext().deterministicAlgorithms());
+  for (const auto& value : given)
+    if (!describe(value, &key)) return told_by_meta(op, given);
+  {
+    const std::lock_guard<std::mutex> lock(*mutex);
+    const auto found = known->find(key);
+    if (found != known->end()) return found->second;
+  }
+  const auto shapes = told_by_meta(op, given);
+  if (shapes == nullptr) return shapes;
+  Known forgotten;  // outlives the lock: the end of a tensor that Python knows waits for the GIL
+  const std::lock_guard<std::mutex> lock(*mutex);
+  if (known->size() >= kKnownMax) forgotten.swap(*known);
+  known->emplace(std::move(key), shapes);
   return shapes;
 }
 
@@ -438,7 +518,7 @@ void call_kernel(const c10::OperatorHandle& op, Stack* stack) {
     results = views(op, traits, given);
   } else {
     raise_last_error();
-    std::optional<Shapes> shapes;
+    std::shared_ptr<const Shapes> shapes;
     const bool draws_unseen = traits.is_seeded && traits.generator < 0;
     if (!traits.is_synchronous && !draws_unseen) shapes = shapes_of(op, given);
     results = shapes ? queue(op, traits, given, *shapes, device) : run_now(op, traits, given, device);

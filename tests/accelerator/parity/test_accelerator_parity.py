@@ -6,10 +6,8 @@ are marked `long`. That every model computes the same over every set of tiers is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from torch import optim
 
 import tieroff
 from tests.accelerator import target
+from tests.support.covering import in_turn
 from tests.support.models import CNN, GPT_WORKLOAD, LOOPS, MLP_WORKLOAD, MODELS
 from tests.support.parity import HOST, MIXED, NVME, TIERS, Tiers, Workload, assert_equal, check_parity, run_plain
 
@@ -39,31 +38,17 @@ def check(workload: Workload, tiers: Tiers, folder: Path, *, policy: str = "floo
     check_parity(workload, tiers, target.backend, folder, policy=policy, device=device, clip=clip)
 
 
-def over(subjects: Sequence[Any], tiers: Sequence[Tiers]) -> list[Any]:
-    """Returns the full product as parameters; all but one set of tiers for each subject, in turn, are marked as long."""
-    return [
-        pytest.param(
-            subject,
-            choice,
-            id=f"{getattr(subject, 'name', subject)}-{choice.name}",
-            marks=[] if index % len(tiers) == place else [pytest.mark.long],
-        )
-        for index, subject in enumerate(subjects)
-        for place, choice in enumerate(tiers)
-    ]
-
-
-@pytest.mark.parametrize(("workload", "tiers"), over(MODELS, TIERS))
+@pytest.mark.parametrize(("workload", "tiers"), in_turn(MODELS, TIERS))
 def test_model_computes_the_same(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
     check(workload, tiers, tmp_path)
 
 
-@pytest.mark.parametrize(("workload", "tiers"), over(LOOPS, [HOST, NVME]))
+@pytest.mark.parametrize(("workload", "tiers"), in_turn(LOOPS, [HOST, NVME]))
 def test_loop_computes_the_same(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
     check(workload, tiers, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "tiers"), over(list(OPTIMIZERS), [HOST, NVME]))
+@pytest.mark.parametrize(("name", "tiers"), in_turn(list(OPTIMIZERS), [HOST, NVME]))
 def test_optimizer_makes_the_same_updates(name: str, tiers: Tiers, tmp_path: Path) -> None:
     check(replace(MLP_WORKLOAD, optimizer=OPTIMIZERS[name]), tiers, tmp_path)
 

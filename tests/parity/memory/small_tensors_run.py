@@ -1,6 +1,6 @@
 """Trains a model of which no tensor has 1 MiB and prints what resident memory grew by as JSON; run in a process of its own.
 
-usage: small_tensors_run.py FOLDER BUDGET ("": plain, without tieroff)
+usage: small_tensors_run.py FOLDER BUDGET ("": plain, without tieroff) MACHINE
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def resident_bytes(field: str) -> int:
     raise AssertionError(f"no {field} in /proc/self/status")
 
 
-def main(folder: str, budget: str) -> None:
+def main(folder: str, budget: str, machine: str) -> None:
     before = resident_bytes("VmRSS")
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh()) for _ in range(BLOCKS)]
@@ -35,7 +35,7 @@ def main(folder: str, budget: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if budget:
         config = {"device": "cpu", "budget": {"device": budget, "host": 0, "nvme": "1GiB"}, "nvme": {"dirs": [folder]}}
-        tieroff.wrap(model, optimizer, {**config, "plan": {"min_bytes": "16KiB"}})
+        tieroff.wrap(model, optimizer, {**config, "plan": {"min_bytes": "16KiB", "machine": machine}})
     losses = []
     for step in range(STEPS):
         if step == WARM_UP:  # steps run as planned from here on
@@ -54,4 +54,4 @@ def main(folder: str, budget: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

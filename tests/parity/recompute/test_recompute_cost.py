@@ -54,6 +54,14 @@ class PauseClock:
         self._paused_ns += round(seconds * NS_PER_S)
 
 
+@pytest.fixture(autouse=True)
+def _paused_by_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the pauses."""
+    clock = PauseClock()
+    monkeypatch.setattr(time, "monotonic_ns", clock.now_ns)
+    monkeypatch.setattr(Pause, "wait", staticmethod(clock.wait))
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,10 +149,7 @@ def _price_ns(trace: Trace, paths: tuple[str, ...]) -> int:
 
 
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["float", "autocast"])
-def test_recompute_costs_what_plan_and_price_say(is_autocast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = PauseClock()
-    monkeypatch.setattr(time, "monotonic_ns", clock.now_ns)
-    monkeypatch.setattr(Pause, "wait", staticmethod(clock.wait))
+def test_recompute_costs_what_plan_and_price_say(is_autocast: bool, tmp_path: Path) -> None:
     for name in ("moving", "again"):
         (tmp_path / name).mkdir()
     plain, _, _ = _train(None, is_autocast=is_autocast)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.covering import examples
 from tests.support.outside import published_trace
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
@@ -109,7 +110,7 @@ def test_addresses_never_overlap_on_the_ring_and_prove_the_peak(case: tuple[Trac
     assert placed == with_addresses(plan, trace, alignment)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(trace=_traces(), share=st.integers(50, 100))
 def test_plan_with_addresses_passes_the_checker_with_room_for_its_overshoot(trace: Trace, share: int) -> None:
     device_bytes = max(1, int(live_bytes(trace).max()) * share // 100)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.covering import examples
 from tests.support.outside import outside
 from tieroff import _native
 from tieroff.errors import ConfigError, InfeasiblePlanError
@@ -83,7 +84,7 @@ def test_pack_overlaps_nothing_and_keeps_the_alignment(buffers: Buffers, alignme
     assert layout == pack(buffers, alignment_bytes=alignment)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(buffers=_FEW, above=_ABOVE, alignment=_ALIGNMENT)
 def test_pack_ring_finds_the_smallest_footprint_of_few_buffers(buffers: Buffers, above: list[int], alignment: int) -> None:
     smallest = _smallest([(a, b, padded(size, alignment)) for a, b, size in buffers], above, alignment)
@@ -94,7 +95,7 @@ def test_pack_ring_finds_the_smallest_footprint_of_few_buffers(buffers: Buffers,
     assert pack_ring(buffers, above, smallest - 1, alignment, _ENDLESS).footprint_bytes >= smallest
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(buffers=_FEW, alignment=_ALIGNMENT)
 def test_pack_finds_the_smallest_footprint_of_few_buffers(buffers: Buffers, alignment: int) -> None:
     smallest = _smallest(buffers, [0] * 2 * _RING, alignment)
@@ -124,7 +125,7 @@ def _footprint(buffers: Buffers, above: Sequence[int], alignment: int, capacity:
 
 
 @pytest.mark.parametrize("off", [*((name,) for name in _SWITCHES), _SWITCHES])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(buffers=_FEW, above=_ABOVE, alignment=_ALIGNMENT)
 def test_pack_without_a_switch_of_the_search_fits_the_same(
     off: tuple[str, ...], buffers: Buffers, above: list[int], alignment: int

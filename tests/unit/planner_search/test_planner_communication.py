@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import machines, traces
+from tests.support.covering import examples
 from tests.support.simulate_reference import simulate_reference
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
@@ -22,7 +23,7 @@ from tieroff.planner.policies import all_policies
 from tieroff.planner.problem.problem import live_bytes, make_problem
 from tieroff.planner.simulate.simulator import simulate
 
-_settings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+_settings = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 _RUNTIME = replace(RUNTIME_EXECUTOR, min_bytes=0, granule_bytes=1)
 
 

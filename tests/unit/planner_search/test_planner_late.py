@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.parity.late import late_tensors, plan_late
 from tests.property.test_planner_properties import machines, traces
+from tests.support.covering import examples
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR, Capabilities, Plan, Residency, Transfer
@@ -104,7 +105,7 @@ def test_nothing_comes_to_the_device_across_the_end() -> None:
         check(plan, trace, _LATE)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(trace=traces(), machine=machines(), share=st.integers(50, 100))
 def test_late_plans_hold_and_are_never_needed_to_fit(trace: Trace, machine: Machine, share: int) -> None:
     can = replace(RUNTIME_EXECUTOR, late_evictions=True, min_bytes=0, granule_bytes=1)

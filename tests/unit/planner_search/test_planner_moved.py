@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.parity.late import release_at
 from tests.property.test_activation_policies import problems
+from tests.support.covering import examples
 from tieroff.core.tensor import Tier
 from tieroff.planner.auto.greedy import sweep_choices
 from tieroff.planner.problem.assemble import Move, build_plan, last_dirty_writes
@@ -15,7 +16,7 @@ from tieroff.planner.problem.moved import NO_WRITE, dirty_writes, slot_columns, 
 from tieroff.planner.problem.problem import Problem
 from tieroff.planner.simulate.simulator import simulate_totals
 
-_settings = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+_settings = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
 def choices(problem: Problem) -> Iterator[tuple[list[Move], dict[int, Tier]]]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.covering import examples
 from tieroff import _native
 
 Gap = tuple[int, int, int, int, int]
@@ -99,7 +100,7 @@ def _cases(draw: st.DrawFn) -> tuple[list[int], list[Gap], int]:
     return required, gaps, draw(st.integers(5, 40))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(case=_cases(), repair=st.integers(0, 3), passes=st.sampled_from(("", "LR", "RL", "LRlr", "rl")))
 def test_windows_fit_whenever_every_op_does_with_all_away(
     case: tuple[list[int], list[Gap], int], repair: int, passes: str

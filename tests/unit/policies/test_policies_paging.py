@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import capabilities, machines
 from tests.property.test_planner_properties import traces as any_traces
+from tests.support.covering import examples
 from tests.support.outside import published_trace
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
@@ -298,7 +299,7 @@ def nets(draw: st.DrawFn) -> Trace:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(
     trace=nets() | any_traces(),
     machine=machines(),

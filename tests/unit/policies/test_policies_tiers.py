@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import cases, machines
+from tests.support.covering import examples
 from tests.support.outside import published_trace
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
@@ -185,7 +186,7 @@ _EXECUTORS = st.sampled_from((IDEAL_EXECUTOR, replace(RUNTIME_EXECUTOR, min_byte
 
 
 @pytest.mark.parametrize("plan_policy", POLICIES)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(case=cases(), on=machines(), capabilities=_EXECUTORS, is_ample=st.booleans())
 def test_plan_is_valid_but_for_the_device_and_always_the_same(
     plan_policy: Callable[[Problem], Plan],
@@ -246,7 +247,7 @@ def named_once(trace: Trace) -> Trace:
 
 
 @pytest.mark.parametrize("plan_policy", [plan_zero_offload, plan_zero_infinity, plan_mlp_offload])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(trace=training_steps(), percent=st.integers(40, 100), host=st.sampled_from((300, 10**6)), capabilities=_EXECUTORS)
 def test_plan_of_a_step_with_updates_is_valid_but_for_the_device(
     plan_policy: Callable[[Problem], Plan], trace: Trace, percent: int, host: int, capabilities: Capabilities

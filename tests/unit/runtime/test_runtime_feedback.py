@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.parity.recompute.test_recompute_cost import PauseClock
 from tieroff.core.io.run_folder import load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
@@ -24,7 +25,7 @@ from tieroff.planner.compare.predict import predict
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.session.planning import Planning
 from tieroff.session.workshop import Known
-from tieroff.units import parse_bytes
+from tieroff.units import NS_PER_S, parse_bytes
 
 MS = 1_000_000
 MIB = 1 << 20
@@ -186,6 +187,8 @@ def test_plan_that_never_fits_is_made_anew_ever_more_rarely() -> None:
 class Sleepy(nn.Module):
     """Layers that take as long as one says."""
 
+    wait = staticmethod(time.sleep)
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
@@ -194,7 +197,7 @@ class Sleepy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-            time.sleep(self.delay_s)
+            self.wait(self.delay_s)
         return x
 
 
@@ -239,13 +242,28 @@ def test_engine_plans_again_when_the_model_slows_down(tmp_path: Path, caplog: py
     tieroff.unwrap(model)
 
 
-def test_a_plan_that_would_gain_nothing_by_another_one_predicts_what_is_known_by_now(tmp_path: Path) -> None:
+def at_rate(spans: Iterable[tuple[int, str, Any, int]], bytes_per_s: int) -> Iterator[tuple[int, str, Any, int]]:
+    """Yields the copies as they would have been one after the other at this rate."""
+    at_ns = 0
+    for number, link, _, size_bytes in spans:
+        begun_ns, at_ns = at_ns, at_ns + size_bytes * NS_PER_S // bytes_per_s
+        yield number, link, Copy(begun_ns, at_ns), size_bytes
+
+
+def test_a_plan_that_would_gain_nothing_by_another_one_predicts_what_is_known_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that the layers move and links of half the speed that was said: what else runs here changes neither."""
+    clock, take = PauseClock(), Feedback.take
+    monkeypatch.setattr(time, "monotonic_ns", clock.now_ns)
+    monkeypatch.setattr(Sleepy, "wait", staticmethod(clock.wait))
+    monkeypatch.setattr(Feedback, "take", lambda feedback, durations, spans: take(feedback, durations, at_rate(spans, 5 << 30)))
     model = Sleepy()
     model.delay_s = 0.02
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tieroff.wrap(model, optimizer, config=config(tmp_path, "10GiB"))  # next to none of the step is transfers
     engine = tieroff.engine(model)
-    while not engine.history.steps or not engine.stats().settled_after:  # by then the links beside compute are known
+    while not engine.history.steps or not engine.stats().settled_after:
         train(model, optimizer, 1)
     plan, plans = engine.plan, engine.stats().plans
     model.delay_s = 0.06

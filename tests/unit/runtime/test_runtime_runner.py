@@ -12,6 +12,7 @@ from torch import nn
 
 import tieroff
 from tests.support.delayed import DelayedBackend
+from tests.support.parity import machine_file
 from tieroff.core.plan import Plan, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
@@ -40,7 +41,7 @@ def config(folder: Path, share: str) -> dict[str, object]:
         "device": "cpu",
         "budget": {"device": share, "host": "1MiB", "nvme": "64MiB"},
         "nvme": {"dirs": [str(folder)], "staging": "64KiB"},
-        "plan": {"min_bytes": "4KiB"},
+        "plan": {"min_bytes": "4KiB", "machine": str(machine_file(folder))},  # measured links decide how early copies begin
     }
 
 
