@@ -34,6 +34,9 @@ def _words(name: str, labels: dict[str, str]) -> str:
             return f"backward of {path} uses {leaf}"
         case "grad" | "accumulate":
             return f"the gradient of {leaf} of {path} arrives"
+        case "gather" | "reduce":
+            whose = f"{rest}'s group" if rest else "the root's group"
+            return f"all-gather of {whose}" if kind == "gather" else f"reduce-scatter of {whose}"
         case "bucket":
             return f"update of the optimizer's bucket {rest}"
         case _:

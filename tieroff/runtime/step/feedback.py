@@ -101,7 +101,7 @@ class Feedback:
             trace: the plan's, with the durations it was made for, not those of later predictions.
             machine_as_seen: the machine to plan for when links were seen at given rates; None: links are not compared.
         """
-        reasons = [_compute_drift(sum(self.typical_ns), trace.ideal_ns)]
+        reasons = [_compute_drift(trace.with_durations(self.typical_ns).ideal_ns, trace.ideal_ns)]
         before, now = machine_as_seen(self.rates), machine_as_seen(self._seen())
         noise_ns = max(_NOISE_NS, int(_NOISE_SHARE * trace.ideal_ns))
         for link, moved_bytes in self._moved_bytes.items():
