@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(300)
 
 # The root's group stays gathered; in backward the next group is gathered before the gradients of this one are reduced.
 IN_ORDER = [
-    *("gather:", "gather:blocks.0", "gather:blocks.1", "gather:blocks.2", "gather:blocks.3"),
+    *("gather:root", "gather:blocks.0", "gather:blocks.1", "gather:blocks.2", "gather:blocks.3"),
     *("gather:blocks.3", "gather:blocks.2", "reduce:blocks.3", "gather:blocks.1", "reduce:blocks.2"),
-    *("gather:blocks.0", "reduce:blocks.1", "reduce:blocks.0", "reduce:"),
+    *("gather:blocks.0", "reduce:blocks.1", "reduce:blocks.0", "reduce:root"),
 ]
 US = 1000
 
@@ -121,7 +121,7 @@ def test_measured_step_shows_the_lane_and_what_compute_waits_for(runs: dict[str,
         assert run.timeline.communication == run.trace.communication
         spans = spans_of(run.timeline, run.trace)
         peers = [span for span in spans if span.lane == "peers"]
-        assert [span.name for span in peers[:2]] == ["all-gather of the root's group", "all-gather of blocks.0's group"]
+        assert [span.name for span in peers[:2]] == ["all-gather of the group of root", "all-gather of the group of blocks.0"]
         waits = [span.name for span in spans if span.lane == "stalls" and span.cause == "peers"]
         if kind == "at once":
             assert waits == IN_ORDER

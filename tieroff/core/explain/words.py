@@ -35,8 +35,7 @@ def _words(name: str, labels: dict[str, str]) -> str:
         case "grad" | "accumulate":
             return f"the gradient of {leaf} of {path} arrives"
         case "gather" | "reduce":
-            whose = f"{rest}'s group" if rest else "the root's group"
-            return f"all-gather of {whose}" if kind == "gather" else f"reduce-scatter of {whose}"
+            return f"{'all-gather' if kind == 'gather' else 'reduce-scatter'} of the group of {rest}"
         case "bucket":
             return f"update of the optimizer's bucket {rest}"
         case _:

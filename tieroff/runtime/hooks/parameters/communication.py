@@ -49,7 +49,7 @@ class Watched:
     Attributes:
         inner: what makes it.
         kind: which collective.
-        number, name: of the module that the group belongs to.
+        number, name: of the module that the group belongs to, for people.
     """
 
     def __init__(self, inner: Any, kind: Kind, number: int, name: str, run: Callable[[Watched, Call], Any]) -> None:
@@ -81,7 +81,8 @@ class Communication:
         """From now on they are events."""
         if self._context.traffic.backend.device.type != "cpu":
             return  # see [Note: collectives as events]
-        for number, (name, one) in enumerate(communicating(model).items()):
+        for number, (path, one) in enumerate(communicating(model).items()):
+            name = path or "root"
             one.replace(
                 Watched(one.gather, Kind.GATHER, number, name, self._run),
                 Watched(one.reduce, Kind.REDUCE, number, name, self._run),
