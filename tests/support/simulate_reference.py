@@ -11,7 +11,8 @@ else follows from the plan. When a state comes back after `cycle` steps, all lat
 is their mean.
 
 A transfer takes `move_compute_s` of the compute before the op of its tick; at the step's end, before the first op of the next
-step. In a step with communication, or with ops that run again, it takes none.
+step. Where that is an op of communication, it takes it before the next op of compute. In a step with ops that run again it
+takes none.
 
 Communication: an op of that queue begins when the waits of its tick are over and the one before it in its queue has ended,
 and compute goes on at once. Before all else at its tick, an op that awaits communication waits for it, as the end of the
@@ -203,8 +204,10 @@ class _Run:
         self._op_count = plan.op_count
         self._ticks = make_schedule(plan).ticks
         on_cpu = {update.op for update in plan.host_updates}
-        self._move_ns = 0 if trace.communication or plan.repeats else round(machine.move_compute_s * NS_PER_S)
-        self._issued = Counter(transfer.issue_at % plan.op_count for transfer in plan.transfers)
+        self._move_ns = 0 if plan.repeats else round(machine.move_compute_s * NS_PER_S)
+        compute = [index for index, op in enumerate(trace.ops) if op.queue is Queue.COMPUTE]
+        issued = [transfer.issue_at % plan.op_count for transfer in plan.transfers]
+        self._issued = Counter(next((op for op in compute if op >= at), compute[0]) for at in issued if compute)
         self.engine_ns = self._move_ns * self._issued.total()
         self._op_ns = [0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)]
         self._links = _Links(machine, options)

@@ -141,6 +141,10 @@ class Trace:
             found[index] = len(self.ops)
         return tuple(found)
 
+    def blocks(self, index: int) -> bool:
+        """True for communication that is awaited at once, so that the row stands still for it."""
+        return self.ops[index].queue is Queue.COMMUNICATION and self.done_at[index] == index + 1
+
     @cached_property
     def recompute_ops(self) -> tuple[int, ...]:
         """The ops that run modules again."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan, Repeat
 from tieroff.core.tensor import TensorClass
-from tieroff.core.trace import Trace
+from tieroff.core.trace import Queue, Trace
 from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.extended.recompute import split
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
@@ -51,9 +51,10 @@ class LayerRun:
 def layer_runs(trace: Trace) -> list[LayerRun]:
     """Returns the forwards of layers that the trace names, in order; only of those that save something.
 
-    None in a step with communication: a layer that runs again would have to communicate again.
+    None with communication among its ops: a layer that runs again would have to communicate again. None at all in a step where
+    communication goes on beside compute, of which a second run would take another time than is counted here.
     """
-    if trace.communication:
+    if not all(map(trace.blocks, trace.communication)):
         return []
     runs: list[LayerRun] = []
     reads: list[list[int]] = [[] for _ in trace.tensors]
@@ -68,7 +69,7 @@ def layer_runs(trace: Trace) -> list[LayerRun]:
             born.setdefault(life.birth, []).append(tensor)
     for path, group in itertools.groupby(range(len(trace.ops)), lambda i: trace.ops[i].module if is_forward[i] else ""):
         ops = list(group)
-        if not path:
+        if not path or any(trace.ops[op].queue is Queue.COMMUNICATION for op in ops):
             continue
         saved = [
             tensor

@@ -355,6 +355,7 @@ class Custody:
             bring_home(home, traffic)
         homes.parameters.clear()
         self.executor.shards.close()
+        self.executor.communication.close(self.model)
         self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()

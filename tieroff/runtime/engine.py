@@ -113,6 +113,7 @@ class Engine:
             self._custody.move_to_device()
         self._custody.register()
         self.executor.shards.await_first_forward(self.model)
+        self.executor.communication.watch(self.model)
         install(self.model, self.executor.gate)
         self._slots.append(PlainStates(self.model))
         for module in self.model.modules():

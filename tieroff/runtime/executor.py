@@ -19,6 +19,7 @@ from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.hooks.gradients import Gradients
+from tieroff.runtime.hooks.parameters.communication import Communication
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.sharded import Shards
 from tieroff.runtime.hooks.saved import SavedTensors
@@ -41,7 +42,7 @@ class Executor:
         activations: the items that living graphs saved.
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
-        gate, shards, saved_tensors, gradients: the hooks.
+        gate, shards, communication, saved_tensors, gradients: the hooks.
         scaled: answers user code that clips gradients which lie below.
         guard: serves user code that uses what lies below a device.
     """
@@ -59,6 +60,7 @@ class Executor:
         self.clock.at_backward_end.append(AfterBackward(self.context))
         self.gate = Gate(self.context, settings.compute_dtype)
         self.shards = Shards(self.context, self.gate)
+        self.communication = Communication(self.context, self.shards.is_in_step)
         self.scaled = ScaledGradients(self.context)
         self.gradients = Gradients(self.context, settings, self.shards)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)

@@ -11,7 +11,7 @@ import pytest
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, HostUpdate, Plan, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Queue, Trace
 from tieroff.planner.bounds.bounds import MOVES_ONLY, Scope, best_bound_ns, lower_bound_ns, relaxed_bound_ns, scope_of
 from tieroff.planner.bounds.linear import LinearProgram, SparseRows, make_model, run_highs
 from tieroff.planner.bounds.relaxation import duplex_factors
@@ -54,6 +54,16 @@ def test_bound_counts_what_goes_out_before_an_op_and_comes_back_after_it() -> No
     assert make_plan(problem.trace, _MACHINE, problem.budget, capabilities=IDEAL_EXECUTOR).step_ns == 60 + 100 + 100
     # With every op a check point the loads have the 20 ns of the second op only, and still no more than 10 go out before.
     assert relaxed_bound_ns(problem, slot_counts=(3,)) == pytest.approx(60 + 90 + 80, abs=3)
+
+
+def test_relaxation_counts_communication_that_is_awaited_at_once_and_none_beside_compute() -> None:
+    moved = _out_and_back()
+    for awaits, waited_ns in ((3, 25), (-1, 0)):
+        ops = (*moved.ops, Op("gather", 25, queue=Queue.COMMUNICATION), Op("d", 0, awaits=awaits), Op("e", 30))
+        problem = _problem(replace(moved, ops=ops), 100)
+        assert problem.trace.blocks(3) == (awaits == 3)
+        # As above, with the 30 ns of the last op.
+        assert relaxed_bound_ns(problem, slot_counts=(6,)) == pytest.approx(60 + 90 + 80 + 30 + waited_ns, abs=3)
 
 
 def test_bound_is_below_a_plan_that_repeats_and_says_so() -> None:

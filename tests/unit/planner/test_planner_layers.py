@@ -9,7 +9,7 @@ from tests.support.simulate_reference import simulate_reference
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Queue, Trace
 from tieroff.planner.compare.rows import plan_row
 from tieroff.planner.layers import choose_modules, layer_runs, run_again
 from tieroff.planner.make_plan import make_plan
@@ -57,6 +57,18 @@ def test_price_is_the_time_of_the_layers_forward() -> None:
     saved = [[_trace().tensors[tensor].name for tensor in run.saved] for run in runs]
     assert saved == [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]
     assert [_trace().ops[run.at].name for run in runs] == ["back b 0", "back b 1", "back b 2"]
+
+
+def test_layers_beside_collectives_may_run_again_unless_one_is_theirs_or_goes_on_beside_compute() -> None:
+    """Op 0 is before all layers, op 4 the first of layer 1."""
+    for collective, paths in ((0, ["layers.0", "layers.1", "layers.2"]), (4, ["layers.0", "layers.2"])):
+        trace = _trace()
+        ops = list(trace.ops)
+        ops[collective] = replace(ops[collective], queue=Queue.COMMUNICATION)
+        ops[collective + 1] = replace(ops[collective + 1], awaits=collective)
+        assert [run.path for run in layer_runs(replace(trace, ops=tuple(ops)))] == paths
+        ops[collective + 1] = replace(ops[collective + 1], awaits=-1)
+        assert layer_runs(replace(trace, ops=tuple(ops))) == []
 
 
 def test_step_that_is_left_pays_in_backward_and_keeps_nothing_between() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -102,3 +103,32 @@ def test_time_before_and_after_an_op_is_never_more_than_the_step(trace: Trace) -
     assert (problem.starts_ns + rests <= trace.ideal_ns).all()
     longest = max(sum(trace.compute_ns), sum(trace.ops[index].duration_ns for index in trace.communication))
     assert longest <= trace.ideal_ns <= sum(op.duration_ns for op in trace.ops)
+
+
+@_settings
+@given(case=cases(), machine=machines())
+def test_communication_that_is_awaited_at_once_takes_as_long_as_compute(
+    case: tuple[Trace, dict[Tier, int]], machine: Machine
+) -> None:
+    trace, budget = case
+    awaited = [
+        replace(op, awaits=index - 1) if index - 1 in trace.communication and op.queue is Queue.COMPUTE else op
+        for index, op in enumerate(trace.ops)
+    ]
+    # Of two that follow each other the first is not awaited at once.
+    pairs = itertools.pairwise(range(len(awaited)))
+    if any(awaited[a].queue is awaited[b].queue is Queue.COMMUNICATION for a, b in pairs):
+        return
+    trace = replace(trace, ops=tuple(awaited))
+    assert all(map(trace.blocks, trace.communication))
+    alone = replace(trace, ops=tuple(replace(op, queue=Queue.COMPUTE, awaits=-1) for op in awaited))
+    assert trace.ideal_ns == alone.ideal_ns
+    try:
+        plan = make_plan(trace, machine, budget, "floor", capabilities=IDEAL_EXECUTOR)
+    except InfeasiblePlanError:
+        return
+    timelines = simulate(plan, trace, machine), simulate(replace(plan, trace_digest=alone.digest), alone, machine)
+    assert timelines[0].step_ns == timelines[1].step_ns
+    problems = [make_problem(each, machine, budget, IDEAL_EXECUTOR) for each in (trace, alone)]
+    bounds = [relaxed_bound_ns(problem, scope_of(plan), slot_counts=(4,)) for problem in problems]
+    assert bounds[0] == bounds[1]

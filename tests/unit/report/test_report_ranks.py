@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 
 from tests.parity.shards.launched import launch
 from tests.parity.shards.slow import KINDS, SLEEP_S
-from tests.unit.report.report_samples import HOSTILE, MS, TIMELINE, figures, hostile, idle, sample
+from tests.unit.report.report_samples import HOSTILE, MS, TIMELINE, TRACE, figures, hostile, idle, sample
 from tieroff.cli import app
 from tieroff.core.io.rank_folders import has_ranks, load_ranks
 from tieroff.core.io.run_folder import Run, load_run, save_run
 from tieroff.core.ranks.collectives import Call, Collectives
+from tieroff.core.tensor import Tier
+from tieroff.core.timeline import OpSpan, Stall
+from tieroff.core.trace import Op, Queue
 from tieroff.errors import ConfigError, StateError
 from tieroff.report.ranks.page import longest_awaited, notes_on, ranks_figure, ranks_page, waits_table
 from tieroff.report.ranks.steps import steps_of
@@ -81,6 +84,20 @@ def test_every_rank_has_lanes_and_waits_have_a_cause_of_their_own() -> None:
     )
     assert longest_awaited(steps) == "The others waited longest for rank 1: rank 0 for up to 5.0 ms, 9% of its step."
     assert list(notes_on(steps)) == []
+
+
+def test_part_of_a_wait_for_communication_in_which_a_rank_was_late_has_that_ranks_name() -> None:
+    run = sample()
+    ops = (*TRACE.ops[:2], Op("gather:a", 10 * MS, queue=Queue.COMMUNICATION), replace(TRACE.ops[3], awaits=2))
+    spans = (*TIMELINE.ops[:2], OpSpan(22 * MS, 32 * MS), OpSpan(32 * MS, 42 * MS))
+    stalls = (Stall(3, 10 * MS, -1, Tier.DEVICE, Tier.DEVICE, communication=2),)
+    timeline = replace(TIMELINE, ops=spans, stalls=stalls, communication=(2,), transfers=())
+    run = replace(run, trace=replace(TRACE, ops=ops), timeline=timeline)
+    figure = ranks_figure(steps_of({0: of_rank(0, 23, run=run), 1: of_rank(1, 28)}))
+    bars = [bar for bar in figure.data if bar.y[0] == "stalls" and bar.yaxis == figure.data[0].yaxis]
+    seen = {bar.name: list(zip(bar.base, bar.x, strict=True)) for bar in bars}
+    assert seen == {"communication": [(22, 1), (28, 4)], "another rank": [(23, 5)]}
+    assert [bar.name for bar in figure.data if bar.y[0] == "communication"] == ["communication"]
 
 
 def test_host_that_went_on_after_its_call_did_not_wait() -> None:

@@ -19,7 +19,7 @@ from tieroff.core.io.run_folder import load_run
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.seams import Made, Pending
-from tieroff.core.trace import Op, Trace
+from tieroff.core.trace import Op, Queue, Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.planner.compare.predict import predict
 from tieroff.runtime.step.feedback import Feedback
@@ -125,6 +125,19 @@ def test_median_of_each_op_counts() -> None:
     assert feedback.typical_ns == [50 * MS, 70 * MS]
     assert feedback.look(trace_of(60 * MS, 60 * MS), as_seen) == ""
     assert feedback.look(trace_of(45 * MS, 60 * MS), as_seen) == "compute takes 120.0 ms, planned were 105.0 ms"
+
+
+def test_collectives_take_together_what_they_took_together() -> None:
+    """In each step another one waits for a late rank."""
+    ops = [Op("gather", 10 * MS, queue=Queue.COMMUNICATION), Op("compute", 10 * MS, awaits=0)] * 3
+    trace = Trace(ops=tuple(replace(op, awaits=i - 1 if i % 2 else -1) for i, op in enumerate(ops)), tensors=())
+    feedback = Feedback()
+    for late in range(3):
+        feedback.take([(20 * MS if i == 2 * late else 5 * MS) if i % 2 == 0 else 10 * MS for i in range(6)], ())
+    assert feedback.typical_ns == [5 * MS, 10 * MS] * 3
+    assert feedback.typical_for(trace) == [10 * MS, 10 * MS] * 3
+    assert feedback.typical_for(trace_of(*[10 * MS] * 6)) == feedback.typical_ns
+    assert feedback.look(trace, as_seen) == ""
 
 
 def test_the_latest_steps_count() -> None:

@@ -34,6 +34,8 @@ def _words(name: str, labels: dict[str, str]) -> str:
             return f"backward of {path} uses {leaf}"
         case "grad" | "accumulate":
             return f"the gradient of {leaf} of {path} arrives"
+        case "gather" | "reduce":
+            return f"{'all-gather' if kind == 'gather' else 'reduce-scatter'} of the group of {rest}"
         case "bucket":
             return f"update of the optimizer's bucket {rest}"
         case _:

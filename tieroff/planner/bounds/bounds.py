@@ -15,7 +15,7 @@ higher. A step is never shorter than its ops with nothing moved.
 
 With communication beside compute (see [Note: two queues] in `tieroff.core.trace`) a wait for the links lets communication
 go on, so that what is left of a step after an op is at least what an endless head start of all communication before it leaves
-(`rests_ns`). The relaxation, whose slots are stretches of the row, counts compute alone.
+(`rests_ns`). The relaxation, whose slots are stretches of the row, counts compute, and communication that is awaited at once.
 
 [Note: plans that do more]
 Repeats: a byte made again takes no link, but a share of the run of an op that writes it: at least that op's duration
@@ -134,10 +134,12 @@ def relaxed_bound_ns(
 
 
 def _without_communication(problem: Problem) -> Problem:
-    """Returns the problem with the clock of compute alone."""
-    if not problem.trace.communication:
+    """Returns the problem with the clock of compute, and of communication that is awaited at once."""
+    trace = problem.trace
+    if not trace.communication:
         return problem
-    return replace(problem, starts_ns=np.array([0, *itertools.accumulate(problem.trace.compute_ns)], np.int64))
+    row_ns = (op.duration_ns if trace.blocks(index) else trace.compute_ns[index] for index, op in enumerate(trace.ops))
+    return replace(problem, starts_ns=np.array([0, *itertools.accumulate(row_ns)], np.int64))
 
 
 def _in_scope(problem: Problem, scope: Scope) -> Problem:

@@ -58,12 +58,12 @@ def prepare(plan: Plan, trace: Trace, machine: Machine, options: SimulationOptio
     return plan
 
 
-def move_compute_ns(machine: Machine, trace: Trace, repeats: Sequence[Repeat]) -> int:
+def move_compute_ns(machine: Machine, repeats: Sequence[Repeat]) -> int:
     """Returns the compute that each transfer takes, in ns.
 
-    None is counted where communication runs beside compute, or where ops run again: the CPU backend plans neither.
+    None is counted where ops run again: the CPU backend, which it is for, plans no such steps.
     """
-    return 0 if trace.communication or repeats else round(machine.move_compute_s * NS_PER_S)
+    return 0 if repeats else round(machine.move_compute_s * NS_PER_S)
 
 
 def size_of(item: Residency | Transfer, ring: Trace) -> int:

@@ -163,7 +163,13 @@ def _run_rows(
 def _moves_ns(issue_at: Rows, repeats: Sequence[Repeat], trace: Trace, machine: Machine) -> Rows:
     """Returns per op the compute that the transfers issued before it take; see [Note: time in the simulator]."""
     count = len(trace.ops)
-    return np.bincount(issue_at % count, minlength=count) * move_compute_ns(machine, trace, repeats)
+    ops = issue_at % count
+    if trace.communication:
+        if len(trace.communication) == count:
+            return np.zeros(count, np.int64)
+        compute = np.setdiff1d(np.arange(count), trace.communication)
+        ops = compute[np.searchsorted(compute, ops) % len(compute)]
+    return np.bincount(ops, minlength=count) * move_compute_ns(machine, repeats)
 
 
 def _line(values: Iterable[int]) -> Rows:

@@ -20,7 +20,8 @@ from tieroff.units import NS_PER_S, format_seconds
 
 _LANES = (
     "The last planned step of each rank, by the machine's clock. A stall named another rank is a wait for the rank that called "
-    "a collective last. An op in which a rank calls a collective includes that wait, so compute is drawn beside it."
+    "a collective last; one named communication is the exchange itself. FSDP2's collectives on the CPU have a lane of their "
+    "own. Any other op in which a rank calls a collective includes the wait, so compute is drawn beside it."
 )
 _WAITS = (
     "A wait begins with a rank's own call of a collective, or with the last op or call that it began or ended after that, and "
@@ -120,7 +121,7 @@ def _spans(step: RankStep, ahead_ns: int) -> list[Span]:
     own = spans_of(step.run.timeline, step.run.trace)
     if not step.run.was_timed:
         own = [Span("compute", "other", 0, step.step_ns, "the whole step", "nothing moved, so no op was timed")]
-    own += [
+    waits = [
         Span(
             "stalls",
             "rank",
@@ -131,7 +132,23 @@ def _spans(step: RankStep, ahead_ns: int) -> list[Span]:
         )
         for wait in step.waits
     ]
+    own = [
+        part for span in own for part in (_outside(span, waits) if (span.lane, span.cause) == ("stalls", "peers") else (span,))
+    ]
+    own += waits
     return [replace(span, start_ns=span.start_ns + ahead_ns, stop_ns=span.stop_ns + ahead_ns) for span in own]
+
+
+def _outside(stall: Span, waits: Sequence[Span]) -> Iterator[Span]:
+    """Yields what of a stall lies outside of waits, which are in order of time and do not overlap."""
+    at_ns = stall.start_ns
+    for wait in waits:
+        if at_ns < wait.stop_ns and wait.start_ns < stall.stop_ns:
+            if at_ns < wait.start_ns:
+                yield replace(stall, start_ns=at_ns, stop_ns=wait.start_ns)
+            at_ns = wait.stop_ns
+    if at_ns < stall.stop_ns:
+        yield replace(stall, start_ns=at_ns)
 
 
 def waits_table(steps: Sequence[RankStep]) -> Table:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,12 +37,38 @@ class AtDivergence(Protocol):
         """The step goes on without its plan."""
 
 
+class UnderWay(Protocol):
+    """A collective that goes on beside compute."""
+
+    def look(self) -> bool:
+        """Notes when it is over; True if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A collective that went on beside compute, by the host's clock.
+
+    Attributes:
+        op: that began it.
+        until: the op before which it was waited for.
+        start_ns, stop_ns: it began, and was seen to be over.
+        waited_ns: how long compute waited for it.
+    """
+
+    op: int
+    until: int
+    start_ns: int
+    stop_ns: int
+    waited_ns: int
+
+
 class StepTimes:
     """When compute of each op of a step began and ended.
 
     Attributes:
         host_starts_ns, host_stops_ns: by the host's clock: where the device is another one, when its work was issued.
         is_by_host: the device is the host.
+        communicated: collectives that went on beside compute.
     """
 
     def __init__(self, begun: Stamp | None) -> None:
@@ -52,6 +79,7 @@ class StepTimes:
         self._starts: list[Stamp] = []
         self._stops: list[Stamp] = []
         self._beside: list[tuple[int, Time, Time]] = []  # (op, start, stop): see `add`
+        self.communicated: list[Beside] = []
 
     def start(self, stamp: Stamp | None) -> None:
         """An op begins."""
@@ -77,6 +105,11 @@ class StepTimes:
             self._beside.append((len(self.host_starts_ns) - 1, start, stop))
 
     @property
+    def last(self) -> int:
+        """The op that began last."""
+        return len(self.host_starts_ns) - 1
+
+    @property
     def is_running(self) -> bool:
         """True while an op has begun and not ended."""
         return len(self.host_stops_ns) < len(self.host_starts_ns)
@@ -91,12 +124,6 @@ class StepTimes:
         """By the device's clock; waits for it."""
         return [stamp.ns() for stamp in self._stops] if self._starts else self.host_stops_ns
 
-    def compute_ns(self) -> int:
-        """Returns how long compute of a step that is over took."""
-        if self.is_by_host and not self._beside:
-            return sum(self.host_stops_ns) - sum(self.host_starts_ns)
-        return sum(self.durations_ns())
-
     def durations_ns(self) -> list[int]:
         """Returns per op of a step that is over how long its compute took."""
         starts_ns, stops_ns = self.starts_ns, self.stops_ns
@@ -105,7 +132,18 @@ class StepTimes:
             start_ns, stop_ns = ns_of(start), ns_of(stop)
             is_counted = starts_ns[op] <= start_ns and stop_ns <= stops_ns[op]
             durations[op] += 0 if is_counted else max(stop_ns - start_ns, 0)
+        for one in self.communicated:
+            durations[one.op] = one.stop_ns - one.start_ns
         return durations
+
+    def row_ns(self) -> int:
+        """Returns how long a step that is over took in the program: its ops, and waits for collectives beside them."""
+        if self.is_by_host and not self._beside and not self.communicated:
+            return sum(self.host_stops_ns) - sum(self.host_starts_ns)
+        durations = self.durations_ns()
+        for one in self.communicated:
+            durations[one.op] = one.waited_ns
+        return sum(durations)
 
 
 class Clock:
@@ -116,6 +154,7 @@ class Clock:
         at_backward_end: called in this order when a backward ends.
         at_divergence: called when a step leaves its plan, and before a model sleeps.
         is_backward_open: one that was watched has not come to its end.
+        under_way: collectives beside compute, which each event looks at.
     """
 
     def __init__(
@@ -129,11 +168,13 @@ class Clock:
         self.at_divergence: list[AtDivergence] = []
         self._watched_task = -1
         self.is_backward_open = False
+        self.under_way: list[UnderWay] = []
 
     def begin(self) -> None:
         """A step begins."""
         self._traffic.backend.begin_step()
         self.times = StepTimes(self._stamp())
+        self.under_way = []
 
     def tick(self, key: Hashable, name: Callable[[], str], phase: str | None = "") -> None:
         """Ends the running op, does what is due, and begins the next op.
@@ -155,6 +196,8 @@ class Clock:
                 else:
                     stamp = self._stamp()
                     times.stop(stamp)
+            if self.under_way:
+                self._look()
             if mode is Mode.PLANNED:
                 self._runner.measure()  # before what died in the op that ends is given back
                 is_still = not self._activations.dead
@@ -167,11 +210,16 @@ class Clock:
                 self._activations.drain()
                 self._on_demand.tick()
                 state.record.event(key, name, training_phase() if phase is None else phase)
+            if self.under_way:  # it may have ended while the event waited for transfers
+                self._look()
             if times.is_by_host:
                 times.host_starts_ns.append(time.monotonic_ns())  # as `start`
             else:
                 # Where the engine did nothing in between, an op begins as the other ends, and the device is asked once.
                 times.start(stamp if is_still and stamp is not None else self._stamp())
+
+    def _look(self) -> None:
+        self.under_way = [one for one in self.under_way if not one.look()]
 
     def pause(self) -> None:
         """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""

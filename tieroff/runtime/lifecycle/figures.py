@@ -39,7 +39,7 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
 
     def timed() -> Stats:
         step_ns = ns_of(ended) - ns_of(times.begun)
-        compute_ns = times.compute_ns()
+        compute_ns = times.row_ns()
         return replace(
             counted,
             step_s=step_ns / NS_PER_S,

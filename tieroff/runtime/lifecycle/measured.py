@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
+from tieroff.core.trace import Trace
 from tieroff.runtime.backend.stamp import Time, clock_ns, ns_of
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.clock import StepTimes
@@ -26,7 +27,7 @@ def timeline_of(planned: Planned, custody: Custody, recompute_ns: int) -> Callab
     times, traffic = custody.executor.clock.times, custody.executor.traffic
     spans, waits = traffic.spans, traffic.waits
     memory = _memory(planned, custody, len(times.host_stops_ns))
-    return lambda: _timeline(times, spans, waits, memory(), recompute_ns)
+    return lambda: _timeline(times, spans, waits, memory(), recompute_ns, planned.trace)
 
 
 def _timeline(
@@ -35,9 +36,13 @@ def _timeline(
     waits: list[tuple[int, Tier, Tier, Time, Time]],
     memory: dict[Tier, tuple[int, ...]],
     recompute_ns: int,
+    trace: Trace,
 ) -> Timeline:
     start_ns, starts_ns = ns_of(times.begun), times.starts_ns
-    ops = tuple(OpSpan(max(a - start_ns, 0), max(b - start_ns, 0)) for a, b in zip(starts_ns, times.stops_ns, strict=False))
+    ops = [OpSpan(max(a - start_ns, 0), max(b - start_ns, 0)) for a, b in zip(starts_ns, times.stops_ns, strict=False)]
+    peers = tuple(_waits_for_peers(times, trace, ops))
+    for one in times.communicated:
+        ops[one.op] = OpSpan(one.start_ns - start_ns, one.stop_ns - start_ns)
     transfers = []
     for index, link, arrival, size_bytes in spans:
         if index < 0 or not arrival.stop_ns:
@@ -50,18 +55,31 @@ def _timeline(
         Stall(bisect_left(starts_ns, ns_of(begun)), max(ns_of(ended) - ns_of(begun), 0), index, source, target)
         for index, source, target, begun, ended in waits
     )
+    stalls = tuple(sorted((*stalls, *peers), key=lambda stall: stall.op)) if peers else stalls
     step_ns = max([span.stop_ns for span in ops], default=0)
     host_ns = () if times.is_by_host else tuple(sorted(ns - start_ns for ns in times.host_starts_ns + times.host_stops_ns))
     return Timeline(
-        ops,
+        tuple(ops),
         tuple(transfers),
         stalls,
         memory,
         step_ns,
         recompute_ns=recompute_ns,
+        communication=trace.communication,
         began_ns=clock_ns(times.begun),
         host_ns=host_ns,
     )
+
+
+def _waits_for_peers(times: StepTimes, trace: Trace, ops: Sequence[OpSpan]) -> Iterator[Stall]:
+    """Yields the waits of compute for communication: for all of what was awaited at once, and else from the wait on."""
+    beside = {one.op: one for one in times.communicated}
+    for index in trace.communication:
+        one = beside.get(index)
+        wait_ns = one.waited_ns if one is not None else ops[index].stop_ns - ops[index].start_ns
+        if wait_ns and (one is not None or trace.blocks(index)):
+            at = one.until if one is not None else index + 1
+            yield Stall(at, wait_ns, -1, Tier.DEVICE, Tier.DEVICE, communication=index)
 
 
 def _memory(planned: Planned, custody: Custody, op_count: int) -> Callable[[], dict[Tier, tuple[int, ...]]]:

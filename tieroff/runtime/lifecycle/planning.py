@@ -119,7 +119,7 @@ class StepPlanning:
         if not reason and feedback.settled_after:
             feedback.settle()  # nothing drifted: no forecast, for which the whole trace is written to another process
             return
-        trace = stage.trace.with_durations(feedback.typical_ns)
+        trace = stage.trace.with_durations(feedback.typical_for(stage.trace))
         pending = self._plans.forecast(stage.plan, trace, feedback.rates_now())
 
         def take() -> None:

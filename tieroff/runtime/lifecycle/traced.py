@@ -15,6 +15,7 @@ from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
 from tieroff.runtime.hooks.forward.inputs import storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
+from tieroff.runtime.step.communication import with_communication
 from tieroff.runtime.step.executable import sums_no_gradients
 from tieroff.runtime.step.recorded import Recorded, is_updated, update_of
 
@@ -90,6 +91,7 @@ class TracedStep:
             recorder.meta["advice"] = advice
         trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
         trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)
+        trace, buffers = with_communication(trace, keys)
         index = {subject.key: i for i, subject in enumerate(subjects)}
         parameters = {s.key: i for i, s in enumerate(subjects) if s.kind is TensorClass.PARAMETER}
         in_passes = {t for op in trace.ops if op.phase in _PASSES for t in op.writes}
@@ -104,7 +106,7 @@ class TracedStep:
             keys=keys,
             names=tuple(record.names),
             trace=trace,
-            index=index,
+            index=index | buffers,
             written=frozenset(written | below),  # what lies below now may be lifted when it is written next
             written_by_hooks=frozenset(index[key] for key in hooked),
             used_below=used,

@@ -94,6 +94,19 @@ class Feedback:
         """Per op, its median duration since the last look: the shortest ones add up to a step that never was."""
         return [int(ns) for ns in np.median(np.array(self._durations_ns), axis=0)]
 
+    def typical_for(self, trace: Trace) -> list[int]:
+        """Returns `typical_ns` with collectives that take together what is typical of them together.
+
+        A late rank is waited for in another collective each time, so medians of each of them leave most waits out.
+        """
+        typical_ns, collectives = self.typical_ns, list(trace.communication)
+        median_ns = sum(typical_ns[op] for op in collectives)
+        if median_ns:
+            together_ns = float(np.median(np.array(self._durations_ns)[:, collectives].sum(axis=1)))
+            for op in collectives:
+                typical_ns[op] = int(typical_ns[op] * together_ns / median_ns)
+        return typical_ns
+
     def look(self, trace: Trace, machine_as_seen: MachineAsSeen) -> str:
         """Returns why the plan no longer fits, "" when it does.
 
@@ -101,7 +114,7 @@ class Feedback:
             trace: the plan's, with the durations it was made for, not those of later predictions.
             machine_as_seen: the machine to plan for when links were seen at given rates; None: links are not compared.
         """
-        reasons = [_compute_drift(sum(self.typical_ns), trace.ideal_ns)]
+        reasons = [_compute_drift(trace.with_durations(self.typical_for(trace)).ideal_ns, trace.ideal_ns)]
         before, now = machine_as_seen(self.rates), machine_as_seen(self._seen())
         noise_ns = max(_NOISE_NS, int(_NOISE_SHARE * trace.ideal_ns))
         for link, moved_bytes in self._moved_bytes.items():

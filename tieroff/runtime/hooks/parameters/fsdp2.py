@@ -1,7 +1,8 @@
 """What is read of FSDP2 beyond its public seam: how it holds each sharded parameter.
 
 The extension itself (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) is public. Torch has no public name for what must be known
-to use it rightly: the padded size of a shard, and whether FSDP2 has looked for extensions already. Nothing is written here.
+to use it rightly: the padded size of a shard, and whether FSDP2 has looked for extensions already; nor for what makes its
+collectives, which has a public setter alone. Nothing else is written here.
 """
 
 from __future__ import annotations
@@ -80,6 +81,42 @@ def gathering_advice(held: Iterable[HeldByFsdp2]) -> str:
         f"({format_bytes(largest.size_bytes)}), and holds at once the group that runs, the next one, the root's, whole "
         "gradients and what it reduces, none of which can move"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Communicating:
+    """What FSDP2 makes the collectives of one module's group of parameters with.
+
+    Attributes:
+        gather, reduce: objects as `set_custom_all_gather` and `set_custom_reduce_scatter` take them.
+    """
+
+    module: Any
+    gather: Any
+    reduce: Any
+
+    def replace(self, gather: Any, reduce: Any) -> None:
+        """Has FSDP2 use others."""
+        self.module.set_custom_all_gather(gather)
+        self.module.set_custom_reduce_scatter(reduce)
+
+
+def communicating(model: torch.nn.Module) -> dict[str, Communicating]:
+    """Returns, by name of the module, what makes the collectives of each group that can be given another one.
+
+    A module with several groups cannot, nor can those of a torch whose FSDP2 holds them otherwise.
+    """
+    found: dict[str, Communicating] = {}
+    seen = set[int]()  # modules that were sharded together have one group
+    for name, module in model.named_modules():
+        groups = _groups_of(module)
+        if len(groups) != 1 or id(groups[0]) in seen or not hasattr(module, "set_custom_reduce_scatter"):
+            continue
+        seen.add(id(groups[0]))
+        gather, reduce = (getattr(groups[0], held, None) for held in ("_all_gather_comm", "_reduce_scatter_comm"))
+        if gather is not None and reduce is not None:
+            found[name] = Communicating(module, gather, reduce)
+    return found
 
 
 def held_by_fsdp2(model: torch.nn.Module) -> dict[int, HeldByFsdp2]:

@@ -330,6 +330,10 @@ class Shards:
             )
         self._first = []
 
+    def is_in_step(self) -> bool:
+        """Returns whether what FSDP2 gathers now is for a step."""
+        return self._gate.depth > 0 or self.is_beginning or current_graph_task() != -1
+
     def show(self) -> None:
         """Every shard lies on its own memory again, also after an exception in FSDP2's first forward."""
         self._hidden.show()
@@ -345,7 +349,7 @@ class Shards:
 
     def _fetch(self, item: ShardItem) -> torch.Tensor:
         self.show()  # FSDP2 has let go by now
-        is_in_step = self._gate.depth > 0 or self.is_beginning or current_graph_task() != -1
+        is_in_step = self.is_in_step()
         with self._context.state.lock:
             with self._context.traffic.backend.computing():
                 value = self._gate.fetch.shard(item) if is_in_step else self._gate.fetch.outside(item)
