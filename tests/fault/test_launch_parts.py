@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieroff.core.machine import Machine
+from tieroff.core.tensor import Tensor, TensorClass
+from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError, StateError
 from tieroff.launch import numa
 from tieroff.launch.folder import ACCOUNT_FILE, ERROR_FILE, STDERR_FILE, rank_folder, read_json, write_json
 from tieroff.launch.summary import as_document, as_lines, first_cause, summarize
+from tieroff.runtime.step.communication import OVER, Kind, with_communication
+from tieroff.session.rank_budget import RankBudget
 from tieroff.session.ranks import Agreement, Ranks
 
 MACHINE = Machine(
@@ -162,6 +167,22 @@ def test_a_rank_that_entered_is_seen_though_the_store_is_slow_with_what_is_set()
     assert found is not None
     assert found == second.settle()
     assert found.budget.rank == 1
+
+
+def test_ranks_agree_on_a_first_step_whose_trace_has_got_its_communication_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Tensor("w", 8, TensorClass.PARAMETER, is_persistent=True)
+    trace = Trace(tuple(Op(f"{n}", 1, reads=(0,), transient_bytes=4) for n in range(3)), (weight,))
+    planned, _ = with_communication(trace, (("forward",), (Kind.GATHER, 0), (f"{OVER} {Kind.GATHER}", 0)))
+    assert planned.communication and len(planned.tensors) > len(trace.tensors)
+    store = dist.HashStore()
+    monkeypatch.setattr("tieroff.session.rank_budget.agreement_here", lambda: Agreement(store, 0, 2, wait_s=0))
+    own = RankBudget(0)
+    own.enter()
+    own.publish(trace, 100, 10)
+    Agreement(store, 1, 2).publish(50, 20)
+    assert own.settle(planned, 100, is_of_kind=True, may_raise=False).budget_bytes == 50
+    other = replace(trace, tensors=(replace(weight, name="v"),))
+    assert own.settle(other, 100, is_of_kind=True, may_raise=False).budget_bytes == 100  # a kind of step of its own
 
 
 def test_a_rank_that_cannot_trace_its_step_leaves_and_is_not_counted() -> None:

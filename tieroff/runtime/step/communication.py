@@ -28,6 +28,8 @@ def with_communication(trace: Trace, keys: Sequence[Hashable]) -> tuple[Trace, d
     An op of communication has no transient bytes. What is there besides tensors where it begins is a tensor of its own that
     does not move; what is there later counts in the ops beside it.
     """
+    if not any(isinstance(key, tuple) and isinstance(key[0], Kind) for key in keys):
+        return trace, {}
     ops, tensors, index = list(trace.ops), list(trace.tensors), dict[Hashable, int]()
     begun = dict[Hashable, int]()
     over = {f"{OVER} {kind}": kind for kind in Kind}
