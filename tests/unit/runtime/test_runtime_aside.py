@@ -213,6 +213,34 @@ def test_a_watch_sees_every_change(change: Change) -> None:
     assert not watch.is_same
 
 
+class Running(nn.Module):
+    """Gives its buffer another tensor in each forward."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x * (1 + self.mean)
+
+
+def test_a_buffer_that_each_forward_replaces_keeps_the_engine_aside(tmp_path: Path) -> None:
+    seen = []
+    for folder in (None, tmp_path):
+        model, optimizer = made()
+        assert isinstance(model, nn.Sequential)
+        model.append(Running())
+        if folder is not None:
+            Setting(folder).wrap(model, optimizer, policy="auto")
+        seen.append([look(model, optimizer, step(model, optimizer, index)) for index in range(6)])
+        assert folder is None or is_aside(model)
+    assert_same(*seen)
+    tieroff.unwrap(model)
+
+
 def test_everything_comes_back_when_a_kind_of_step_moves(tmp_path: Path) -> None:
     """Small batches fit, and large ones do not; they come in turns."""
     batches = [4] * 6 + [4096] * 4 + [4, 4, 4096, 4, 4096, 4]

@@ -201,7 +201,7 @@ class Steps:
         if executor.state.mode is not Mode.PASS:
             self._note_input(shapes)
             walk = walk or custody.walk()
-            executor.saved_tensors.fixed = storages_of((args, kwargs)) | storages_of(walk.buffers) | walk.storages()
+            executor.saved_tensors.fixed = storages_of((args, kwargs)) | storages_of(walk.buffers()) | walk.storages()
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
 
     def _watch_inputs(self, inputs: Any) -> None:

@@ -15,8 +15,8 @@ import torch
 from tieroff.runtime.hooks.forward.inputs import modules_in
 from tieroff.runtime.items.hollow import own_class, untouched
 
-_DICTS = ("_modules", "_parameters", "_buffers")
-_CHILDREN, _PARAMETERS, _BUFFERS = map(itemgetter, _DICTS)
+_DICTS = ("_modules", "_parameters")
+_CHILDREN, _PARAMETERS = map(itemgetter, _DICTS)
 _VALUES = methodcaller("values")
 _PROPERTIES = attrgetter("requires_grad", "dtype")
 
@@ -25,7 +25,7 @@ class Walk:
     """What a model holds.
 
     Attributes:
-        used, buffers: parameters and buffers; one that several modules have comes several times.
+        used: parameters; one that several modules have comes several times.
         plain: parameters whose storage may be asked for.
         trained: which parameters get a gradient: a byte each.
         has_substitutes: other tensors stand in for parameters, for one call only (torch.func.functional_call).
@@ -37,12 +37,11 @@ class Walk:
         self.is_readable = all(isinstance(module.__dict__.get(name), dict) for module in modules for name in _DICTS)
         self.used: list[torch.Tensor] = [p for module in modules for p in module._parameters.values() if p is not None]
         parameters = {id(p): p for p in self.used}.values()
-        self.buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
         with untouched():
             self.plain = [p for p in parameters if p.layout is torch.strided and own_class(p) in _PLAIN]
             self.trained = bytes([p.requires_grad for p in parameters])
         self.has_substitutes = not all(type(p) is torch.nn.Parameter or isinstance(p, torch.nn.Parameter) for p in self.used)
-        self._held = modules  # what is freed gives its identity to the next one
+        self._modules = modules  # held: what is freed gives its identity to the next one
         self._dicts = [module.__dict__ for module in modules]
         self._seen = self._look() if self.is_readable else None
 
@@ -50,6 +49,10 @@ class Walk:
     def is_same(self) -> bool:
         """True when nobody added, replaced, removed, froze or converted anything since."""
         return self._seen is not None and self._look() == self._seen
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers that the modules have now: a forward may give them others."""
+        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
     def storages(self) -> set[int]:
         """Returns the identities of the storages that its plain parameters lie on now."""
@@ -60,9 +63,8 @@ class Walk:
         with untouched():
             children = chain.from_iterable(map(_VALUES, map(_CHILDREN, self._dicts)))
             parameters = [*chain.from_iterable(map(_VALUES, map(_PARAMETERS, self._dicts)))]
-            buffers = chain.from_iterable(map(_VALUES, map(_BUFFERS, self._dicts)))
             present = [parameter for parameter in parameters if parameter is not None]
-            return [*map(id, children)], [*map(id, parameters)], [*map(_PROPERTIES, present)], [*map(id, buffers)]
+            return [*map(id, children)], [*map(id, parameters)], [*map(_PROPERTIES, present)]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
