@@ -284,3 +284,14 @@ def _published_problem(name: str, *, nvme_bytes: int) -> Problem:
     )
     budget = {Tier.DEVICE: 40 * GIB, Tier.HOST: 128 * GIB, Tier.NVME: nvme_bytes}
     return make_problem(published_trace(name), machine, budget, IDEAL_EXECUTOR)
+
+
+def test_vdnn_also_moves_what_only_the_program_holds_before_backward() -> None:
+    """Nobody uses h before its slot begins: it is held, as memory of an op that the trace does not show."""
+    held = Tensor("h", 1, TensorClass.ACTIVATION, holds=((0, 1),))
+    trace = Trace((Op("a", 1), Op("b", 1, reads=(1,)), Op("c", 1, reads=(0,))), (held, Tensor("x", 1, TensorClass.ACTIVATION)))
+    machine = Machine("", "", d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)
+    problem = make_problem(trace, machine, {Tier.DEVICE: 1, Tier.HOST: 100, Tier.NVME: 0}, IDEAL_EXECUTOR)
+    plan = plan_vdnn_all(problem)
+    check(plan, trace, IDEAL_EXECUTOR)
+    assert {move.tensor for move in plan.transfers} == {0}

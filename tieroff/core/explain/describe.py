@@ -123,7 +123,7 @@ def exactness(step: Explained) -> str:
 
 
 def _moved(trace: Trace, plan: Plan) -> str:
-    ring = trace
+    ring, count = trace, len(trace.tensors) - _held_by_program(trace)
     away = away_bytes(ring, plan)
     words = []
     for kind in _MOVING:
@@ -131,11 +131,11 @@ def _moved(trace: Trace, plan: Plan) -> str:
         if per_tier:
             words.append(f"{kind.value} " + " and ".join(f"{format_bytes(size)} to {t.value}" for t, size in per_tier.items()))
     if words:
-        text = f"Moved: {len(away)} of {len(ring.tensors)} tensors, for a part of the step: {', '.join(words)}."
+        text = f"Moved: {len(away)} of {count} tensors, for a part of the step: {', '.join(words)}."
     elif plan.moves_nothing:
-        text = f"Moved: none of {len(ring.tensors)} tensors."
+        text = f"Moved: none of {count} tensors."
     else:
-        text = f"Moved: none of {len(ring.tensors)} tensors; ops run again instead."
+        text = f"Moved: none of {count} tensors; ops run again instead."
     return " ".join([text, *unused(plan)])
 
 
@@ -180,11 +180,22 @@ def _cost(step: Explained) -> str:
 
 
 def _left_alone(step: Explained) -> str:
-    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(step.plan.skipped.items()) if count]
+    counts = dict(step.plan.skipped)
+    if "not movable" in counts:
+        counts["not movable"] -= _held_by_program(step.trace)
+    reasons = [f"{count} by rule '{rule}'" for rule, count in sorted(counts.items()) if count > 0]
     for reason, names in step.unmoved.items():
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         reasons.append(f"{reason}: {', '.join(names[:_NAMED])}{more}")
     return f"Left alone: {'; '.join(reasons) or 'nothing that could move'}."
+
+
+def _held_by_program(trace: Trace) -> int:
+    """Returns how many tensors are memory that the program holds beside communication, and no tensors of anybody."""
+    if not trace.communication:
+        return 0
+    used = {tensor for op in trace.ops for tensor in (*op.reads, *op.writes)}
+    return sum(not tensor.is_movable and index not in used for index, tensor in enumerate(trace.tensors))
 
 
 def fragmentation(reserved_bytes: int, lent_bytes: int) -> list[str]:
@@ -205,9 +216,9 @@ def _time(ns: int) -> str:
 
 def describe(trace: Trace, plan: Plan) -> list[str]:
     """Returns the details: bytes per class and link, what is computed differently, the biggest that move; a line each."""
-    ring = trace
+    ring, count = trace, len(trace.tensors) - _held_by_program(trace)
     away = away_bytes(ring, plan)
-    lines = [f"Policy {plan.policy}: {len(away)} of {len(ring.tensors)} tensors leave the device for a part of the step."]
+    lines = [f"Policy {plan.policy}: {len(away)} of {count} tensors leave the device for a part of the step."]
     if not plan.moves_nothing:
         lines += _by_class(ring, away)
         lines += _by_link(ring, plan)

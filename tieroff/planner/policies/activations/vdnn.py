@@ -101,9 +101,9 @@ def _plan(problem: Problem, policy: str, *, only_weighted: bool) -> Plan:
 
 
 def _last_user(problem: Problem, slot: Slot) -> int:
-    """Returns the last op before a slot that uses its tensor: its last reader in forward, if any reads it there."""
-    ops = problem.trace.ops
-    return next(i for i in range(slot.start - 1, -1, -1) if slot.tensor in ops[i].reads or slot.tensor in ops[i].writes)
+    """Returns the last op before a slot that uses its tensor, its last reader in forward as a rule; else the one before it."""
+    ops, last = problem.trace.ops, max(slot.start - 1, 0)  # where none uses it, the program itself holds it until there
+    return next((i for i in range(last, -1, -1) if slot.tensor in ops[i].reads or slot.tensor in ops[i].writes), last)
 
 
 def _read_layers(problem: Problem) -> _Layers:
