@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--quick | --all | --published] [--coverage] [--workers N] [arguments of pytest]
 #
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
-#              (default: every test that is not marked `long`; 14 minutes on 2 cores, 18 with the installation)
+#              (default: every test that is not marked `long`; 14 minutes on 2 cores, 17 with the installation)
 # --all        the tests marked `long` too: databases, soak, sanitizers, 2,000 programs of users (three quarters of an hour)
 # --published  those too that plan every published cell at effort "high" and with every amount of host memory, and search the
 #              shardings of a contest (half an hour more): for changes of the planner
