@@ -88,10 +88,9 @@ class PlanRunner:
             return False
         self.cursor = cursor + 1
         actions = self._program[cursor]
+        self.is_still = actions is None and not self._late
         if self._late:
             self._copy_late()
-        elif actions is None:
-            self.is_still = True
         if actions is not None:
             self._act(actions)
         return True

@@ -22,7 +22,6 @@ from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.execution.activations import LiveActivations
-from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
@@ -32,7 +31,6 @@ from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
@@ -114,7 +112,7 @@ class SavedTensors:
 
     def _pack_as_before(self, tensor: torch.Tensor, before: PackedBefore) -> Any:
         """Keeps a tensor that comes where one was kept before; None, with nothing done, where it is another one."""
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or functorch_is_active():
+        if not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() != before.size_bytes:
