@@ -20,11 +20,11 @@ from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
-from tieroff.runtime.items.hollow import PLAIN, untouched
+from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import bring_home, is_leaving, leave_place, settle_below
+from tieroff.runtime.items.table import are_current, bring_home, is_leaving, leave_place, lies_up, not_up, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -54,7 +54,7 @@ class Custody:
         self.backend, self.stores = resources.backend, resources.stores
         self.settings = settings
         traffic = Traffic(resources.backend, Spill(resources.stores, settings.spill))
-        traffic.keep_spans = settings.keep_timeline
+        traffic.keeps_timeline = settings.keep_timeline
         self.executor = Executor(traffic, settings, foresight)
         self.stepper: BucketedStep | None = None
         self.unmoved: dict[str, str] = {}
@@ -262,7 +262,7 @@ class Custody:
         items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
         between = _TiersBetweenSteps(kind)
         if isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage):
-            items = _not_up(items)  # few: the step before left most there
+            items = not_up(items)  # few: the step before left most there
         targets = [
             (item, tier) for item in items if not _lies(item, tier := between.of(item)) and not between.is_on_its_way(item)
         ]
@@ -345,7 +345,7 @@ class Custody:
         self._known_as = walk
         if len(self.executor.homes.parameters) != self._count:
             return True
-        return any(not item.is_current() for item in self.executor.homes.parameters.values())
+        return not are_current(self.executor.homes.parameters.values())
 
     def give_back(self) -> None:
         """Makes every parameter, gradient and living activation ordinary memory again."""
@@ -364,25 +364,8 @@ class Custody:
 def _lies(item: HomeItem, tier: Tier | None) -> bool:
     """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
     if tier is None:
-        return item.is_lifted and item.place is None and item.device is not None and _lies_up(item)
+        return item.is_lifted and item.place is None and item.device is not None and lies_up(item)
     return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
-
-
-def _not_up(items: Iterable[HomeItem]) -> list[HomeItem]:
-    """Returns all but those that the plan has on the device all the time and that lie there alone, as `_lies` has it."""
-    return [
-        item
-        for item in items
-        if not (item.stays_up and item.is_lifted and item.place is None and item.device is not None and _lies_up(item))
-    ]
-
-
-def _lies_up(item: HomeItem) -> bool:
-    """True for a lifted tensor that still lies on its device copy; written or not."""
-    tensor = item.tensor
-    if item.hollow is None and type(tensor) in PLAIN:
-        return tensor.data_ptr() == item.value_address and not item.is_let_go  # type: ignore[union-attr]
-    return item.is_current() and not item.is_let_go
 
 
 class _TiersBetweenSteps:

@@ -283,7 +283,8 @@ class Engine:
             if walk.has_substitutes:
                 return self._infer(inner, args, kwargs)
             signature = signature_of(self.model, args, kwargs, walk.trained)
-            self._take_compiled()
+            if walk.has_compiled:
+                self._take_compiled()
             self._unattached.watch()
         try:
             if is_aside:
@@ -368,7 +369,7 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline:
-        """What the last planned step did when, on compute and on each link."""
+        """What the last planned step that was looked at did when; see [Note: quiet events] in step/quiet.py."""
         last = self._steps.last if self._steps.readings.last is not None else None
         if last is None or last.ran is None:
             raise StateError("there is no timeline yet; the first planned step is the third")

@@ -67,8 +67,14 @@ class Executor:
         self.saved_tensors.gathered = self.shards.gathered
         self.guard.serve(self.context, self.gate, self.saved_tensors, self.scaled)
 
-    def begin(self, kind: StepKind, recorder: Recorder | None) -> None:
-        """A new step of this kind begins."""
+    def begin(self, kind: StepKind, recorder: Recorder | None, *, may_be_quiet: bool = False) -> None:
+        """A new step of this kind begins.
+
+        Args:
+            kind: the step's.
+            recorder: watches it.
+            may_be_quiet: nobody asks for what each event of it would tell; see [Note: quiet events] in step/quiet.py.
+        """
         state = self.state
         state.kind, state.saw_backward, state.saw_gradient = kind, False, False
         state.record.begin(recorder)
@@ -79,15 +85,18 @@ class Executor:
             state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
         self.guard.begin()
         self.scaled.begin(kind.recorded)
-        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED, recorder=recorder)
+        is_quiet = may_be_quiet and state.mode is Mode.PLANNED and self.runner.has_seen(planned)
+        is_quiet = is_quiet and not self.shards and self.gate.casts.dtype is None
+        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED, is_quiet=is_quiet, recorder=recorder)
         if not self.runner.follows(planned):
             self.traffic.forget_spares()  # another plan may have their tensors elsewhere
-        self.clock.begin()
-        self.runner.begin(planned, self.homes)
+        self.clock.begin(is_whole=not is_quiet)
+        self.runner.begin(planned, self.homes, is_quiet=is_quiet)
         self.saved_tensors.begin()
+        self.gradients.begin_planned()
+        self.gate.begin()
         self.gate.fetch.begin(kind)
         self.gate.live.sweep()
-        self.gate.take_back()
         self.on_demand.begin(self.homes.parameters.values())
 
     def alone(self) -> list[torch.Tensor]:
@@ -109,6 +118,7 @@ class Executor:
         if state.kind is not None and state.mode is Mode.PLANNED:
             self.runner.measure()
             if self.runner.is_at_end:
+                self.runner.reached_end()
                 state.kind.mismatches = 0
             else:
                 self.clock.diverge(lambda: "the end of the step")
@@ -129,6 +139,8 @@ class Executor:
             recorder.stop()
         self.on_demand.release_all()
         self.runner.stop()
+        self.gate.end()
+        self.gradients.end()
         self.state.mode = Mode.IDLE
 
     def claim(self) -> None:

@@ -92,7 +92,7 @@ def test_many_come_up_are_written_and_go_below(bench: Bench) -> None:
 
 
 def test_copies_and_bytes_are_counted(bench: Bench) -> None:
-    bench.traffic.keep_spans = True
+    bench.traffic.keeps_timeline = True
     bench.traffic.begin_step(is_planned=True)
     bench.up()
     bench.down()

@@ -219,7 +219,9 @@ def test_no_mutant_of_a_program_gives_a_wrong_number(
     make_backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong program is slow at worst: an item's state, and not the program, says what may be done with it."""
-    monkeypatch.setattr(Feedback, "passes", lambda feedback: True)  # no other plan comes in between, however slow the machine
+    monkeypatch.setattr(
+        Feedback, "passes", lambda feedback, **_: True
+    )  # no other plan comes in between, however slow the machine
     twins = Twins(make_backend())
     right = twins.kind.stage
     assert isinstance(right, Planned)

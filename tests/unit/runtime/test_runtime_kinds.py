@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tieroff.core.plan import Plan, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -12,6 +14,8 @@ from tieroff.errors import StateError
 from tieroff.runtime.step.executable import make_executable
 from tieroff.runtime.step.kinds import Measuring, Recording, Stage, StepKind, Unplanned
 from tieroff.runtime.step.likeness import is_like, suits
+from tieroff.runtime.step.program import Actions
+from tieroff.runtime.step.quiet import Alone, Quiet, make_quiet
 from tieroff.runtime.step.recorded import Recorded
 
 KEYS = (("forward",), ("param", 0), ("grad", 0), ("bucket", 0), ("end",))
@@ -116,3 +120,59 @@ def test_events_suit_those_of_a_step_with_larger_tensors() -> None:
     assert suits(("grad", 1), ("grad", 1)) and not suits(("grad", 1), ("grad", 2))
     assert is_like([("pack", 8), ("end",)], [("pack", 9), ("end",)])
     assert not is_like([("pack", 8)], [("pack", 9), ("end",)])
+
+
+EVENTS = (("forward",), ("param", 0), ("pack", 64), ("param", 1), ("pack", 64), ("unpack", 1), ("saved", 0), ("unpack", 0),
+          ("grad", 0), ("bucket", 0), ("bucket", 1), ("bucket", 2), ("end",))  # fmt: skip
+DUE = Actions((), (), (), ((True, 9),), ())
+STAYING = Alone(frozenset({0}), frozenset({0, 1}), frozenset({0}), frozenset({0, 1, 2}))
+
+
+def quiet(*due: int, free_bytes: int = 100, transients: tuple[int, ...] = (8,) * len(EVENTS)) -> Quiet:
+    """Returns the quiet events of a plan that has something to do at these ticks."""
+    program = tuple(DUE if at in due else None for at in range(len(EVENTS) + 1))
+    return make_quiet(EVENTS, program, STAYING, (1,) * len(EVENTS), transients, (free_bytes,) * len(EVENTS))
+
+
+def test_events_of_what_stays_are_quiet_where_nothing_is_due() -> None:
+    made = quiet()
+    assert (made.reads, made.saved, made.packs, made.unpacks, made.gradients) == ({0}, {0}, {0, 1}, {0, 1}, {0})
+    assert made.following == (0, 3, 3, 3, 12, 12, 12, 12, 12, 12, 12, 12, 12, 13), "parameter 1 moves"
+    made = quiet(4, 7, 8)
+    assert (made.packs, made.unpacks, made.gradients) == ({0}, {1}, frozenset()), (
+        "a tensor is packed by its number, not its size"
+    )
+    assert made.following == (0, 3, 3, 3, 4, 7, 7, 7, 8, 12, 12, 12, 12, 13)
+
+
+def test_an_event_that_comes_twice_is_quiet_where_neither_has_anything_due() -> None:
+    keys = (("param", 0), ("grad", 0), ("param", 0), ("end",))
+    made = make_quiet(keys, (None, None, DUE, None, None), STAYING, (0,) * 4, (0,) * 4, (0,) * 4)
+    assert made.reads == frozenset() and made.following == (0, 2, 2, 3, 4)
+
+
+def test_neighbouring_buckets_are_updated_together_as_far_as_there_is_room() -> None:
+    assert quiet().buckets == dict.fromkeys((0, 1, 2), (0, 1, 2))
+    assert quiet(10).buckets == {0: (0,), 2: (2,)}, "one between them is none of them"
+    assert quiet(free_bytes=8).buckets == {0: (0, 1), 1: (0, 1), 2: (2,)}, "8 free bytes and 8 that one takes are for two"
+    assert quiet(free_bytes=-8).buckets == {0: (0,), 1: (1,), 2: (2,)}
+
+
+@given(data=st.data())
+def test_a_quiet_walk_counts_the_memory_of_a_whole_one(data: st.DataObject) -> None:
+    size = st.integers(0, 50)
+    births, transients = (tuple(data.draw(st.lists(size, min_size=13, max_size=13))) for _ in range(2))
+    born_early = data.draw(st.integers(-40, 40))  # more or less is held by the engine than the trace has by now
+    program = tuple(DUE if data.draw(st.booleans()) else None for _ in range(len(EVENTS) + 1))
+    made = make_quiet(EVENTS, program, STAYING, births, transients, (0,) * len(EVENTS))
+    whole, unborn = [], born_early
+    for op in range(len(EVENTS)):
+        unborn += births[op]
+        whole.append(transients[op] + max(unborn, 0))
+    walked, unborn, at = [], born_early, made.following[0]
+    while at < len(EVENTS):
+        walked.append(max(made.transients[at], unborn + made.peaks[at]))
+        unborn += made.births[at]
+        at = made.following[at + 1]
+    assert max(walked) == max(whole)
+    assert unborn == born_early + sum(births)

@@ -68,10 +68,12 @@ class StepTimes:
     Attributes:
         host_starts_ns, host_stops_ns: by the host's clock: where the device is another one, when its work was issued.
         is_by_host: the device is the host.
+        is_whole: each op of the trace is one here; see [Note: quiet events] in step/quiet.py.
         communicated: collectives that went on beside compute.
     """
 
-    def __init__(self, begun: Stamp | None) -> None:
+    def __init__(self, begun: Stamp | None, *, is_whole: bool = True) -> None:
+        self.is_whole = is_whole
         self.host_starts_ns: list[int] = []
         self.host_stops_ns: list[int] = []
         self.is_by_host = begun is None
@@ -170,10 +172,10 @@ class Clock:
         self.is_backward_open = False
         self.under_way: list[UnderWay] = []
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, *, is_whole: bool = True) -> None:
+        """A step begins; a quiet one has fewer ops than its trace."""
         self._traffic.backend.begin_step()
-        self.times = StepTimes(self._stamp())
+        self.times = StepTimes(self._stamp(), is_whole=is_whole)
         self.under_way = []
 
     def tick(self, key: Hashable, name: Callable[[], str], phase: str | None = "") -> None:

@@ -32,7 +32,8 @@ class ParameterFetch:
     def home(self, item: ParameterItem) -> torch.Tensor:
         """Lifts the home itself to the device, and returns it."""
         context = self._context
-        context.clock.tick(item.key, lambda: f"param:{item.name}", None)
+        if item.position not in context.runner.quiet.reads:
+            context.clock.tick(item.key, lambda: f"param:{item.name}", None)
         if context.runner.leaves_alone(item):
             return item.living  # as a rule it is there
         if context.state.mode is Mode.PLANNED and not torch.is_inference_mode_enabled():
@@ -73,7 +74,8 @@ class ParameterFetch:
     def saved(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device value of a parameter that autograd saved and backward asks for."""
         context = self._context
-        context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
+        if item.position not in context.runner.quiet.saved:
+            context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
         if context.runner.leaves_alone(item):
             return item.valid_value
         value = self._valid(item)

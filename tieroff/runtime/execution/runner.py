@@ -13,10 +13,12 @@ from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.table import begin_to_leave, is_leaving
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Planned
 from tieroff.runtime.step.likeness import suits
 from tieroff.runtime.step.mode import Mode
 from tieroff.runtime.step.program import Actions, Program
+from tieroff.runtime.step.quiet import NOTHING
 
 
 class PlanRunner:
@@ -32,6 +34,7 @@ class PlanRunner:
         is_still: nothing was due at the last tick.
         peak_bytes: largest count of device bytes in the step: copies the engine holds plus the trace's transients.
         alone_activations, alone_gradients: of the plan that runs; see [Note: left alone] in step/executable.py.
+        quiet: events that do not come in the step that runs; see [Note: quiet events] in step/quiet.py.
         unborn_bytes: of activations and gradients that the trace has by now and the engine has not: transients so far.
     """
 
@@ -44,25 +47,37 @@ class PlanRunner:
         self._transients: tuple[int, ...] = ()
         self.alone_activations: frozenset[int] = frozenset()
         self.alone_gradients: frozenset[int] = frozenset()
+        self.quiet = NOTHING
         self._items: list[Item | None] = []  # by index in the trace
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.is_still = False
+        self._seen: Executable | None = None
 
     def follows(self, planned: Planned | None) -> bool:
         """True when the step that ran last had the same decisions."""
         return self.planned is not None and planned is not None and self.planned.executable is planned.executable
 
-    def begin(self, planned: Planned | None, homes: Iterable[HomeItem] = ()) -> None:
-        """A step begins with these homes; it runs as planned, or has no plan."""
+    def has_seen(self, planned: Planned | None) -> bool:
+        """True when a step with these decisions has come to its end with all its events: it could be quiet now."""
+        return planned is not None and self._seen is planned.executable
+
+    def reached_end(self) -> None:
+        """A step has followed its plan to the end."""
+        if self.planned is not None and self.quiet is NOTHING:
+            self._seen = self.planned.executable
+
+    def begin(self, planned: Planned | None, homes: Iterable[HomeItem] = (), *, is_quiet: bool = False) -> None:
+        """A step begins with these homes; it runs as planned, perhaps without quiet events, or has no plan."""
         is_same = self.follows(planned)
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.planned, self._late = planned, []
         self._items = [None] * len(planned.trace.tensors) if planned is not None else []
-        self._keys, self._program = (), ()
+        self._keys, self._program, self.quiet = (), (), NOTHING
         self.alone_activations = self.alone_gradients = frozenset()
         if planned is not None:
             self._keys, self._program = planned.recorded.keys, planned.executable.program
+            self.quiet = planned.executable.quiet if is_quiet else NOTHING
             self._births, self._transients = planned.executable.births, planned.executable.transients
             self.alone_activations = planned.executable.alone_activations
             self.alone_gradients = planned.executable.alone_gradients
@@ -75,15 +90,17 @@ class PlanRunner:
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
-        self._late = []
+        self._late, self.quiet = [], NOTHING
         self.alone_activations = self.alone_gradients = frozenset()
 
     # -- ticks -----------------------------------------------------------------------------------------------------
 
     def advance(self, key: Hashable) -> bool:
         """Does what is due at the next tick; False, with nothing done, when the plan has another event there."""
-        cursor, keys = self.cursor, self._keys
+        cursor, keys, following = self.cursor, self._keys, self.quiet.following
         self.is_still = False
+        if following:
+            cursor = following[cursor]
         if cursor >= len(keys) or (keys[cursor] != key and not suits(key, keys[cursor])):
             return False
         self.cursor = cursor + 1
@@ -148,14 +165,19 @@ class PlanRunner:
         fetch_all(traffic, [item for leads_in, index in issues if leads_in and (item := items[index]) is not None])
 
     def measure(self) -> None:
-        """Counts the device bytes of the op that just ended."""
+        """Counts the device bytes of the op that just ended, and of those after it whose events are quiet."""
         done, traffic = self.cursor - 1, self._traffic
         if self.planned is None or done < 0:
             return
-        self.unborn_bytes = unborn_bytes = self.unborn_bytes + self._births[done]
-        count = traffic.device_bytes + self._transients[done]
-        if unborn_bytes > 0:
-            count += unborn_bytes
+        quiet = self.quiet
+        if quiet.following:
+            count = traffic.device_bytes + max(quiet.transients[done], self.unborn_bytes + quiet.peaks[done])
+            self.unborn_bytes += quiet.births[done]
+        else:
+            self.unborn_bytes = unborn_bytes = self.unborn_bytes + self._births[done]
+            count = traffic.device_bytes + self._transients[done]
+            if unborn_bytes > 0:
+                count += unborn_bytes
         if count > self.peak_bytes:
             self.peak_bytes = count
         if traffic.keep_spans:
@@ -164,7 +186,11 @@ class PlanRunner:
     @property
     def is_at_end(self) -> bool:
         """True when every event of the plan went by."""
-        return self.planned is not None and self.cursor == len(self.planned.recorded.keys)
+        if self.planned is None:
+            return False
+        following = self.quiet.following
+        cursor = following[self.cursor] if following else self.cursor
+        return cursor == len(self.planned.recorded.keys)
 
     @property
     def expected(self) -> str:
@@ -242,8 +268,10 @@ class PlanRunner:
     @property
     def is_before_update(self) -> bool:
         """True between the last event of backward and the first of the update."""
-        is_planned = self.planned is not None and self._state.mode is Mode.PLANNED
-        return is_planned and self.planned is not None and self.cursor == self.planned.executable.update_at
+        if self.planned is None or self._state.mode is not Mode.PLANNED:
+            return False
+        following, update_at = self.quiet.following, self.planned.executable.update_at
+        return self.cursor <= update_at <= (following[self.cursor] if following else self.cursor)
 
     def is_late(self, item: Item) -> TypeGuard[HomeItem]:
         """True for an item that is idle until the step ends, and leaves in the next one: see [Note: late evictions]."""

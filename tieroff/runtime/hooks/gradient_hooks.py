@@ -57,6 +57,8 @@ class GradientHooks:
             return  # never moved, and a sparse one has no view through which to find its node
 
         def about_to_accumulate(grads: Any) -> None:
+            if id(parameter) in self._gradients.quiet:
+                return
             item = self._context.homes.parameter(parameter)
             if item is not None and self._is_open:
                 self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
@@ -70,6 +72,9 @@ class GradientHooks:
 
     def _arrived(self, home: torch.Tensor) -> None:
         if not self._is_open:
+            return
+        if id(home) in self._gradients.quiet:
+            self._gradients.arrived_quietly(home)
             return
         self._context.state.inside += 1
         lock, follower = self._context.state.lock, self.follower

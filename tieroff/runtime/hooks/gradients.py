@@ -16,17 +16,24 @@ from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_gradi
 from tieroff.runtime.movable import why_unmovable
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.quiet import NOTHING, Quiet
 
 
 class Gradients:
-    """What happens to the gradients of moved parameters; the items are those of `HomeTable.gradients`."""
+    """What happens to the gradients of moved parameters; the items are those of `HomeTable.gradients`.
+
+    Attributes:
+        quiet: ids of parameters whose gradients stay as they come; see [Note: quiet events] in step/quiet.py.
+    """
 
     def __init__(self, context: StepContext, settings: Settings, shards: Shards) -> None:
         self._context, self._shards = context, shards
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
         self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
-        self._alone: list[ParameterItem] = []  # whose gradients the plan that runs leaves alone
+        self._alone: list[torch.Tensor] = []  # parameters whose gradients the plan that runs leaves alone
+        self.quiet: frozenset[int] = frozenset()
+        self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
         context.clock.at_divergence.append(self)
 
     def arrived(self, item: ParameterItem) -> None:
@@ -49,9 +56,11 @@ class Gradients:
     def _took_place(self, item: ParameterItem) -> None:
         context = self._context
         context.clock.watch_backward()
-        context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
-        if item.position in context.runner.alone_gradients and item.position not in self._items:
-            self._alone.append(item)
+        if item.position not in context.runner.quiet.gradients:
+            context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
+        leaf = item.leaf
+        if leaf is not None and item.position in context.runner.alone_gradients and item.position not in self._items:
+            self._alone.append(leaf)
             if context.traffic.tell_held is not None and item.grad is not None:
                 context.traffic.took(item.grad)
             return
@@ -75,8 +84,19 @@ class Gradients:
                 context.state.record.bind(known)
             context.clock.resume()
 
+    def arrived_quietly(self, home: torch.Tensor) -> None:
+        """A gradient reached a parameter of `quiet`."""
+        context, state = self._context, self._context.state
+        state.saw_backward = state.saw_gradient = True
+        if not context.clock.is_backward_open:
+            context.clock.watch_backward()
+        self._alone.append(home)
+        if context.traffic.tell_held is not None and home.grad is not None:
+            context.traffic.took(home.grad)
+
     def left_plan(self) -> None:
         """The step goes on without its plan: what that left alone moves like all others."""
+        self.quiet = frozenset()
         for known in self._taken_over():
             known.leave(self._context.traffic)
 
@@ -84,19 +104,38 @@ class Gradients:
         """A step begins; gradients are left of one whose plan left them alone where it did not clear them."""
         self._taken_over()
 
+    def begin_planned(self) -> None:
+        """The plan of a step, if it has one, begins."""
+        quiet = self._context.runner.quiet
+        if quiet is not self._quiet_of[0]:
+            items = [item for item in self._context.homes.parameters.values() if item.position in quiet.gradients]
+            self._quiet_of = quiet, frozenset(id(item.leaf) for item in items)
+        # One that was there before is added to, and may have been moved.
+        self.quiet = self._quiet_of[1] if not self._items else frozenset()
+
+    def end(self) -> None:
+        """The step's last op is over."""
+        self.quiet = frozenset()
+
     def alone(self) -> list[torch.Tensor]:
         """Returns the gradients that are left alone and not cleared."""
-        grads = [item.grad for item in self._alone if item.position not in self._items]
+        items = [(home, self._context.homes.parameter(home)) for home in self._alone]
+        grads = [
+            item.grad if item is not None else home.grad
+            for home, item in items
+            if item is None or item.position not in self._items
+        ]
         # One that was applied in backward is of another type, and has no memory.
         return [grad for grad in grads if type(grad) is torch.Tensor]
 
     def _taken_over(self) -> list[GradientItem]:
         taken = list[GradientItem]()
-        homes = self._context.homes.parameters
+        if not [home for home in self._alone if home.grad is not None]:
+            self._alone.clear()  # as a rule all were cleared
         while self._alone:
-            item = self._alone[-1]  # it stays until it is dealt with
-            grad = item.grad if item.position not in self._items and homes.get(id(item.leaf)) is item else None
-            known = self._take(item, grad) if grad is not None else None
+            item = self._context.homes.parameter(self._alone[-1])  # it stays until it is dealt with
+            grad = item.grad if item is not None and item.position not in self._items else None
+            known = self._take(item, grad) if item is not None and grad is not None else None
             if known is not None:
                 taken.append(known)
             self._alone.pop()

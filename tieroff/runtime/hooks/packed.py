@@ -136,8 +136,9 @@ class LeftAlone(Kept):
     __slots__ = ("__weakref__", "ordinal", "packed", "parameter")
 
     def __init__(self, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> None:
-        self.tensor = tensor.detach()
-        self.version = -1 if tensor.is_inference() else tensor._version
+        # What an op made leads to that op, which would keep itself alive; inputs and parameters lead nowhere.
+        self.tensor = tensor.detach() if parameter is None and tensor.requires_grad else tensor
+        self.version = tensor._version
         self.ordinal, self.parameter = ordinal, parameter
         self.packed: Packed | PackedParameter | None = None
 

@@ -31,12 +31,14 @@ from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.quiet import NOTHING
 from tieroff.runtime.tensors import alias_of, bytes_of, unseen, view_of
 
 
@@ -63,6 +65,7 @@ class SavedTensors:
         self._order: list[PackedBefore | None] = []  # of the steps that follow one plan; None: to be looked at
         self._place = 0  # in that order
         self._ordered_for: Executable | None = None  # the plan
+        self._quiet = NOTHING
         self.fixed: set[int] = set()
         self.gathered: Gathered | None = None
         self.is_closed = False
@@ -77,6 +80,7 @@ class SavedTensors:
         executable = planned.executable if planned is not None and self._context.state.mode is Mode.PLANNED else None
         if executable is None or executable is not self._ordered_for:
             self._order, self._ordered_for = [], executable
+        self._quiet = self._context.runner.quiet
         self._written.begin()
         recorder = self._context.state.record.recorder
         if recorder is not None:
@@ -88,20 +92,26 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: does not modify its input."""
         state = self._state
-        state.inside += 1  # not in a `finally`: see `StepState.inside`
-        packed = self._pack_in_order(tensor) if state.mode is Mode.PLANNED else self._pack_by_looks(tensor)
-        state.inside -= 1
-        return packed
-
-    def _pack_in_order(self, tensor: torch.Tensor) -> Any:
-        """Packs a tensor in a step that follows its plan; see [Note: by order]."""
+        if state.mode is not Mode.PLANNED:
+            state.inside += 1  # not in a `finally`: see `StepState.inside`
+            packed = self._pack_by_looks(tensor)
+            state.inside -= 1
+            return packed
         place, order = self._place, self._order
         self._place = place + 1
         before = order[place] if place < len(order) else None
-        packed = self._pack_as_before(tensor, before) if before is not None else None
-        if packed is not None:
-            return packed
-        count = self._count
+        if before is not None and type(tensor) in PLAIN:
+            packed = self._pack_as_before(tensor, before)
+            if packed is not None:
+                return packed
+        state.inside += 1
+        packed = self._pack_to_remember(tensor, place)
+        state.inside -= 1
+        return packed
+
+    def _pack_to_remember(self, tensor: torch.Tensor, place: int) -> Any:
+        """Packs a tensor in a step that follows its plan; later steps know what came in this place. See [Note: by order]."""
+        order, count = self._order, self._count
         packed = self._pack_by_looks(tensor)
         now = PackedBefore.of(packed, tensor, is_new=self._count > count)
         if place < len(order):
@@ -111,23 +121,34 @@ class SavedTensors:
         return packed
 
     def _pack_as_before(self, tensor: torch.Tensor, before: PackedBefore) -> Any:
-        """Keeps a tensor that comes where one was kept before; None, with nothing done, where it is another one."""
-        if not is_plain(tensor):
+        """Keeps a tensor that comes where one was kept before; None, with nothing done, where it is another one.
+
+        Whether its bytes say everything is asked where the engine takes them over.
+        """
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a wrapper of a functorch transform
             return None
-        storage = tensor.untyped_storage()
         if storage.nbytes() != before.size_bytes:
             return None
         if not before.is_left_alone:
-            return Kept(alias_of(tensor))
-        ordinal = before.ordinal
+            return Kept(alias_of(tensor)) if is_plain(tensor) else None
+        key, ordinal, parameter = storage._cdata, before.ordinal, before.parameter
         if before.is_new:
-            if ordinal != self._count:
+            if ordinal != self._count or not (ordinal in self._quiet.packs or is_plain(tensor)):
                 return None
             self._count = ordinal + 1
-            return self._pack_new(tensor, storage, ordinal)
-        if before.parameter is None and storage._cdata not in self._alone:
+            if ordinal not in self._quiet.packs:
+                self._state.inside += 1
+                packed = self._pack_new(tensor, storage, ordinal)
+                self._state.inside -= 1
+                return packed
+            self._alone[key] = []
+            if self._context.traffic.tell_held is not None:
+                self._context.traffic.took(tensor)
+        elif parameter is None and key not in self._alone:
             return None
-        return self._leave_alone(storage._cdata, tensor, ordinal, before.parameter)
+        return self._leave_alone(key, tensor, ordinal, parameter)
 
     def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
@@ -158,7 +179,8 @@ class SavedTensors:
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int) -> Any:
         """Packs a tensor of whose storage nothing was saved before: an event of the step."""
         context, key = self._context, storage._cdata
-        context.clock.tick(("pack", storage.nbytes()), lambda: f"pack:{ordinal}", None)
+        if ordinal not in self._quiet.packs:
+            context.clock.tick(("pack", storage.nbytes()), lambda: f"pack:{ordinal}", None)
         if ordinal in context.runner.alone_activations and context.state.mode is Mode.PLANNED:
             self._alone[key] = []
             if context.traffic.tell_held is not None:
@@ -231,11 +253,13 @@ class SavedTensors:
     def left_plan(self) -> None:
         """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""
         items = dict[int, ActivationItem]()
+        self._quiet = NOTHING
+        self._all_alone = [ref for ref in self._all_alone if ref() is not None]  # most steps leave none
         while self._all_alone:
             alone = self._all_alone[-1]()  # it stays until it is dealt with
             if alone is not None and alone.packed is None and alone.parameter is not None:
                 self._hand_over(alone, alone.parameter)
-            elif alone is not None and alone.packed is None:
+            elif alone is not None and alone.packed is None and is_plain(alone.tensor):
                 storage = alone.tensor.untyped_storage()
                 item = items.get(storage._cdata)
                 if item is None:
@@ -263,7 +287,11 @@ class SavedTensors:
         """The unpack hook: the same data each time it is asked."""
         if type(packed) is LeftAlone:
             if packed.packed is None:
-                return self._unpack_alone(packed)
+                parameter, quiet = packed.parameter, self._quiet
+                is_quiet = packed.ordinal in quiet.unpacks if parameter is None else parameter.position in quiet.saved
+                if is_quiet and self._context.clock.is_backward_open and packed.tensor._version == packed.version:
+                    return packed.tensor
+                return self._unpack_alone(packed, is_quiet=is_quiet)
             packed = packed.packed
         if isinstance(packed, Kept):
             return packed.get()
@@ -280,14 +308,15 @@ class SavedTensors:
         with unseen():  # the recorder was told of this memory
             return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
 
-    def _unpack_alone(self, packed: LeftAlone) -> torch.Tensor:
+    def _unpack_alone(self, packed: LeftAlone, *, is_quiet: bool) -> torch.Tensor:
         tensor, context = packed.get(), self._context
-        state = self._state
+        state, parameter = self._state, packed.parameter
         state.inside += 1
         state.saw_backward = True
         context.clock.watch_backward()
-        parameter = packed.parameter
-        if parameter is None:
+        if is_quiet:
+            pass
+        elif parameter is None:
             context.clock.tick(("unpack", packed.ordinal), lambda: f"unpack:{packed.ordinal}", "backward")
         else:
             context.clock.tick(("saved", parameter.position), lambda: f"saved:{parameter.name}", "backward")
@@ -373,7 +402,8 @@ class SavedTensors:
         context = self._context
         context.state.saw_backward = True
         context.clock.watch_backward()
-        context.clock.tick(("unpack", item.ordinal), lambda: f"unpack:{item.ordinal}", "backward")
+        if item.ordinal not in self._quiet.unpacks:
+            context.clock.tick(("unpack", item.ordinal), lambda: f"unpack:{item.ordinal}", "backward")
         with context.state.lock:
             device = context.traffic.want(item)
             context.state.record.bind_copy(device, item.key, is_new=True)

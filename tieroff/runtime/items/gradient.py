@@ -88,7 +88,7 @@ class GradientItem(HomeItem):
             return False
         if self.lower is not None and owners_by(self.lower_storage) > 1:
             return False
-        self._ref, self.version = weakref.ref(tensor), tensor._version
+        self.ref, self.version = weakref.ref(tensor), tensor._version
         self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
         self.guard, self.pins, self.readers, self.state = guard, 0, 0, State.DEVICE
         self.waiting = self.outer_ref = None

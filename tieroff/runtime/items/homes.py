@@ -61,7 +61,6 @@ class HomeItem(Item):
     """
 
     __slots__ = (
-        "_ref",
         "dtype",
         "guard",
         "hollow",
@@ -73,6 +72,7 @@ class HomeItem(Item):
         "may_be_written",
         "pins",
         "readers",
+        "ref",
         "size",
         "stride",
         "times_assigned",
@@ -86,7 +86,7 @@ class HomeItem(Item):
         self, key: Hashable, name: str, kind: TensorClass, tensor: torch.Tensor, tier: Tier, guard: Guard | None = None
     ) -> None:
         super().__init__(key, name, kind, tensor.numel() * tensor.element_size(), tier)
-        self._ref: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.ref: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.dtype, self.size, self.stride = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())
         self.lower: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
@@ -101,12 +101,12 @@ class HomeItem(Item):
     @property
     def tensor(self) -> torch.Tensor | None:
         """The tensor itself, or None when it died."""
-        return self._ref()
+        return self.ref()
 
     @property
     def living(self) -> torch.Tensor:
         """The tensor itself, of which somebody else holds a reference for now."""
-        tensor = self._ref()
+        tensor = self.ref()
         if tensor is None:
             raise StateError(f"{self.name} died while it was used; this is a bug in tieroff")
         return tensor
@@ -138,7 +138,7 @@ class HomeItem(Item):
 
     def is_current(self) -> bool:
         """True when `.data` still lies where the engine put it (nobody assigned another memory)."""
-        tensor = self._ref()
+        tensor = self.ref()
         if type(tensor) in PLAIN:  # most are: entering `untouched` costs as much as the rest
             return self._is_where_it_was_put(tensor)
         with untouched():
@@ -157,7 +157,7 @@ class HomeItem(Item):
 
     def is_as_left(self) -> bool:
         """True when nobody gave the tensor other memory or wrote it; False where that takes more than a look to know."""
-        tensor = self._ref()
+        tensor = self.ref()
         if self.hollow is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_let_go:
             return False
         assert tensor is not None
@@ -177,7 +177,7 @@ class HomeItem(Item):
 
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
-        tensor, value = self._ref(), self.value
+        tensor, value = self.ref(), self.value
         if tensor is None or (self.may_be_written and self.device is not None):
             return tensor is not None
         is_older = value is not None and value._version != self.value_version
@@ -185,7 +185,7 @@ class HomeItem(Item):
 
     def note(self) -> None:
         """Remembers the versions at which the copies are equal."""
-        tensor, value = self._ref(), self.value
+        tensor, value = self.ref(), self.value
         self.may_be_written = False
         if type(tensor) in PLAIN:
             self.version = tensor._version  # type: ignore[union-attr]
@@ -334,7 +334,7 @@ class HomeItem(Item):
 
         See [Note: values have one place that people can hold].
         """
-        tensor = self._ref()
+        tensor = self.ref()
         if tensor is None or self.is_let_go:
             return
         if self.hollow is None:

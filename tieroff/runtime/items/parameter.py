@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -34,7 +35,8 @@ class ParameterItem(HomeItem):
         super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier, guard)
         self.position = position
         self.shown: torch.Tensor | None = None
-        self._ref = lambda: tensor  # the model holds it anyway; a weak reference would forbid torch.utils.swap_tensors
+        # The model holds it anyway; a weak reference would forbid torch.utils.swap_tensors. A lambda would be a line of Python.
+        self.ref = itertools.repeat(tensor).__next__
 
     def adopt(self, traffic: Traffic) -> None:
         super().adopt(traffic)

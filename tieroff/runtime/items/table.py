@@ -12,13 +12,13 @@ leave at the end of their own step: what is not there yet cannot be shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import unwatch
+from tieroff.runtime.items.hollow import PLAIN, unwatch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
@@ -91,6 +91,47 @@ def leave_place(item: HomeItem, traffic: Traffic) -> None:
     item.lower = None
     item.state = State.DEVICE
     unwatch(item.tensor)
+
+
+def lies_up(item: HomeItem) -> bool:
+    """True for a lifted tensor that still lies on its device copy; written or not."""
+    tensor = item.tensor
+    if tensor is not None and item.hollow is None and type(tensor) in PLAIN:
+        return tensor.data_ptr() == item.value_address and not item.is_let_go
+    return item.is_current() and not item.is_let_go
+
+
+def not_up(items: Iterable[HomeItem]) -> list[HomeItem]:
+    """Returns all but those that the plan has on the device all the time, and that lie there alone.
+
+    Each step asks it of all that there is, so the usual case of `lies_up` is written out.
+    """
+    left: list[HomeItem] = []
+    for item in items:
+        if item.stays_up and item.is_lifted and item.place is None and item.device is not None:
+            tensor = item.ref()
+            if tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
+                is_there = tensor.data_ptr() == item.value_address
+            else:
+                is_there = lies_up(item)
+            if is_there:
+                continue
+        left.append(item)
+    return left
+
+
+def are_current(items: Iterable[HomeItem]) -> bool:
+    """True when `is_current` is true of each. Each step asks it of all parameters, so the usual case is written out."""
+    for item in items:
+        tensor = item.ref()
+        if tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
+            is_there = tensor.data_ptr() == (item.value_address if item.is_lifted else item.lower_address)
+            is_same = tensor.dtype is item.dtype and tensor.size() == item.size and tensor.stride() == item.stride
+            if is_there and is_same and (item.value if item.is_lifted else item.lower) is not None:
+                continue
+        if not item.is_current():
+            return False
+    return True
 
 
 def bring_home(item: HomeItem, traffic: Traffic) -> None:

@@ -55,6 +55,8 @@ class Traffic:
         keeps_rooms: a step follows its plan, in which small items are fetched to memory that they keep; see backend/rooms.py.
         tell_held: called with all memory that is taken for items, where others have to know.
         counts: bytes moved and time waited since `counts` was last replaced.
+        keeps_timeline: what moves when is of interest.
+        keep_spans: so it is, and in the step that runs.
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
         waits: waits for copies as (item index, source, target, start, stop), when `keep_spans`.
         held: per tier, at the end of each op of a planned step, when `keep_spans`.
@@ -71,7 +73,7 @@ class Traffic:
         self._rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
         self._is_near = backend.copies_near
-        self.keep_spans = False
+        self.keeps_timeline = False
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
 
@@ -84,8 +86,9 @@ class Traffic:
         """
         return self._recorder is None or not self._recorder.is_on
 
-    def begin_step(self, *, is_planned: bool = False, recorder: Recorder | None = None) -> None:
-        """Counts and spans are those of the step that begins here, which a recorder may watch."""
+    def begin_step(self, *, is_planned: bool = False, is_quiet: bool = False, recorder: Recorder | None = None) -> None:
+        """Counts and spans are those of the step that begins here, which a recorder may watch; a quiet one has no spans."""
+        self.keep_spans = self.keeps_timeline and not is_quiet
         self._recorder = recorder
         self.keeps_rooms = self._is_near and is_planned
         if not is_planned:

@@ -111,7 +111,7 @@ class StepPlanning:
         machine itself may change.
         """
         kind, stage, feedback = observed.kind, observed.stage, observed.kind.feedback
-        if stage is not kind.stage or kind.asked is not None or feedback.passes():
+        if stage is not kind.stage or kind.asked is not None or feedback.passes(is_whole=observed.times.is_whole):
             return
         if not feedback.take(observed.times.durations_ns(), observed.spans):
             return

@@ -269,7 +269,7 @@ class Steps:
             self._traced = TracedStep(custody, self._plans, recorder)
         self._kind = self.last = kind
         self._is_void = False
-        custody.executor.begin(kind, recorder)
+        custody.executor.begin(kind, recorder, may_be_quiet=self._may_be_quiet(kind))
         custody.keep_freed(kind)
         self._begin_update()
         if self._traced is not None:
@@ -277,6 +277,11 @@ class Steps:
         elif kind.moves_nothing and custody.may_stand_aside():
             self._aside = kind
             self._watch = custody.stand_aside(kind)
+
+    def _may_be_quiet(self, kind: StepKind) -> bool:
+        """True for a planned step that the feedback does not look at, and in which nothing follows every event."""
+        is_unseen = kind.asked is not None or kind.feedback.passes_next
+        return is_unseen and not self.recomputation.slots and not self._custody.settings.update_in_backward
 
     def _begin_update(self) -> None:
         if self._custody.stepper is not None:

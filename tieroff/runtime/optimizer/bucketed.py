@@ -210,11 +210,19 @@ class BucketedStep:
 
     def _update_buckets(self, buckets: list[list[torch.Tensor]], args: Any, kwargs: dict[str, Any]) -> Any:
         left = [number for number in range(len(buckets)) if number not in self.early.done]
+        done = set[int]()
         out = None
         self._update_one.begin_parts()
         try:
             for number, following in zip_longest(left, left[1:]):
+                if number in done:
+                    continue
                 with self._context.state.lock:  # other threads may read parameters, before or after
+                    together = self._together(number)
+                    if together:
+                        out = self._update_one.step_on(self.buckets.together(together), args, kwargs)
+                        done.update(together)
+                        continue
                     self._tick(number)
                     out = self._update_one.run(
                         buckets[number],
@@ -225,8 +233,18 @@ class BucketedStep:
             self._update_one.end_parts()
         return out
 
+    def _together(self, number: int) -> tuple[int, ...]:
+        """Returns what is updated with a bucket that needs nothing of the engine, itself first; () of any other.
+
+        See [Note: quiet events] in step/quiet.py.
+        """
+        numbers, buckets = self._context.runner.quiet.buckets.get(number, ()), self.buckets.current
+        is_known = all(self.state.settled(buckets[other]) is not None for other in numbers)
+        return numbers if is_known and numbers[:1] == (number,) else ()
+
     def _tick(self, number: int) -> None:
-        self._context.clock.tick(("bucket", number), lambda: f"bucket:{number}", "optimizer")
+        if number not in self._context.runner.quiet.buckets:
+            self._context.clock.tick(("bucket", number), lambda: f"bucket:{number}", "optimizer")
 
     def _step_whole(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Steps all parameters together, as the optimizer itself does; its closure runs when it calls it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Buckets:
         self.position: dict[int, int] = {}
         # By id of one of `current`: how many parameters each group had, and those of the bucket in each.
         self._parts: dict[int, tuple[list[int], list[list[torch.Tensor]]]] = {}
+        self._together: dict[tuple[int, ...], list[torch.Tensor]] = {}  # by numbers of those of `current`
         self.known: Known | None = None if is_replaced else known_of(optimizer)
         self._is_settled = self.known is not None
         if is_replaced:
@@ -65,8 +66,15 @@ class Buckets:
             ranges = buckets_of([local_bytes(p) for p in params]) if self.is_split else [range(len(params))]
             self.current, self._ids = [params[r.start : r.stop] for r in ranges], ids
             self.position = {key: position for position, key in enumerate(ids)}
-            self._parts = {}
+            self._parts, self._together = {}, {}
         return self.current
+
+    def together(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Returns the parameters of some of `current`, which are updated in one call."""
+        key = tuple(numbers)
+        if key not in self._together:
+            self._together[key] = [param for number in numbers for param in self.current[number]]
+        return self._together[key]
 
     def parts_of(self, bucket: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Returns the parameters of a bucket in each group of the optimizer."""
@@ -76,7 +84,7 @@ class Buckets:
         if known is None or known[0] != counts:
             wanted = {id(param) for param in bucket}
             known = (counts, [[param for param in group["params"] if id(param) in wanted] for group in groups])
-            if any(bucket is one for one in self.current):
+            if any(bucket is one for one in (*self.current, *self._together.values())):
                 self._parts[id(bucket)] = known
         return [part.copy() for part in known[1]]
 

@@ -102,9 +102,9 @@ class OptimizerState:
         """Returns the items of a bucket's state tensors."""
         found: list[HomeItem] = []
         state = self._optimizer.state
-        whole = self._buckets_settled.get(id(bucket))
-        if whole is not None and whole.holds(state):
-            return whole.items
+        whole = self.settled(bucket)
+        if whole is not None:
+            return whole
         for param in bucket:
             settled = self._settled.get(id(param))
             if settled is not None and settled.holds(state.get(param)):
@@ -115,6 +115,11 @@ class OptimizerState:
                 if known is not None and known.tensor is tensor:
                     found.append(known)
         return found
+
+    def settled(self, bucket: list[torch.Tensor]) -> list[HomeItem] | None:
+        """Returns the items of a bucket's state, if that is what it was when it was last looked at whole; None: it is not."""
+        whole = self._buckets_settled.get(id(bucket))
+        return whole.items if whole is not None and whole.holds(self._optimizer.state) else None
 
     def take_over(self) -> None:
         """Puts state that exists already below: that of a resumed run, or what `load_state_dict` put in its place.

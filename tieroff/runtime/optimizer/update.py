@@ -17,6 +17,7 @@ from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.shared import SharedValues
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.quiet import NOTHING
 
 
 class Narrowed:
@@ -52,6 +53,10 @@ class BucketUpdate:
         self.narrowed = Narrowed(optimizer)
         self.shared: SharedValues | None = None
         self._lifted: list[tuple[list[torch.Tensor], list[HomeItem]]] = []
+        self._moving_in = NOTHING
+        # Of that plan, by id of a bucket: its state and what moves of it all, and the positions of its parameters.
+        self._moving: dict[int, tuple[Sequence[HomeItem], list[HomeItem]]] = {}
+        self._positions: dict[int, frozenset[int]] = {}
 
     def run(self, bucket: list[torch.Tensor], step: Callable[[list[torch.Tensor]], Any], following: list[torch.Tensor]) -> Any:
         """Updates a bucket, whose tick began.
@@ -156,8 +161,30 @@ class BucketUpdate:
         known = self._buckets.known
         return getattr(self._optimizer, "grad_scale", None) is not None or known is None or known.writes_gradients
 
-    def _items_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+    def _moving_of(self, bucket: list[torch.Tensor]) -> list[HomeItem] | None:
+        """Returns the parameters and state of a bucket that the plan moves, where its state is as it was in a whole step.
+
+        None where that is not known: in steps that are not quiet, see [Note: quiet events] in step/quiet.py.
+        """
+        quiet = self._context.runner.quiet
+        if quiet is not self._moving_in:
+            self._moving_in, self._moving, self._positions = quiet, {}, {}
+        if quiet is NOTHING:
+            return None
+        known, settled = self._moving.get(id(bucket)), self._state.settled(bucket)
+        if known is not None and known[0] is settled:
+            return known[1]
+        if settled is None:
+            return None
+        moving = self._context.runner.looked_after(self._items_of(bucket, with_gradients=False))
+        self._moving[id(bucket)] = settled, moving
+        return moving
+
+    def _items_of(self, bucket: list[torch.Tensor], *, with_gradients: bool = True) -> list[HomeItem]:
         """Returns the items that the update of a bucket needs."""
+        moving = self._moving_of(bucket) if with_gradients else None
+        if moving is not None:
+            return moving + self._gradients_of(bucket)
         homes, gradients = self._context.homes.parameters, self._context.homes.gradients
         is_trusted, state = self._buckets.is_trusted, self._optimizer.state
         needed: list[HomeItem] = []
@@ -167,10 +194,18 @@ class BucketUpdate:
             if item is None or (is_trusted and param.grad is None and not state.get(param)):
                 continue
             needed.append(item)
-            gradient = gradients.get(item.position)
+            gradient = gradients.get(item.position) if with_gradients else None
             if gradient is not None:
                 needed.append(gradient)
         return needed + self._state.items_of(bucket)
+
+    def _gradients_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
+        """Returns the gradients of a bucket that are under the engine's care: few, where the plan leaves most alone."""
+        positions = self._positions.get(id(bucket))
+        if positions is None:
+            items = [self._context.homes.parameter(param) for param in bucket]
+            positions = self._positions[id(bucket)] = frozenset(item.position for item in items if item is not None)
+        return [gradient for position, gradient in self._context.homes.gradients.items() if position in positions]
 
     def _lift(self, bucket: list[torch.Tensor], lifted: list[HomeItem]) -> None:
         context = self._context

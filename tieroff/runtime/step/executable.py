@@ -20,6 +20,7 @@ from tieroff.core.schedule import Tick, make_schedule
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.runtime.step.program import Program, make_program
+from tieroff.runtime.step.quiet import Alone, Quiet, make_quiet
 from tieroff.runtime.step.recorded import Recorded
 
 # Before every transfer of the plan that is issued at the same tick.
@@ -39,6 +40,7 @@ class Executable:
         transients: per op, bytes that it takes for itself, and those that are left alone.
         alone_activations: see [Note: left alone]; by ordinal.
         alone_gradients: the same, by position of their parameter.
+        quiet: see [Note: quiet events] in step/quiet.py.
         update_at: the tick at which the update begins.
         stays_after_backward: see `stays_for_update`.
         late: tensors that leave in the step after the one that used them -> the tick from which they are idle in theirs.
@@ -52,6 +54,7 @@ class Executable:
     transients: tuple[int, ...]
     alone_activations: frozenset[int]
     alone_gradients: frozenset[int]
+    quiet: Quiet
     update_at: int
     stays_after_backward: frozenset[int]
     late: Mapping[int, int]
@@ -70,16 +73,24 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         for transfer in (*tick.issue_first, *tick.issues):
             if transfer.source is Tier.DEVICE:
                 copied_from.setdefault(transfer.tensor, at)
-    alone = _left_alone(trace, recorded, tiers)
+    alone, program = _left_alone(trace, recorded, tiers), make_program(ticks, tiers)
+    births, transients = tuple(_births(trace, alone.values())), tuple(_transients(trace, alone.values()))
+    there = Alone(
+        parameters=frozenset(_parameters_that_stay(trace, recorded, tiers)),
+        activations=frozenset(key for kind, key in alone if kind == "activation"),
+        gradients=frozenset(key for kind, key in alone if kind == "gradient"),
+        buckets=frozenset(_buckets_that_stay(trace, recorded.keys, tiers)),
+    )
     return Executable(
         ticks=ticks,
-        program=make_program(ticks, tiers),
+        program=program,
         tiers=tiers,
         copied_from=copied_from,
-        births=tuple(_births(trace, alone.values())),
-        transients=tuple(_transients(trace, alone.values())),
-        alone_activations=frozenset(key for kind, key in alone if kind == "activation"),
-        alone_gradients=frozenset(key for kind, key in alone if kind == "gradient"),
+        births=births,
+        transients=transients,
+        alone_activations=there.activations,
+        alone_gradients=there.gradients,
+        quiet=make_quiet(recorded.keys, program, there, births, transients, _free_bytes(plan, trace)),
         update_at=update_at,
         stays_after_backward=frozenset(r.tensor for r in stays),
         late={
@@ -170,6 +181,36 @@ def _left_alone(trace: Trace, recorded: Recorded, tiers: Mapping[int, Tier]) -> 
         if tensor.kind in (TensorClass.ACTIVATION, TensorClass.GRADIENT):
             alone[key] = index
     return alone
+
+
+def _parameters_that_stay(trace: Trace, recorded: Recorded, tiers: Mapping[int, Tier]) -> Iterator[int]:
+    """Yields the positions of parameters that the plan never moves."""
+    for key, index in recorded.index.items():
+        if index not in tiers and trace.tensors[index].kind is TensorClass.PARAMETER and isinstance(key, tuple):
+            yield key[1]
+
+
+def _buckets_that_stay(trace: Trace, keys: Sequence[Hashable], tiers: Mapping[int, Tier]) -> Iterator[int]:
+    """Yields the numbers of buckets whose update uses nothing that the plan ever moves."""
+    for key, op in zip(keys, trace.ops, strict=False):
+        if isinstance(key, tuple) and key[0] == "bucket" and tiers.keys().isdisjoint((*op.reads, *op.writes)):
+            yield key[1]
+
+
+def _free_bytes(plan: Plan, trace: Trace) -> list[int]:
+    """Returns per op what is left of the plan's own peak on the device."""
+    count = len(trace.ops)
+    change = [0] * (count + 1)
+    for residency in plan.residencies:
+        if residency.tier is Tier.DEVICE:
+            size_bytes, stop = trace.tensors[residency.tensor].size_bytes, residency.stop
+            change[residency.start] += size_bytes
+            change[min(stop, count)] -= size_bytes
+            if stop > count:  # it goes on in the next step
+                change[0] += size_bytes
+                change[min(stop - count, residency.start)] -= size_bytes
+    held, peak_bytes = itertools.accumulate(change), plan.peak_bytes.get(Tier.DEVICE, 0)
+    return [peak_bytes - held_bytes - op.transient_bytes for op, held_bytes in zip(trace.ops, held, strict=False)]
 
 
 def sums_no_gradients(trace: Trace, keys: Sequence[Hashable]) -> bool:

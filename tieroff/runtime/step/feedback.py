@@ -61,9 +61,18 @@ class Feedback:
         """True while the plan is new enough to be checked often."""
         return self._looks < len(_FIRST_LOOKS)
 
-    def passes(self) -> bool:
-        """True for a planned step that is too early before the next look to be seen; it is counted here."""
-        if self._due_steps - self._steps <= _SEEN_STEPS:
+    @property
+    def passes_next(self) -> bool:
+        """True while planned steps are too early before the next look to be seen."""
+        return self._due_steps - self._steps > _SEEN_STEPS
+
+    def passes(self, *, is_whole: bool = True) -> bool:
+        """True for a planned step that is not seen; it is counted here.
+
+        Args:
+            is_whole: each of its ops has a duration.
+        """
+        if is_whole and not self.passes_next:
             return False
         self._count()
         return True

@@ -18,6 +18,7 @@ from tieroff.runtime.items.hollow import own_class, untouched
 _DICTS = ("_modules", "_parameters")
 _CHILDREN, _PARAMETERS = map(itemgetter, _DICTS)
 _VALUES = methodcaller("values")
+_COMPILED_CALL = attrgetter("_compiled_call_impl")
 _PROPERTIES = attrgetter("requires_grad", "dtype")
 
 
@@ -41,6 +42,7 @@ class Walk:
             self.plain = [p for p in parameters if p.layout is torch.strided and own_class(p) in _PLAIN]
             self.trained = bytes([p.requires_grad for p in parameters])
         self.has_substitutes = not all(type(p) is torch.nn.Parameter or isinstance(p, torch.nn.Parameter) for p in self.used)
+        self._has_optimized = any(type(module).__name__ == "OptimizedModule" for module in modules)
         self._modules = modules  # held: what is freed gives its identity to the next one
         self._dicts = [module.__dict__ for module in modules]
         self._seen = self._look() if self.is_readable else None
@@ -49,6 +51,11 @@ class Walk:
     def is_same(self) -> bool:
         """True when nobody added, replaced, removed, froze or converted anything since."""
         return self._seen is not None and self._look() == self._seen
+
+    @property
+    def has_compiled(self) -> bool:
+        """True where calls of a module are compiled."""
+        return self._has_optimized or any(call is not None for call in map(_COMPILED_CALL, self._modules))
 
     def buffers(self) -> list[torch.Tensor]:
         """Returns the buffers that the modules have now: a forward may give them others."""

@@ -41,6 +41,8 @@ class FetchingDict(QuietDict):
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         gate = self.gate
+        if id(value) in gate.quiet:
+            return value
         if gate.updated and id(value) in gate.updated and current_graph_task() != -1:
             raise StateError(
                 f"{name} is read in backward (by a checkpoint's recomputation, or a hook) after it was updated there: set "

@@ -33,6 +33,7 @@ from tieroff.runtime.hooks.parameters.casting import Casts
 from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.hooks.parameters.mint import Mints
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
+from tieroff.runtime.step.quiet import NOTHING, Quiet
 from tieroff.runtime.tensors import bytes_of
 
 
@@ -48,6 +49,7 @@ class Gate:
         casts: of the running forward.
         mints: tensors through which gradients reach homes.
         beside: how many wrapped forwards the calling thread runs beside the step.
+        quiet: ids of parameters that are read as they are; see [Note: quiet events] in step/quiet.py.
     """
 
     def __init__(self, context: StepContext, compute_dtype: torch.dtype | None = None) -> None:
@@ -61,6 +63,27 @@ class Gate:
         self.mints = Mints(context.homes)
         self.beside = _Depth()
         self._lent: list[ParameterItem] = []
+        self.quiet: frozenset[int] = frozenset()
+        self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
+        context.clock.at_divergence.append(self)
+
+    def begin(self) -> None:
+        """A step begins: what threads read in the one before may move."""
+        while self._lent:
+            self._lent.pop().readers -= 1
+        quiet = self._context.runner.quiet
+        if quiet is not self._quiet_of[0]:
+            items = [item for item in self._context.homes.parameters.values() if item.position in quiet.reads]
+            self._quiet_of = quiet, frozenset(id(item.leaf) for item in items)
+        self.quiet = self._quiet_of[1]
+
+    def left_plan(self) -> None:
+        """The step goes on without its plan."""
+        self.quiet = frozenset()
+
+    def end(self) -> None:
+        """The step's last op is over."""
+        self.quiet = frozenset()
 
     def intercept(self, is_needed: bool) -> None:
         """Enables or disables interception of parameter reads; it is always on when there is a compute type."""
@@ -136,11 +159,6 @@ class Gate:
             return home
         with self._context.state.lock:
             return self.mints.on(home.detach().to(dtype), home, item)
-
-    def take_back(self) -> None:
-        """A step begins: what threads read in the one before may move."""
-        while self._lent:
-            self._lent.pop().readers -= 1
 
     def _fetched(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
         dtype = self.casts.dtype
