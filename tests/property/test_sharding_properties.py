@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.covering import examples
+from tests.support.oracles.sharding import ShardingEdge, ShardingNode, build_problem, solve_without_limit
 from tieroff.core.check.sharding import check_sharding, count_sharding
-from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingEdge, ShardingNode, ShardingProblem, build_problem
-from tieroff.planner.sharding.elimination import solve_without_limit
+from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingProblem
 from tieroff.planner.sharding.search import search_sharding
 
 COSTS = st.one_of(st.integers(0, 50), st.just(FORBIDDEN_COST))
@@ -35,7 +36,7 @@ def problems(draw: st.DrawFn, most_nodes: int = 10, most_strategies: int = 3) ->
 
 def best_by_trying_all(problem: ShardingProblem, usage_limit: int) -> int | None:
     """Returns the least cost of all choices within the limit; None when there is none."""
-    choices = itertools.product(*(range(problem.strategies_of(node)) for node in range(problem.node_count)))
+    choices = itertools.product(*map(range, np.diff(problem.first_strategy)))
     counts = (count_sharding(problem, choice) for choice in choices)
     fitting = [count.cost for count in counts if count.peak_bytes <= usage_limit and count.cost < FORBIDDEN_COST]
     return min(fitting, default=None)

@@ -16,7 +16,7 @@ from tests.property.test_planner_properties import capabilities
 from tests.property.test_planner_properties import cases as feasible_cases
 from tests.property.test_planner_properties import machines as planner_machines
 from tests.support.covering import examples
-from tests.support.simulate_reference import simulate_reference
+from tests.support.oracles.simulate import simulate_reference
 from tieroff.core.check.plan import check
 from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import Allocation, AllocationKind, Capabilities, HostUpdate, Plan, Repeat, Residency, Transfer

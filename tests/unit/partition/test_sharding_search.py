@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.oracles.sharding import ShardingEdge, ShardingNode, build_problem, solve_without_limit
 from tests.support.outside import outside
 from tieroff.cli import app
 from tieroff.core.check.sharding import check_sharding
 from tieroff.core.io.iopddl import load_problem
-from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingEdge, ShardingNode, build_problem
+from tieroff.core.sharding.problem import FORBIDDEN_COST
 from tieroff.errors import ConfigError
-from tieroff.planner.sharding.elimination import Factor, eliminate, solve_without_limit
+from tieroff.planner.sharding.elimination import Factor, eliminate
 from tieroff.planner.sharding.search import search_sharding
 
 PUBLISHED = {"A": 6548641531, "C": 84102445260, "K": 2274276676, "M": 49928460991}
@@ -25,7 +26,7 @@ PUBLISHED = {"A": 6548641531, "C": 84102445260, "K": 2274276676, "M": 4992846099
 
 def chain(count: int, limit: int) -> tuple[list[ShardingNode], list[ShardingEdge]]:
     """A chain in which the cheap strategies hold much."""
-    nodes = [ShardingNode([0, 10 + n % 7, 30], [limit, limit // 3, 1], n, n + 2, f"n{n}") for n in range(count)]
+    nodes = [ShardingNode([0, 10 + n % 7, 30], [limit, limit // 3, 1], n, n + 2) for n in range(count)]
     edges = [ShardingEdge(n, n + 1, [0, 5, 9, 5, 0, 5, 9, 5, 0]) for n in range(count - 1)]
     return nodes, edges
 

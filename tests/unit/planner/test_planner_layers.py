@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tests.support.simulate_reference import simulate_reference
+from tests.support.oracles.simulate import simulate_reference
 from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier

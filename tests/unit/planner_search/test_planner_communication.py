@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.property.test_planner_properties import machines, traces
 from tests.support.covering import examples
-from tests.support.simulate_reference import simulate_reference
+from tests.support.oracles.simulate import simulate_reference
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities

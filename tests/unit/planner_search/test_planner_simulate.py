@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.simulate_reference import memory_per_op_reference, simulate_reference
+from tests.support.oracles.simulate import memory_per_op_reference, simulate_reference
 from tieroff import _native
 from tieroff.core.io.json_files import load_timeline, save_timeline
 from tieroff.core.machine import Machine

@@ -33,8 +33,7 @@ def count_sharding(problem: ShardingProblem, strategies: Sequence[int]) -> Shard
     sizes = np.diff(problem.first_strategy).tolist()
     for node, (chosen, size) in enumerate(zip(strategies, sizes, strict=True)):
         if not 0 <= chosen < size:
-            name = problem.node_names[node] if problem.node_names else node
-            raise InvalidPlanError(f"node {name}: expected a strategy below {size}, got {chosen}", rule="strategies exist")
+            raise InvalidPlanError(f"node {node}: expected a strategy below {size}, got {chosen}", rule="strategies exist")
     places = [int(first) + chosen for first, chosen in zip(problem.first_strategy[:-1], strategies, strict=True)]
     cost = sum(int(problem.cost[place]) for place in places)
     edges = zip(problem.source.tolist(), problem.target.tolist(), problem.first_entry.tolist(), strict=False)

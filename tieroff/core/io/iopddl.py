@@ -26,14 +26,20 @@ def load_problem(path: str | Path) -> ShardingProblem:
     try:
         data = Path(path).read_bytes()
         text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        return _problem(json.loads(text)["problem"])
+        return parse_problem(json.loads(text)["problem"])
     except KeyError as error:
         raise ConfigError(f"{path}: expected a problem in the contest's format, but the key {error} is missing") from error
     except (OSError, EOFError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: expected a problem in the contest's format, but {error}") from error
 
 
-def _problem(document: dict[str, Any]) -> ShardingProblem:
+def parse_problem(document: dict[str, Any]) -> ShardingProblem:
+    """Returns the problem in a document's "problem".
+
+    Raises:
+        ConfigError: lists of edges, costs or usages that do not fit.
+        KeyError, ValueError, TypeError, OverflowError: no such document.
+    """
     nodes, edges = document["nodes"], document["edges"]
     intervals = np.array(nodes["intervals"], np.int64).reshape(-1, 2)
     ends = np.array(edges["nodes"], np.int64).reshape(-1, 2)

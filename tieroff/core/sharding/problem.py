@@ -8,8 +8,7 @@ whole numbers, times are op indices and intervals are half-open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,26 +19,6 @@ FORBIDDEN_COST = 10**18
 """The cost of what cannot be chosen. Costs from a tenth of it on are no choice."""
 
 Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingNode:
-    """One node: per strategy its cost and the bytes that it holds on each device over [start, stop)."""
-
-    costs: Sequence[int]
-    usages: Sequence[int]
-    start: int = 0
-    stop: int = 0
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingEdge:
-    """One edge: a cost per pair of strategies, row by row of the source's."""
-
-    source: int
-    target: int
-    costs: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +34,6 @@ class ShardingProblem:
         first_entry: (e + 1,) where each edge's matrix begins in `entry`, row by row of its source's strategies.
         entry: (entries,) costs of pairs.
         usage_limit: bytes of one device.
-        node_names: (n,) names, or empty.
     """
 
     name: str
@@ -69,7 +47,6 @@ class ShardingProblem:
     first_entry: Integers
     entry: Integers
     usage_limit: int
-    node_names: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         sizes = np.diff(self.first_strategy)
@@ -93,10 +70,6 @@ class ShardingProblem:
         """Nodes of the graph."""
         return len(self.start)
 
-    def strategies_of(self, node: int) -> int:
-        """Returns how many strategies a node has."""
-        return int(self.first_strategy[node + 1] - self.first_strategy[node])
-
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
@@ -113,40 +86,3 @@ class ShardingPlan:
     cost: int | None
     bound: float | None
     is_feasible: bool
-
-
-def build_problem(
-    nodes: Sequence[ShardingNode], edges: Sequence[ShardingEdge], usage_limit: int, name: str = ""
-) -> ShardingProblem:
-    """Returns the problem of these nodes and edges.
-
-    Raises:
-        ConfigError: a node without strategies, or lists whose lengths do not agree.
-    """
-    for index, node in enumerate(nodes):
-        if len(node.costs) != len(node.usages):
-            raise ConfigError(
-                f"node {node.name or index}: expected a usage for each of {len(node.costs)} strategies, got {len(node.usages)}"
-            )
-    return ShardingProblem(
-        name=name,
-        first_strategy=_starts([len(node.costs) for node in nodes]),
-        cost=_flat([node.costs for node in nodes]),
-        usage=_flat([node.usages for node in nodes]),
-        start=np.array([node.start for node in nodes], np.int64),
-        stop=np.array([node.stop for node in nodes], np.int64),
-        source=np.array([edge.source for edge in edges], np.int64),
-        target=np.array([edge.target for edge in edges], np.int64),
-        first_entry=_starts([len(edge.costs) for edge in edges]),
-        entry=_flat([edge.costs for edge in edges]),
-        usage_limit=usage_limit,
-        node_names=tuple(node.name for node in nodes),
-    )
-
-
-def _starts(lengths: Sequence[int]) -> Integers:
-    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64)
-
-
-def _flat(lists: Sequence[Sequence[int]]) -> Integers:
-    return np.fromiter((value for values in lists for value in values), np.int64)

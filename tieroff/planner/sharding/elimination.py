@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
 from tieroff.errors import ConfigError
 
 ENTRIES_MAX = 40_000_000
@@ -30,11 +29,10 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A value per variable, their cost, and the entries of the largest table that was needed."""
+    """A value per variable, and their cost."""
 
     values: tuple[int, ...]
     cost: float
-    entries_max: int
 
 
 def eliminate(sizes: Sequence[int], factors: Sequence[Factor], entries_max: int = ENTRIES_MAX) -> Assignment:
@@ -61,10 +59,9 @@ class _Elimination:
         left = set(range(len(self._sizes)))
         entries = {variable: self._entries(variable) for variable in left}
         answers: list[tuple[int, list[int], NDArray[np.intp]]] = []
-        cost, most = 0.0, 0
+        cost = 0.0
         while left:
             variable = min(left, key=lambda v: (entries[v], v))
-            most = max(most, entries[variable])
             if entries[variable] > self._entries_max:
                 raise ConfigError(
                     f"expected tables of at most {self._entries_max} entries, but variable {variable} needs "
@@ -80,7 +77,7 @@ class _Elimination:
         values = [0] * len(self._sizes)
         for variable, others, answer in reversed(answers):
             values[variable] = int(answer[tuple(values[other] for other in others)])
-        return Assignment(tuple(values), cost, most)
+        return Assignment(tuple(values), cost)
 
     def _neighbours(self, variable: int) -> set[int]:
         return {other for index in self._of[variable] for other in self._factors[index].variables} - {variable}
@@ -113,42 +110,3 @@ class _Elimination:
             self._of[other].add(self._next)
         self._next += 1
         return 0.0
-
-
-def solve_without_limit(problem: ShardingProblem) -> ShardingPlan:
-    """Returns the strategies of least cost when memory is no matter: exact, or an error.
-
-    Raises:
-        ConfigError: the graph is too dense, or costs are too large for exact sums (2**53).
-    """
-    sizes = np.diff(problem.first_strategy)
-    limit = FORBIDDEN_COST // 10
-    allowed = np.concatenate((problem.cost, problem.entry))
-    if int(allowed[allowed < limit].max(initial=0)) * (problem.node_count + len(problem.source)) >= 2**53:
-        raise ConfigError("expected costs whose sum stays below 2**53")
-    factors = [
-        Factor((node,), _costs(problem.cost[first : first + size], limit))
-        for node, (first, size) in enumerate(zip(problem.first_strategy[:-1], sizes, strict=True))
-    ]
-    for edge, (a, b) in enumerate(zip(problem.source.tolist(), problem.target.tolist(), strict=True)):
-        table = _costs(problem.entry[problem.first_entry[edge] : problem.first_entry[edge + 1]], limit)
-        table = table.reshape(sizes[a], sizes[b])
-        factors.append(Factor((a,), table.diagonal().copy()) if a == b else Factor((a, b), table))
-    found = eliminate(sizes.tolist(), factors)
-    if not math.isfinite(found.cost):
-        return ShardingPlan((), None, None, False)
-    peak = _peak_bytes(problem, found.values)
-    return ShardingPlan(found.values, round(found.cost), found.cost, peak <= problem.usage_limit)
-
-
-def _costs(values: NDArray[np.int64], limit: int) -> NDArray[np.float64]:
-    return np.where(values < limit, values.astype(np.float64), np.inf)
-
-
-def _peak_bytes(problem: ShardingProblem, strategies: Sequence[int]) -> int:
-    held = problem.usage[problem.first_strategy[:-1] + np.array(strategies, np.int64)]
-    lives = problem.start < problem.stop
-    times, place = np.unique(np.concatenate((problem.start[lives], problem.stop[lives])), return_inverse=True)
-    changes = np.zeros(len(times), np.int64)
-    np.add.at(changes, place, np.concatenate((held[lives], -held[lives])))
-    return int(changes.cumsum().max(initial=0))

@@ -1,6 +1,6 @@
 """The simulator: what a plan takes on a machine, in integer nanoseconds.
 
-The native module does the work. `tests/support/simulate_reference.py` does the same in plain Python: it defines every time,
+The native module does the work. `tests/support/oracles/simulate.py` does the same in plain Python: it defines every time,
 its notes explain them, and tests hold the two to the last digit.
 """
 
