@@ -163,9 +163,9 @@ def simulate(
     queues: Integers = ...,
 ) -> SimulationResult: ...
 
-# Rows: residencies (tier, start, stop, size_bytes). Kinds are in the order of AllocationKind. Returns a line per tier.
+# Rows: residencies (tier, start, stop, size_bytes), and an address each or none at all. Returns a line per tier.
 def memory_per_op(
-    transient_bytes: Integers, residencies: Integers, repeats: Integers, kind: int, page_bytes: int, addresses: Integers
+    transient_bytes: Integers, residencies: Integers, repeats: Integers, addresses: Integers
 ) -> tuple[Integers, Integers, Integers]: ...
 def pack(
     lower: list[int],

@@ -109,18 +109,14 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
   return simulate(input);
 }
 
-py::tuple memory_rows(const Rows& transient_bytes, const Rows& residencies, const Rows& repeats, int kind,
-                      std::int64_t page_bytes, const Rows& addresses) {
+py::tuple memory_rows(const Rows& transient_bytes, const Rows& residencies, const Rows& repeats, const Rows& addresses) {
   const auto items = rows<SimulatedResidency>(residencies, 4, "residencies", [](const std::int64_t* row) {
     return SimulatedResidency{.tier = tier(row[0]), .start = narrow(row[1]), .stop = narrow(row[2]), .size_bytes = row[3]};
   });
-  if (kind < 0 || kind > 3) throw std::invalid_argument("expected a kind 0 to 3, got " + std::to_string(kind));
   const auto repeat_items = repeat_rows(repeats);
   const MemoryInput input{.transient_bytes = line(transient_bytes, "transient_bytes"),
                           .residencies = items,
                           .repeats = repeat_items,
-                          .kind = static_cast<AllocationKind>(kind),
-                          .page_bytes = page_bytes,
                           .addresses = line(addresses, "addresses")};
   const auto memory = memory_per_op(input);
   const auto array = [](const std::vector<std::int64_t>& values) {
@@ -154,7 +150,7 @@ void bind_simulate(py::module_& module) {
              py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"),
              py::arg_v("queues", Rows(std::vector<py::ssize_t>{0, 2}), "none"));
   module.def("memory_per_op", &memory_rows, py::arg("transient_bytes"), py::arg("residencies"), py::arg("repeats"),
-             py::arg("kind"), py::arg("page_bytes"), py::arg("addresses"));
+             py::arg("addresses"));
 }
 
 }  // namespace tieroff

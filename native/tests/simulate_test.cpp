@@ -104,17 +104,9 @@ void test_time(const Case& made, unsigned seed) {
 void test_memory(const Case& made, unsigned seed) {
   MemoryInput input{.transient_bytes = made.transient_bytes, .residencies = made.residencies, .repeats = made.repeats};
   const auto bytes = memory_per_op(input);
-  input.page_bytes = 16;
-  for (const auto kind : {AllocationKind::kPages, AllocationKind::kClasses}) {
-    input.kind = kind;
-    const auto rounded = memory_per_op(input);
-    for (std::size_t op = 0; op < made.op_ns.size(); ++op) {
-      expect(rounded[0][op] >= bytes[0][op] && rounded[1] == bytes[1] && rounded[2] == bytes[2], "room above bytes", seed);
-    }
-  }
-  input.kind = AllocationKind::kAddresses;
   input.addresses = made.addresses;
   const auto placed = memory_per_op(input);
+  expect(placed[1] == bytes[1] && placed[2] == bytes[2], "the tiers below as without addresses", seed);
   for (const std::int64_t end : placed[0]) expect(0 <= end && end <= 320, "ends of addresses", seed);
 }
 

@@ -104,11 +104,7 @@ def plans(draw: st.DrawFn, trace: Trace) -> Plan:
     for _ in range(draw(st.integers(0, 2)) if n > 1 else 0):
         op = draw(st.integers(0, n - 2))
         repeats.append(Repeat(op, draw(st.integers(op + 1, n - 1))))
-    allocation = Allocation(
-        draw(st.sampled_from(tuple(AllocationKind))),
-        draw(st.sampled_from((1, 3, 16))),
-        tuple(draw(st.integers(0, 200)) for _ in residencies),
-    )
+    allocation = Allocation(draw(st.sampled_from(tuple(AllocationKind))), tuple(draw(st.integers(0, 200)) for _ in residencies))
     return Plan(
         "random",
         trace.digest,

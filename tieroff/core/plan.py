@@ -91,13 +91,10 @@ class HostUpdate:
 class AllocationKind(StrEnum):
     """How bytes of a residency on the device take room.
 
-    BYTES: as they are. PAGES: in whole pages. CLASSES: in the next power of two, at least a page. ADDRESSES: at planned
-    addresses; the room taken at an op is the highest end of what is held there.
+    BYTES: as they are. ADDRESSES: at planned addresses; the room taken at an op is the highest end of what is held there.
     """
 
     BYTES = "bytes"
-    PAGES = "pages"
-    CLASSES = "classes"
     ADDRESSES = "addresses"
 
 
@@ -107,12 +104,10 @@ class Allocation:
 
     Attributes:
         kind: see there.
-        page_bytes: of PAGES and CLASSES.
         addresses: of ADDRESSES: one per residency of the plan, in its order; -1 for those of other tiers.
     """
 
     kind: AllocationKind = AllocationKind.BYTES
-    page_bytes: int = 1
     addresses: tuple[int, ...] = ()
 
 

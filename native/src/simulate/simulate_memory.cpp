@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <bit>
 #include <numeric>
 #include <stdexcept>
 
@@ -21,16 +20,9 @@ void check(const MemoryInput& in) {
       throw std::invalid_argument("expected repeats with 0 <= op < at < n");
     }
   }
-  if (in.page_bytes < 1) throw std::invalid_argument("expected page_bytes >= 1");
-  if (in.kind == AllocationKind::kAddresses && in.addresses.size() != in.residencies.size()) {
-    throw std::invalid_argument("expected one address per residency");
+  if (!in.addresses.empty() && in.addresses.size() != in.residencies.size()) {
+    throw std::invalid_argument("expected one address per residency, or none");
   }
-}
-
-std::int64_t allocated_bytes(const MemoryInput& in, std::int64_t size_bytes) {
-  if (in.kind == AllocationKind::kPages) return (size_bytes + in.page_bytes - 1) / in.page_bytes * in.page_bytes;
-  if (in.kind != AllocationKind::kClasses) return size_bytes;
-  return std::max(in.page_bytes, static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(size_bytes))));
 }
 
 // Highest end of what is held on the device at each op: intervals from the highest end down, each op painted once.
@@ -71,14 +63,12 @@ std::array<std::vector<std::int64_t>, 3> memory_per_op(const MemoryInput& input)
   const std::size_t n = input.transient_bytes.size();
   std::array<std::vector<std::int64_t>, 3> memory;
   memory.fill(std::vector<std::int64_t>(2 * n + 1));
-  const bool has_addresses = input.kind == AllocationKind::kAddresses;
+  const bool has_addresses = !input.addresses.empty();
   for (const auto& r : input.residencies) {
-    const bool is_device = r.tier == SimulatedTier::kDevice;
-    if (is_device && has_addresses) continue;
-    const std::int64_t bytes = is_device ? allocated_bytes(input, r.size_bytes) : r.size_bytes;
+    if (r.tier == SimulatedTier::kDevice && has_addresses) continue;
     auto& line = memory[static_cast<std::size_t>(r.tier)];
-    line[static_cast<std::size_t>(r.start)] += bytes;
-    line[static_cast<std::size_t>(r.stop)] -= bytes;
+    line[static_cast<std::size_t>(r.start)] += r.size_bytes;
+    line[static_cast<std::size_t>(r.stop)] -= r.size_bytes;
   }
   for (auto& line : memory) {
     std::partial_sum(line.begin(), line.end(), line.begin());

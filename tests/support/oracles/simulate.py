@@ -39,7 +39,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from tieroff.core.machine import LINK_NAMES, Machine
-from tieroff.core.plan import Allocation, AllocationKind, HostUpdate, Plan, Transfer
+from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Transfer
 from tieroff.core.schedule import make_schedule
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
@@ -344,8 +344,6 @@ def memory_per_op_reference(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, .
     for index, residency in enumerate(plan.residencies):
         line = memory[residency.tier]
         size = size_of(residency, trace)
-        if residency.tier is Tier.DEVICE:
-            size = allocated_bytes(size, plan.allocation)
         for op in range(residency.start, residency.stop):
             if residency.tier is Tier.DEVICE and plan.allocation.kind is AllocationKind.ADDRESSES:
                 line[op % op_count] = max(line[op % op_count], plan.allocation.addresses[index] + size)
@@ -353,14 +351,3 @@ def memory_per_op_reference(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, .
                 line[op % op_count] += size
     memory[Tier.DEVICE] = [held + extra for held, extra in zip(memory[Tier.DEVICE], transient, strict=True)]
     return {tier: tuple(line) for tier, line in memory.items()}
-
-
-def allocated_bytes(size_bytes: int, allocation: Allocation) -> int:
-    """Returns the room that so many bytes take on the device."""
-    match allocation.kind:
-        case AllocationKind.PAGES:
-            return -(-size_bytes // allocation.page_bytes) * allocation.page_bytes
-        case AllocationKind.CLASSES:
-            return max(allocation.page_bytes, 1 << (size_bytes - 1).bit_length())
-        case _:
-            return size_bytes

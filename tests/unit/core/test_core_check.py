@@ -224,7 +224,6 @@ _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("number of ops of another step", "digest", lambda p: replace(p, op_count=2 * p.op_count)),
     ("bytes past the end", "range", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, stop_byte=9))),
     ("no bytes", "range", lambda p: _transfer(p, _W_BACK, replace(_W_BACK, first_byte=8, stop_byte=0))),
-    ("pages of no bytes", "range", lambda p: replace(p, allocation=Allocation(AllocationKind.PAGES, 0))),
     ("part nowhere", "required", _rich(lambda p: _residency(p, Residency(1, DEVICE, 1, 4), Residency(1, DEVICE, 1, 4, 1)))),
     (
         "part away when used",
@@ -278,8 +277,6 @@ _RICH_SPOILED: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("no address on the device", "address", lambda p: _addresses(p, 8, -1, 12, 0, 4, 4, -1, 12, -1, -1, -1)),
     ("address twice", "address", lambda p: _addresses(p, 8, 8, 11, 0, 4, 4, -1, 12, -1, -1, -1)),
     ("peak below the highest end", "peak", lambda p: replace(p, peak_bytes={**p.peak_bytes, DEVICE: 20})),
-    ("peak in bytes of what takes pages", "peak", lambda p: _paged(p, AllocationKind.PAGES)),
-    ("peak in bytes of what takes classes", "peak", lambda p: _paged(p, AllocationKind.CLASSES)),
     ("address too high", "budget", lambda p: _addresses(p, 8, 8, 12, 0, 4, 4, -1, 13, -1, -1, -1)),
     ("ranks by pair of tiers", "rank", lambda p: _two_writes(p)),
 ]
@@ -305,11 +302,6 @@ def _source_ends(plan: Plan) -> Plan:
     plan = _transfer(plan, Transfer(3, DEVICE, HOST, 5, 6, 0), Transfer(3, DEVICE, HOST, 5, 6, 1))
     moves = (Transfer(1, DEVICE, HOST, 2, 2, 0), Transfer(1, HOST, DEVICE, 3, 3, 3))
     return replace(plan, transfers=(*plan.transfers, *moves))
-
-
-def _paged(plan: Plan, kind: AllocationKind) -> Plan:
-    budget = {**plan.budget_bytes, DEVICE: 100}
-    return replace(plan, budget_bytes=budget, allocation=Allocation(kind, page_bytes=16))
 
 
 def _two_writes(plan: Plan) -> Plan:
@@ -461,18 +453,6 @@ def test_budgets_below_hold_room_in_whole_granules_and_peaks_are_bytes() -> None
 
 
 _THERE_AND_BACK = (Transfer(3, HOST, DEVICE, 5, 5, 0), Transfer(3, DEVICE, HOST, 7, 7, 0))
-
-
-@pytest.mark.parametrize(("kind", "peak"), [(AllocationKind.PAGES, 48 + 7), (AllocationKind.CLASSES, 64 + 7)])
-def test_device_bytes_are_rounded_as_the_allocation_says(kind: AllocationKind, peak: int) -> None:
-    trace = Trace((Op("a", 1, (), (0, 1), transient_bytes=7),), (_blob("p", 20), _blob("q", 3)))
-    held = (Residency(0, DEVICE, 0, 1), Residency(1, DEVICE, 0, 1))
-    sizes = {AllocationKind.PAGES: 48, AllocationKind.CLASSES: 32 + 16}
-    plan = Plan("hand", trace.digest, 1, {DEVICE: 99}, {DEVICE: sizes[kind] + 7}, held, (), allocation=Allocation(kind, 16))
-    check(plan, trace)
-    large = replace(trace, tensors=(_blob("p", 33), _blob("q", 3)))
-    sizes = {AllocationKind.PAGES: 64, AllocationKind.CLASSES: 64 + 16}
-    check(replace(plan, trace_digest=large.digest, peak_bytes={DEVICE: sizes[kind] + 7}), large)
 
 
 @given(seed=st.integers(0, 2**32))

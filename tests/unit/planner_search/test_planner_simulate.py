@@ -319,9 +319,6 @@ def test_clean_writes_take_the_end_of_a_life_for_no_drop() -> None:
     ("allocation", "device"),
     [
         (Allocation(), (30 + 7, 30, 50 + 5, 20)),
-        (Allocation(AllocationKind.PAGES, 16), (32 + 7, 32, 64 + 5, 32)),
-        (Allocation(AllocationKind.CLASSES, 4), (32 + 7, 32, 64 + 5, 32)),
-        (Allocation(AllocationKind.CLASSES, 100), (100 + 7, 100, 200 + 5, 100)),
         (Allocation(AllocationKind.ADDRESSES, addresses=(0, 64, -1, 16)), (30 + 7, 30, 84 + 5, 84)),
     ],
 )
@@ -383,7 +380,6 @@ def test_communication_runs_beside_compute_and_a_wait_for_it_is_a_stall(simulate
         ({"host_updates": (HostUpdate(3, 3, 3, 5),)}, "0 <= op < n"),
         ({"repeats": (Repeat(1, 1),)}, "op < at"),
         ({"allocation": Allocation(AllocationKind.ADDRESSES, addresses=(1,))}, "one address per residency"),
-        ({"allocation": Allocation(AllocationKind.PAGES, 0)}, "page_bytes >= 1"),
         ({"op_count": 6}, "expected 3 ops"),
     ],
 )

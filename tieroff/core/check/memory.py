@@ -7,7 +7,7 @@ import itertools
 from collections import defaultdict
 
 from tieroff.core.check.rules import Rule, refuse
-from tieroff.core.plan import Allocation, AllocationKind, Plan, Residency
+from tieroff.core.plan import AllocationKind, Plan, Residency
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.units import format_bytes
@@ -22,11 +22,8 @@ def check_bytes(plan: Plan, ring: Trace, granule_bytes: int) -> None:
     if granule_bytes > 1:
         padded = [-(-size // granule_bytes) * granule_bytes for size in sizes]
         room.update({tier: _sum_per_op(plan, tier, padded, n) for tier in (Tier.HOST, Tier.NVME)})
-    kind = plan.allocation.kind
-    if kind is AllocationKind.ADDRESSES:
+    if plan.allocation.kind is AllocationKind.ADDRESSES:
         used[Tier.DEVICE] = _highest_ends(plan, sizes, n)
-    elif kind is not AllocationKind.BYTES:
-        used[Tier.DEVICE] = _sum_per_op(plan, Tier.DEVICE, [_rounded(plan.allocation, size) for size in sizes], n)
     transient = [op.transient_bytes for op in ring.ops]
     for repeat in plan.repeats:
         transient[repeat.at] = max(transient[repeat.at], ring.ops[repeat.op].transient_bytes)
@@ -48,24 +45,14 @@ def check_bytes(plan: Plan, ring: Trace, granule_bytes: int) -> None:
 
 
 def check_allocation(plan: Plan) -> None:
-    """Returns when the allocation model has the values it needs and no others; rules range and address."""
+    """Returns when the allocation model has the addresses it needs and no others; rule address."""
     allocation = plan.allocation
-    if allocation.page_bytes < 1:
-        refuse(Rule.RANGE, f"expected page_bytes of 1 or more, got {allocation.page_bytes}")
     expected = len(plan.residencies) if allocation.kind is AllocationKind.ADDRESSES else 0
     if len(allocation.addresses) != expected:
         refuse(Rule.ADDRESS, f"expected {expected} addresses for {allocation.kind.value}, got {len(allocation.addresses)}")
     for r, address in zip(plan.residencies, allocation.addresses, strict=False):
         if (address != -1) if r.tier is not Tier.DEVICE else address < 0:
             refuse(Rule.ADDRESS, f"expected an address of 0 or more on the device and -1 elsewhere, got {address} for {r}")
-
-
-def _rounded(allocation: Allocation, size_bytes: int) -> int:
-    page = allocation.page_bytes
-    if allocation.kind is AllocationKind.PAGES:
-        return -(-size_bytes // page) * page
-    least = max(size_bytes, page)
-    return 1 << (least - 1).bit_length()
 
 
 def _sum_per_op(plan: Plan, tier: Tier, sizes: list[int], op_count: int) -> list[int]:

@@ -189,9 +189,8 @@ def _check_ranges(plan: Plan, ring: Trace) -> None:
             _refuse("0 <= op < at < n", op_count, repeat)
     addresses = plan.allocation.addresses
     if plan.allocation.kind is AllocationKind.ADDRESSES and len(addresses) != len(plan.residencies):
-        _refuse_allocation(f"one address per residency, {len(plan.residencies)}, got {len(addresses)}")
-    if plan.allocation.page_bytes < 1:
-        _refuse_allocation(f"page_bytes >= 1, got {plan.allocation.page_bytes}")
+        expected = f"expected one address per residency, {len(plan.residencies)}, got {len(addresses)}"
+        raise InvalidPlanError(f"address: {expected}", rule="address")
 
 
 def _has_bytes(item: Residency | Transfer, ring: Trace) -> bool:
@@ -203,7 +202,3 @@ def _has_bytes(item: Residency | Transfer, ring: Trace) -> bool:
 
 def _refuse(expected: str, op_count: int, item: Residency | Transfer | HostUpdate | Repeat) -> None:
     raise InvalidPlanError(f"range: expected {expected} with n = {op_count}, got {item}", rule="range")
-
-
-def _refuse_allocation(what: str) -> None:
-    raise InvalidPlanError(f"address: expected {what}", rule="address")

@@ -25,7 +25,6 @@ from tieroff.units import NS_PER_S
 Rows = NDArray[np.int64]
 
 _TIERS = {tier: index for index, tier in enumerate(Tier)}
-_KINDS = {kind: index for index, kind in enumerate(AllocationKind)}
 _LINKS = ("d2h", "h2d", "nvme_write", "nvme_read")
 
 
@@ -109,9 +108,7 @@ def memory_per_op(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, ...]]:
         _line(op.transient_bytes for op in trace.ops),
         _rows(residencies, 4),
         _rows([(r.op, r.at) for r in plan.repeats], 2),
-        _KINDS[plan.allocation.kind],
-        plan.allocation.page_bytes,
-        _line(plan.allocation.addresses),
+        _line(plan.allocation.addresses if plan.allocation.kind is AllocationKind.ADDRESSES else ()),
     )
     return {tier: tuple(line.tolist()) for tier, line in zip(Tier, memory, strict=True)}
 

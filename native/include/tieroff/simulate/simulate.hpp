@@ -59,7 +59,7 @@ struct SimulationInput {
   bool has_exclusive_link = false;
   std::int32_t step_count_max = 16;
   std::span<const SimulatedQueue> queues{};  // one per op, or none where all are compute
-  bool with_spans = true;  // without, the vectors of spans stay empty, and a step less may be run
+  bool with_spans = true;                    // without, the vectors of spans stay empty, and a step less may be run
 };
 
 struct SimulatedSpan {
@@ -99,15 +99,11 @@ struct SimulatedResidency {
   std::int64_t size_bytes;
 };
 
-enum class AllocationKind : std::uint8_t { kBytes, kPages, kClasses, kAddresses };
-
 struct MemoryInput {
   std::span<const std::int64_t> transient_bytes;  // per op of the ring
   std::span<const SimulatedResidency> residencies{};
   std::span<const SimulatedRepeat> repeats{};
-  AllocationKind kind = AllocationKind::kBytes;
-  std::int64_t page_bytes = 1;
-  std::span<const std::int64_t> addresses{};  // one per residency where `kind` is kAddresses
+  std::span<const std::int64_t> addresses{};  // one per residency, or none where bytes on the device are added up
 };
 
 // Bytes that count at each op, per tier. Throws std::invalid_argument for what is out of range.
