@@ -16,7 +16,7 @@ from tieroff.tracing.clock.work import Work
 
 
 def test_calibrated_machine_takes_what_was_reached() -> None:
-    found = Calibration(1e13, 1e14, 4e13, 1e12, 5e-6, 1e-5)
+    found = Calibration(1e13, 1e14, 4e13, 1e12, 5e-6)
     machine = found.machine(Machine("box", compute_units=1, host_bytes=7), "cuda")
     assert (machine.host_bytes, machine.device_type, machine.device_memory_bytes_per_s) == (7, "cuda", 10**12)
     clock = Clock.of(machine)

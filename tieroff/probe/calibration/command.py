@@ -13,7 +13,7 @@ import typer
 def calibrate(
     out: Annotated[Path | None, typer.Option("--out", help="Write a machine.toml.")] = None,
     machine: Annotated[Path | None, typer.Option("--machine", help="Keep this file's other figures.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="For each of six kernels, under load.")] = 2.5,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="For each of five kernels, under load.")] = 2.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Measures the device's kernels under sustained load, and its link, for `tieroff plan --model`."""

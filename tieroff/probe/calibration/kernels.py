@@ -30,7 +30,6 @@ class Calibration:
         attention_flops_per_s: of fused causal attention in bf16.
         memory_bytes_per_s: read and written by an addition of two tensors.
         kernel_s: time of a kernel that has next to nothing to do.
-        host_op_s: what the host takes to give out one.
     """
 
     fp32_flops_per_s: float
@@ -38,7 +37,6 @@ class Calibration:
     attention_flops_per_s: float
     memory_bytes_per_s: float
     kernel_s: float
-    host_op_s: float
 
     def machine(self, machine: Machine, device_type: str) -> Machine:
         """Returns a machine with these figures: what was reached are its peaks, of which the clock then takes all."""
@@ -65,7 +63,7 @@ def calibrate(device: str, seconds: float) -> Calibration:
 
     Args:
         device: such as "cuda" or "cpu".
-        seconds: for each of six measurements.
+        seconds: for each of five kernels.
     """
     size = _SIZES.get(device, _SIZE)
     products = [_product_rate(device, size, dtype, seconds) for dtype in (torch.float32, torch.bfloat16)]
@@ -81,7 +79,6 @@ def calibrate(device: str, seconds: float) -> Calibration:
         attention_flops_per_s=_attention_rate(device, size // 4, seconds),
         memory_bytes_per_s=3 * left.nbytes / stream_s,
         kernel_s=kernel_s,
-        host_op_s=_host_s(tiny),
     )
 
 
@@ -111,16 +108,6 @@ def _attention_rate(device: str, sequence: int, seconds: float) -> float:
     part = torch.ones(2, heads, sequence, width, dtype=torch.bfloat16, device=device)
     flops = 4 * 2 * heads * sequence**2 * width // 2  # two products, of which a causal mask leaves half
     return flops / sustained_s(lambda: F.scaled_dot_product_attention(part, part, part, is_causal=True), device, seconds)
-
-
-def _host_s(tiny: torch.Tensor, calls: int = 1000) -> float:
-    """Returns what the host takes to give out one op; on the CPU the op itself is part of it."""
-    begin = time.perf_counter()
-    for _ in range(calls):
-        tiny.add_(1)
-    taken_s = (time.perf_counter() - begin) / calls
-    _wait(tiny.device.type)
-    return taken_s
 
 
 def _wait(device: str) -> None:
