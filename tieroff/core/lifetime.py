@@ -33,7 +33,6 @@ class Gap:
         wraps: it crosses the end of the step.
         last_write: the last op before `start` that wrote the tensor (its birth counts as a write if it is not
             persistent); for a tensor that is persistent, -1 when nothing in [0, start) wrote it.
-        is_clean: nothing was written since the gap before this one.
         is_last: the tensor's life ends with the gap: nothing comes back.
     """
 
@@ -42,7 +41,6 @@ class Gap:
     stop: int
     wraps: bool
     last_write: int
-    is_clean: bool
     is_last: bool = False
 
 
@@ -94,14 +92,12 @@ def _gaps(
     gaps: list[Gap] = []
     position = 0
     last_write = -1
-    for (start, stop, wraps), window in zip(pairs, required, strict=False):
-        written = False
+    for start, stop, wraps in pairs:
         while position < len(writes) and writes[position] < start:
-            written = written or writes[position] >= window[0]
             last_write = writes[position]
             position += 1
         is_last = not is_persistent and start == required[-1][1]
-        gaps.append(Gap(tensor, start, stop, wraps, last_write, is_clean=not written, is_last=is_last))
+        gaps.append(Gap(tensor, start, stop, wraps, last_write, is_last=is_last))
     return tuple(gaps)
 
 

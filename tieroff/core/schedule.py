@@ -36,11 +36,6 @@ class Tick:
     updates: tuple[HostUpdate, ...] = ()
     repeats: tuple[Repeat, ...] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        """True when nothing happens here."""
-        return not any(getattr(self, f.name) for f in fields(self))
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -139,7 +139,7 @@ def test_choice_in_one_pass_is_that_of_the_best_value_each_time(score: Score, re
 
 
 def test_open_gaps_close_one_by_one() -> None:
-    first, second = Gap(3, 2, 5, False, 1, False), Gap(3, 7, 9, False, 6, False)
+    first, second = Gap(3, 2, 5, False, 1), Gap(3, 7, 9, False, 6)
     gaps = OpenGaps([first, second])
     assert gaps.around(3, 2) == [first]
     assert [gaps.is_away(tick, 3) for tick in (1, 4, 5, 8, 9)] == [False, True, False, True, False]

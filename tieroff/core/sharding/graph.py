@@ -14,11 +14,6 @@ PARTIAL = -2
 """Each group has a term of the sum."""
 
 
-def describe_placement(placement: int) -> str:
-    """Returns a placement for people, in DTensor's words."""
-    return {REPLICATED: "Replicate()", PARTIAL: "Partial()"}.get(placement, f"Shard({placement})")
-
-
 @dataclass(frozen=True, slots=True)
 class OpSplit:
     """One way to run an operator on the groups of a mesh dimension: a placement per input and per output."""

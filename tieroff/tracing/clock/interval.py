@@ -9,7 +9,6 @@ from tieroff.core.trace import Trace
 from tieroff.tracing.clock.model import Constants
 from tieroff.units import NS_PER_S
 
-COVERAGE = 0.9
 DEVIATIONS = 2.3
 """Root mean squares of the errors of unseen steps that hold nine in ten: their tails are heavier than those of a normal
 distribution, of which 1.75 would do. Of 17 errors the largest is the one that the next stays below nine times in ten: 2.3 times
