@@ -9,6 +9,9 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from tieroff.core.machine import Machine
+from tieroff.errors import ConfigError
+
 _aten = torch.ops.aten
 
 # Memory that is taken and not written.
@@ -21,6 +24,22 @@ ATTENTION_TWINS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_aten._scaled_dot_product_flash_attention_backward, 4),
 }
 """The CPU's attention kernels, for which torch has no formula: the GPU's kernel of each, and how many arguments count."""
+
+
+def expect_rates(machine: Machine) -> None:
+    """Returns when a machine says what op times are estimated from.
+
+    Raises:
+        ConfigError: the machine says nothing of its arithmetic or its memory.
+    """
+    needed = ("fp32_flops_per_s", "device_memory_bytes_per_s")
+    missing = [key for key in needed if not getattr(machine, key)]
+    if missing:
+        raise ConfigError(
+            f"expected {' and '.join(needed)} in machine {machine.name!r}, from which op times of a model that never ran "
+            f"are estimated, but {' and '.join(missing)} is missing: add it (configs/machines has examples), or plan from "
+            "the trace of a real step"
+        )
 
 
 def touched_tensors(func: Any, args: Any, kwargs: Any, out: Any) -> list[torch.Tensor] | None:

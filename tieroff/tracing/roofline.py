@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from tieroff.core.machine import Machine
-from tieroff.errors import ConfigError
-from tieroff.tracing.op_costs import flop_count, kernel_of, touched_bytes, touched_tensors
+from tieroff.tracing.op_costs import expect_rates, flop_count, kernel_of, touched_bytes, touched_tensors
 from tieroff.units import NS_PER_S
 
 
@@ -36,14 +35,7 @@ class Roofline:
         Raises:
             ConfigError: the machine file lacks its rates of arithmetic or memory.
         """
-        needed = ("fp32_flops_per_s", "device_memory_bytes_per_s")
-        missing = [key for key in needed if not getattr(machine, key)]
-        if missing:
-            raise ConfigError(
-                f"expected {' and '.join(needed)} in machine {machine.name!r}, from which op times of a model that never ran "
-                f"are estimated, but {' and '.join(missing)} is missing: add it (configs/machines has examples), or plan from "
-                "the trace of a real step"
-            )
+        expect_rates(machine)
         fp32 = machine.fp32_flops_per_s
         return cls(fp32, machine.bf16_flops_per_s or fp32, machine.device_memory_bytes_per_s)
 

@@ -17,8 +17,8 @@ from importlib.resources import files
 from typing import Any, ClassVar
 
 from tieroff.core.machine import Machine
-from tieroff.errors import ConfigError
 from tieroff.tracing.clock.work import Work, work_of
+from tieroff.tracing.op_costs import expect_rates
 from tieroff.units import NS_PER_S
 
 TILE = 128
@@ -95,14 +95,7 @@ class Clock:
         Raises:
             ConfigError: the machine says nothing of its arithmetic or its memory.
         """
-        needed = ("fp32_flops_per_s", "device_memory_bytes_per_s")
-        missing = [key for key in needed if not getattr(machine, key)]
-        if missing:
-            raise ConfigError(
-                f"expected {' and '.join(needed)} in machine {machine.name!r}, from which op times of a model that never ran "
-                f"are estimated, but {' and '.join(missing)} is missing: add it (configs/machines has examples), or plan from "
-                "the trace of a real step"
-            )
+        expect_rates(machine)
         return cls(machine, (constants or Constants.shipped()).of(machine.clock))
 
     def duration_ns(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
