@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import held_port
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -131,43 +132,32 @@ print("right: fsdp", flush=True)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def two_ranks(script: str, folder: Path, project: Path, *hows: str) -> list[list[str]]:
     """Runs a script on two ranks; returns the lines that each wrote."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(project),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(folder), *hows],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(folder), *hows]
+    environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     said = []
-    try:
-        for rank, process in enumerate(ranks):
-            out, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, f"rank {rank}: {errors[-3000:]}"
-            said.append(out.splitlines())
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    with held_port() as port:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**environment, **meeting, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            for rank, process in enumerate(ranks):
+                out, errors = process.communicate(timeout=120)
+                assert process.returncode == 0, f"rank {rank}: {errors[-3000:]}"
+                said.append(out.splitlines())
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
     assert list(folder.glob("*/nvme/*")) == []
     return said
 

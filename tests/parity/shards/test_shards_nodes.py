@@ -8,20 +8,17 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from tests.support.ports import held_port
 from tests.support.twins import MACHINE
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def node_config(folder: Path, node: int) -> Path:
@@ -35,6 +32,12 @@ def node_config(folder: Path, node: int) -> Path:
         f'[plan]\npolicy = "floor"\nmin_bytes = 0\nmachine = "{folder}/machine.toml"\n'
     )
     return path
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_port() as port:
+        yield port
 
 
 def found_by(
@@ -70,8 +73,7 @@ def check(found: list[dict[str, Any]], folder: Path) -> None:
     assert not list(folder.glob("node-*/nvme/*"))
 
 
-def test_ranks_under_torchrun_share_what_their_own_node_has(tmp_path: Path, project: Path) -> None:
-    port = free_port()
+def test_ranks_under_torchrun_share_what_their_own_node_has(tmp_path: Path, project: Path, port: int) -> None:
     script = str(project / "tests/parity/shards/nodes.py")
     commands = [
         [
@@ -86,8 +88,7 @@ def test_ranks_under_torchrun_share_what_their_own_node_has(tmp_path: Path, proj
 
 @pytest.mark.long
 @pytest.mark.parametrize("counts_itself", [True, False])
-def test_launch_starts_the_ranks_of_several_nodes(tmp_path: Path, project: Path, counts_itself: bool) -> None:
-    port = free_port()
+def test_launch_starts_the_ranks_of_several_nodes(tmp_path: Path, project: Path, port: int, counts_itself: bool) -> None:
     script = str(project / "tests/parity/shards/nodes.py")
     commands = []
     for node in range(2):
@@ -105,6 +106,15 @@ def test_launch_starts_the_ranks_of_several_nodes(tmp_path: Path, project: Path,
     if counts_itself:  # either node may be the first
         found = sorted(found, key=lambda one: str(one["dirs"]))
     check(found, tmp_path)
+
+
+def test_a_held_port_is_nobody_elses_until_a_server_listens_there() -> None:
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert TCPStore("localhost", port).get("key") == b"value"
 
 
 @pytest.mark.parametrize(
