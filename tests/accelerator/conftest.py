@@ -1,7 +1,8 @@
 """The simulated device is registered for the life of a process, and changes what PyTorch answers: these tests have their own.
 
 `pytest tests/accelerator` runs them as they are; with TIEROFF_TEST_DEVICE=cuda, those of tieroff run on a real device.
-Collected beside other tests, each folder becomes one test that runs its files in another process, and each file of a long one.
+Collected beside other tests, they become tests that run files in another process: parity's and all others, as a process takes
+seconds to begin. Where long tests run too, each folder has one, and each file of a long folder.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if target.IS_SIMULATED and len(ours) < len(items):
         shared: dict[Path, list[Path]] = {}
+        is_short = "not long" in config.getoption("-m")
         for file in sorted({item.path for item in ours}):
-            shared.setdefault(file if file.parent.name in LONG else file.parent, []).append(file)
+            is_long = file.parent.name in LONG
+            short, long = (file.parent, file) if is_long else (HERE, file.parent)
+            shared.setdefault(short if is_short else long, []).append(file)
         apart = [
             OwnProcess.from_parent(ours[0].session, name=str(path.relative_to(HERE.parent)), files=files)
             for path, files in shared.items()

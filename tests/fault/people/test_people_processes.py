@@ -80,9 +80,6 @@ for how in sys.argv[2:]:
     dist.all_gather(gathered, weights)
     assert torch.equal(*gathered)
     print("right:", how, flush=True)
-# torch's gloo thread may still hold the last collective's tensors, and would die in freeing them while Python ends.
-gc.collect()
-dist.destroy_process_group()
 """
 
 FSDP = """
@@ -126,15 +123,23 @@ def run(setting, steps=6):
 plain = run(None)
 for setting in (Setting(folder, nvme=True), Setting(folder, delayed=True)):
     assert_same(plain, run(setting))
-gc.collect()  # see above
-dist.destroy_process_group()
 print("right: fsdp", flush=True)
 """
 
+END = """
+# torch's gloo thread may still hold the last collective's tensors, and would die in freeing them while Python ends.
+gc.collect()
+dist.destroy_process_group()
+"""
 
-def two_ranks(script: str, folder: Path, project: Path, *hows: str) -> list[list[str]]:
-    """Runs a script on two ranks; returns the lines that each wrote."""
-    command = [sys.executable, "-W", "ignore", "-c", PRELUDE + script, str(folder), *hows]
+HOWS = ("before", "before, view", "after", "after, view")
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory, project: Path) -> list[list[str]]:
+    """What each of two ranks writes that train both ways, one after the other: a pair of processes takes long to begin."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-c", PRELUDE + DDP + FSDP + END, str(folder), *HOWS]
     environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     said = []
     with held_port() as port:
@@ -162,11 +167,12 @@ def two_ranks(script: str, folder: Path, project: Path, *hows: str) -> list[list
     return said
 
 
-def test_ddp_over_two_processes(tmp_path: Path, project: Path) -> None:
-    """DDP before and after the wrapper, with gradients of its own and as views of its buckets, in one pair of processes."""
-    hows = ("before", "before, view", "after", "after, view")
-    assert two_ranks(DDP, tmp_path, project, *hows) == [[f"right: {how}" for how in hows]] * 2
+def test_ddp_over_two_processes(said: list[list[str]]) -> None:
+    """DDP before and after the wrapper, with gradients of its own and as views of its buckets."""
+    for lines in said:
+        assert lines[: len(HOWS)] == [f"right: {how}" for how in HOWS]
 
 
-def test_a_model_sharded_by_fsdp2_underneath(tmp_path: Path, project: Path) -> None:
-    assert two_ranks(FSDP, tmp_path, project) == [["right: fsdp"]] * 2
+def test_a_model_sharded_by_fsdp2_underneath(said: list[list[str]]) -> None:
+    for lines in said:
+        assert lines[len(HOWS) :] == ["right: fsdp"]
