@@ -265,11 +265,11 @@ def choose_device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
+def parse_options() -> Options:
     """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_options(parser)
-    chosen = vars(parser.parse_args(arguments))
+    chosen = vars(parser.parse_args())
     return Options(**{f.name: chosen[f.name] for f in fields(Options)})
 
 

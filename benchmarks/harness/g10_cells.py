@@ -32,9 +32,9 @@ def cell_name(row: dict[str, str]) -> str:
     return f"{row['model']}-b{row['batch']}"
 
 
-def trace_folder(name: str, folder: Path = FOLDER) -> Path:
+def trace_folder(name: str) -> Path:
     """Returns the folder of a cell's trace."""
-    return folder / "traces" / name
+    return FOLDER / "traces" / name
 
 
 def published_times(folder: Path = FOLDER) -> dict[tuple[str, int], float]:

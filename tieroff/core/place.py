@@ -34,13 +34,9 @@ def _of_code(code: CodeType) -> tuple[bool, str]:
     return not code.co_filename.startswith(_foreign_roots()), kind
 
 
-def user_frame(depth: int = 1) -> tuple[FrameType | None, int]:
-    """Returns the innermost frame of user code, and how many frames above the caller it is (0 is the caller).
-
-    Args:
-        depth: frames to pass over first, this function's included.
-    """
-    frame: FrameType | None = sys._getframe(depth)
+def user_frame() -> tuple[FrameType | None, int]:
+    """Returns the innermost frame of user code, and how many frames above the caller it is (0 is the caller)."""
+    frame: FrameType | None = sys._getframe(1)
     above = 0
     while frame is not None and not is_of_user(frame):
         frame, above = frame.f_back, above + 1
@@ -65,15 +61,12 @@ class Place:
     line: str = ""
 
 
-def place_here(depth: int = 1) -> Place:
+def place_here() -> Place:
     """Returns where the caller runs.
 
     Frames are asked for their code only: reading a frame's variables would keep them alive as long as it runs.
-
-    Args:
-        depth: frames to pass over first, this function's included.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(1)
     kind = line = ""
     while frame is not None and not (kind and line):
         is_users, found = _of_code(frame.f_code)

@@ -178,24 +178,18 @@ class Selector:
         return self._idle_ns[position] / (self._transfer_ns[position] if score is Score.SLACK else 1)
 
     def choose(
-        self,
-        score: Score,
-        line_bytes: int,
-        order: tuple[Tier, ...],
-        reluctance: float = 1.0,
-        first: Mapping[int, Tier] | None = None,
+        self, score: Score, line_bytes: int, order: tuple[Tier, ...], reluctance: float = 1.0
     ) -> tuple[list[Unit], Bytes, dict[int, Tier]] | None:
         """Returns units whose absence brings every op under the line, or None if the score finds none.
 
         With them come the usage that is left and the tier of each tensor. `reluctance` divides the value of
         persistent tensors: their transfers crowd at the step's ends and in the optimizer, where little hides them.
-        The units in `first`, by position, go before all others, each to its tier where that has room.
 
         Tensors take the first tier of `order` that has room. By some scores a unit's value does not depend on what
         has left already: one pass takes them in order. Other values only fall as the pressure falls (for BYTES nearly
         so), so a heap with values of an earlier round gives the best unit after few evaluations.
         """
-        choice = self._choose(score, line_bytes, order, reluctance, first or {})
+        choice = self._choose(score, line_bytes, order, reluctance, {})
         if choice is None:
             return None
         return [self._problem.units[position] for position in choice.chosen], choice.usage, choice.room.tier_of
@@ -246,7 +240,10 @@ class Selector:
         reluctance: float = 1.0,
         first: Mapping[int, Tier] | None = None,
     ) -> Selection | None:
-        """Returns the slots that `choose` finds, less those that turn out not to be needed, or None."""
+        """Returns the slots that `choose` finds, less those that turn out not to be needed, or None.
+
+        The units in `first`, by position, go before all others, each to its tier where that has room.
+        """
         choice = self._choose(score, line_bytes, order, reluctance, first or {})
         if choice is None:
             return None

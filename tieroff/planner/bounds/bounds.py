@@ -97,20 +97,13 @@ def lower_bound_ns(problem: Problem, scope: Scope = MOVES_ONLY) -> int:
     return max(bounds)
 
 
-def relaxed_bound_ns(
-    problem: Problem,
-    scope: Scope = MOVES_ONLY,
-    *,
-    slot_counts: tuple[int, ...] = _SLOTS,
-    columns_at_most: int = _COLUMNS_AT_MOST,
-) -> int:
+def relaxed_bound_ns(problem: Problem, scope: Scope = MOVES_ONLY, *, slot_counts: tuple[int, ...] = _SLOTS) -> int:
     """Returns the bound of the fractional relaxation, with all groups, both lower tiers and moves between them.
 
     Args:
         problem: what is planned.
         scope: the plans that the bound holds for.
         slot_counts: to try, the best first; the first that gives a program of a size to solve in time is taken.
-        columns_at_most: that size, as `column_count` counts.
     """
     again_ns = _again_ns(problem.trace) if scope.repeats else {}
     problem = _in_scope(problem, scope)
@@ -123,7 +116,7 @@ def relaxed_bound_ns(
         # What is not persistent crosses no end of the step: with a check point there, the slots at both ends are apart.
         points = sorted({0, *check_points(problem, slot_count)})
         groups = group_tensors(problem, points, again_ns)
-        if column_count(groups) > columns_at_most and slot_count != slot_counts[-1]:
+        if column_count(groups) > _COLUMNS_AT_MOST and slot_count != slot_counts[-1]:
             continue
         if not groups:
             break

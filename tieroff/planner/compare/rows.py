@@ -141,7 +141,6 @@ def compare_rows(
     budget: dict[Tier, int],
     policies: Sequence[str],
     effort: str = "fast",
-    capabilities: Capabilities | None = None,
     on_progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Result]:
     """Returns one result per policy, in the order asked for. `auto` runs last and takes every plan as a candidate.
@@ -158,7 +157,7 @@ def compare_rows(
     ordered = sorted(set(policies), key=lambda name: (name == "auto", name))
     for position, policy in enumerate(ordered):
         on_progress(f"planning with {policy}", position / len(ordered))
-        results[policy] = plan_row(trace, machine, budget, policy, effort, capabilities, bounds_ns)
+        results[policy] = plan_row(trace, machine, budget, policy, effort, bounds_ns=bounds_ns)
     if "auto" in results:
         results["auto"] = _best_as_auto(results)
     return [results[policy] for policy in policies]

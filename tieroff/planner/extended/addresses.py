@@ -16,13 +16,13 @@ from dataclasses import replace
 from tieroff.core.plan import Allocation, AllocationKind, Plan, Residency
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
-from tieroff.planner.layout import QUICK, Budget, pack_ring
+from tieroff.planner.layout import pack_ring
 
 DEVICE_ALIGNMENT_BYTES = 512  # what CUDA's own allocators give at least
 _NOWHERE = -1
 
 
-def with_addresses(plan: Plan, trace: Trace, alignment_bytes: int = DEVICE_ALIGNMENT_BYTES, budget: Budget = QUICK) -> Plan:
+def with_addresses(plan: Plan, trace: Trace, alignment_bytes: int = DEVICE_ALIGNMENT_BYTES) -> Plan:
     """Returns the plan with an address for each device residency, and the device's peak as these addresses prove it.
 
     The peak may be above the device's budget: see `overshoot_bytes`.
@@ -35,7 +35,7 @@ def with_addresses(plan: Plan, trace: Trace, alignment_bytes: int = DEVICE_ALIGN
         above[repeat.at] = max(above[repeat.at], trace.ops[repeat.op].transient_bytes)
     held = [index for index, r in enumerate(plan.residencies) if r.tier is Tier.DEVICE]
     buffers = [(r.start, r.stop, _size_bytes(trace, r)) for r in (plan.residencies[index] for index in held)]
-    layout = pack_ring(buffers, above, plan.budget_bytes[Tier.DEVICE], alignment_bytes, budget)
+    layout = pack_ring(buffers, above, plan.budget_bytes[Tier.DEVICE], alignment_bytes)
     highest = list(above)
     for (start, stop, size), offset in zip(buffers, layout.offsets, strict=True):
         for op in range(start, stop):

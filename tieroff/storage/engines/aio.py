@@ -92,14 +92,11 @@ class AioEngine:
     name = "aiofiles"
     is_direct = False
 
-    def __init__(self, *, thread_count: int = 4) -> None:
-        """Starts the loop.
+    thread_count = 4  # calls at once, half of them for each direction
 
-        Args:
-            thread_count: calls at once, half of them for each direction; at least 2.
-        """
+    def __init__(self) -> None:
+        """Starts the loop."""
         _logger.warning("the aiofiles engine is buffered: bytes also lie in the page cache, and it is slow")
-        self.thread_count = max(2, thread_count)
         self._pid = os.getpid()
         self._is_closed = False
         self._lock = threading.Lock()
