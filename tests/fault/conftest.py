@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.twins import PLANNED, Setting
+from tests.support.twins import PLANNED, Setting, planned
 
 
 @pytest.fixture
@@ -24,4 +24,4 @@ def each_setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
 @pytest.fixture(params=PLANNED)
 def planned_setting(tmp_path: Path, request: pytest.FixtureRequest) -> Setting:
     """Each pair of a backend, a lower tier, and everything moved out or a plan for all, four fifths or half of a step."""
-    return Setting(tmp_path, **PLANNED[request.param])
+    return Setting(tmp_path, **planned(request.param))

@@ -82,14 +82,21 @@ _BUDGETS: dict[str, dict[str, Any]] = {
     "auto-80": {"policy": "auto", "device": "80%"},
     "auto-50": {"policy": "auto", "device": "50%"},
 }
-PLANNED: dict[str, dict[str, Any]] = {
-    f"{'delayed' if delayed else 'cpu'}-{budget}-{'nvme' if nvme else 'host'}": {
-        "delayed": delayed,
-        "nvme": nvme,
-        **_BUDGETS[budget],
-    }
-    for delayed, budget, nvme in pairwise((False, True), tuple(_BUDGETS), (False, True))
-}
+_PARTS = (("cpu", "delayed"), tuple(_BUDGETS), ("nvme", "host"))  # of a setting: backend, budget and lower tier
+PLANNED = tuple("-".join(case) for case in pairwise(*_PARTS))
+"""Names of settings with every pair of their parts."""
+
+
+def planned(name: str) -> dict[str, Any]:
+    """Returns the options of a setting by its name, such as "delayed-auto-80-host"."""
+    backend, *budget, tier = name.split("-")
+    return {"delayed": backend == "delayed", "nvme": tier == "nvme", **_BUDGETS["-".join(budget)]}
+
+
+def with_plans(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Returns a mark that runs a test over every pair of values of its own factors and of the parts of `planned_setting`."""
+    cases = [(*case[:-3], "-".join(case[-3:])) for case in pairwise(*factors.values(), *_PARTS)]
+    return pytest.mark.parametrize((*factors, "planned_setting"), cases, indirect=["planned_setting"])
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tieroff
-from tests.support.twins import Mlp, Setting, adam, assert_same, check_twins, follow, look, loss_of, sgd
+from tests.support.twins import Mlp, Setting, adam, assert_same, check_twins, follow, look, loss_of, sgd, with_plans
 from tests.support.twins import usual_step as usual
 
 pytestmark = pytest.mark.timeout(60)
@@ -459,8 +459,7 @@ def test_a_traced_part(each_setting: Setting) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own code
-@pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("way", [torch.jit.trace, torch.export.export])
+@with_plans(way=(torch.jit.trace, torch.export.export), is_trained=(True, False))
 def test_a_graph_of_a_wrapped_model_has_its_parameters(way: Any, is_trained: bool, planned_setting: Setting) -> None:
     """Made between planned steps, which go on; and its values follow those of the model, as they do plain."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.support.twins import Mlp, Setting, assert_same, equal, follow, look
+from tests.support.twins import Mlp, Setting, assert_same, equal, follow, look, with_plans
 from tieroff.runtime.optimizer.buckets import Buckets
 from tieroff.runtime.optimizer.known import known_of
 
@@ -277,7 +277,7 @@ class Polyak(Own):
         return loss
 
 
-@pytest.mark.parametrize("is_declared", [False, True])
+@with_plans(is_declared=(False, True))
 def test_the_loss_of_the_closure_reaches_the_update(is_declared: bool, planned_setting: Setting) -> None:
     kind = tieroff.per_parameter(type("Declared", (Polyak,), {"step": Polyak.step})) if is_declared else Polyak
 
@@ -310,7 +310,7 @@ class Sam(Own):
 
 
 @pytest.mark.filterwarnings("ignore::tieroff.errors.BudgetWarning")  # half of what two tiny evaluations take is too little
-@pytest.mark.parametrize("rebinds", [False, True])
+@with_plans(rebinds=(False, True))
 def test_an_optimizer_that_evaluates_the_model_twice(rebinds: bool, planned_setting: Setting) -> None:
     def make() -> Any:
         model = Deep()
@@ -382,7 +382,7 @@ class LangevinInTwoPasses(Own):
             p.add_(p.grad, alpha=-1e-2).add_(drawn * torch.rand(()), alpha=1e-3)
 
 
-@pytest.mark.parametrize("build", [Langevin, LangevinInTwoPasses])
+@with_plans(build=(Langevin, LangevinInTwoPasses))
 def test_an_optimizer_that_draws_random_numbers_draws_those_of_the_plain_run(build: Any, planned_setting: Setting) -> None:
     def make() -> Any:
         random.seed(7)
@@ -422,7 +422,7 @@ class CountsInGroup(Own):
                     p.sub_(average.lerp_(p.grad, 0.1), alpha=group["weight"] / group["step"])
 
 
-@pytest.mark.parametrize("is_declared", [False, True])
+@with_plans(is_declared=(False, True))
 def test_counters_of_groups_and_instances_move_once_per_update(
     is_declared: bool, planned_setting: Setting, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,8 +11,7 @@ import torch.multiprocessing
 from torch import nn
 
 import tieroff
-from tests.support.covering import pairwise
-from tests.support.twins import PLANNED, Setting, adam, assert_same, check_twins, follow, loss_of, sgd
+from tests.support.twins import Setting, adam, assert_same, check_twins, follow, loss_of, sgd, with_plans
 from tests.support.twins import usual_step as usual
 from tieroff.errors import StateError
 
@@ -47,9 +46,7 @@ ALIASES: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "at", "planned_setting"), pairwise(tuple(ALIASES), (0, 4), tuple(PLANNED)), indirect=["planned_setting"]
-)
+@with_plans(kind=tuple(ALIASES), at=(0, 4))
 def test_aliases_follow_their_parameters_whatever_the_plan(kind: str, at: int, planned_setting: Setting) -> None:
     torch.manual_seed(0)
     model, optimizer = layers_and_sgd()
@@ -73,7 +70,7 @@ def test_aliases_follow_their_parameters_whatever_the_plan(kind: str, at: int, p
         assert not torch.equal(torch.as_tensor(alias), before)
 
 
-@pytest.mark.parametrize("at", [0, 2, 4])
+@with_plans(at=(0, 2, 4))
 def test_what_is_written_through_a_storage_that_is_held(at: int, each: Setting) -> None:
     """`p.untyped_storage()` is Python's object of the memory, and no tensor."""
 
@@ -195,7 +192,7 @@ def halve_state(model: Any, optimizer: Any, index: int) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("step", [binary_connect, adversarial, halve_before_update, halve_state])
+@with_plans(step=(binary_connect, adversarial, halve_before_update, halve_state))
 def test_assigned_memory_is_the_value(step: Any, each: Setting) -> None:
     check(step, each)
 
@@ -235,6 +232,6 @@ def share(model: Any, optimizer: Any, index: int) -> Any:
     return loss, [value.clone() for value in model.__dict__.get("shared", {}).values()]
 
 
-@pytest.mark.parametrize("step", [send, share])
+@with_plans(step=(send, share))
 def test_shared_values_stay_those_of_the_model(step: Any, each: Setting) -> None:
     check(step, each)

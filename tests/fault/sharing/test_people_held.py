@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import tieroff
-from tests.support.twins import Setting, adam, assert_same, follow
+from tests.support.twins import Setting, adam, assert_same, follow, with_plans
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
 WIDTH, FIRST = 16, 6
@@ -97,7 +97,7 @@ def step_that_writes(holder: str) -> Callable[[Any, Any, int], torch.Tensor]:
     return step
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
+@with_plans(holder=tuple(HOLDERS))
 def test_what_is_written_through_a_parameter_that_is_held(holder: str, planned_setting: Setting) -> None:
     plain = follow(made, step_that_writes(holder), FIRST + len(WAYS) + 1)
     wrapped = follow(made, step_that_writes(holder), FIRST + len(WAYS) + 1, planned_setting)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.support.twins import Setting, adam, assert_same, follow, loss_of, sgd
+from tests.support.twins import Setting, adam, assert_same, follow, loss_of, sgd, with_plans
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
 
@@ -58,7 +58,7 @@ def usual(model: Any, optimizer: Any, index: int) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("assigns", [False, True], ids=["in place", "assigned"])
+@with_plans(assigns=(False, True))
 def test_an_encoder_that_follows_another_inside_forward(assigns: bool, planned_setting: Setting) -> None:
     def make() -> tuple[Any, Any]:
         model = Momentum(assigns=assigns)
@@ -150,7 +150,7 @@ def step_and_pass_frozen(model: Any, optimizer: Any, index: int) -> torch.Tensor
     return out
 
 
-@pytest.mark.parametrize("step", [step_and_evaluate, step_and_pass_frozen])
+@with_plans(step=(step_and_evaluate, step_and_pass_frozen))
 def test_what_an_evaluation_after_a_step_writes(step: Any, planned_setting: Setting) -> None:
     """Also after the recorded one, whose recorder saw the writes of the step alone."""
 
