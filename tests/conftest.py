@@ -63,6 +63,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _leave_behind_what_lives_on() -> Iterator[None]:
+    """Has the garbage collector pass over what a file leaves too: of reports and caches, a hundred thousand objects in time."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` on a machine without CUDA, with the reason."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
