@@ -179,7 +179,9 @@ class Planning(_Table):
         "error, after some parameters have been updated.",
     )
     exact: bool = _key(
-        True, "true or false", "Whether numbers must equal those of the plain run; `explain()` says where they may differ."
+        True,
+        "true or false",
+        "Whether numbers must equal those of the plain run. Every plan keeps them, so `false` changes nothing today.",
     )
     min_bytes: Size = _key(64 * 2**10, _ANY_SIZE, "Smaller tensors never move; 0 moves everything that can.")
     background: bool = _key(
