@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.support.covering import in_turn
 from tests.support.injector import Injector
 from tests.support.twins import Setting, copied, equal, sgd
 
@@ -189,7 +190,7 @@ def test_interrupted_before_every_line_that_a_planned_step_runs(case: str, tmp_p
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("part", range(0, 100, 7))
+@pytest.mark.parametrize(("part", "each_setting"), in_turn(range(0, 100, 7), ("cpu", "delayed")), indirect=["each_setting"])
 def test_unwrap_right_after_an_interrupt(part: int, each_setting: Setting) -> None:
     run = Interrupted(layers, each_setting)
     run.count()
