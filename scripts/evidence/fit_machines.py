@@ -186,8 +186,8 @@ def main() -> None:
         errors = (log_error(row, steps, gpus, constants.of(clocks[row.gpu])), by_model[row], by_gpu[row])
         fitted, model, gpu = (f"{math.expm1(error):+.1%}" for error in errors)
         print(f"{row.gpu:24} {row.step:26} {row.seconds:7.3f} s  fitted {fitted}  model unseen {model}  GPU unseen {gpu}")
-    for group, errors in (("model", by_model), ("gpu", by_gpu)):
-        needed = nine_in_ten(multiples(errors, steps, group))
+    for group, unseen in (("model", by_model), ("gpu", by_gpu)):
+        needed = nine_in_ten(multiples(unseen, steps, group))
         print(f"{group} unseen: nine in ten within {needed:.2f} root mean squares; intervals take {DEVIATIONS}")
 
 

@@ -36,11 +36,11 @@ KINDS = ("plain", "floor")
 
 def small_machine(machine: Machine) -> Machine:
     """Returns the machine on which the small step takes the time of the full one."""
-    links = {f"{link}_bytes_per_s": getattr(machine, f"{link}_bytes_per_s") / SHARE**2 for link in ("h2d", "d2h")}
+    links = {f"{link}_bytes_per_s": round(getattr(machine, f"{link}_bytes_per_s") / SHARE**2) for link in ("h2d", "d2h")}
     return replace(
         machine,
         name=f"{machine.name}, small",
-        device_memory_bytes_per_s=machine.device_memory_bytes_per_s / SHARE**2,
+        device_memory_bytes_per_s=machine.device_memory_bytes_per_s // SHARE**2,
         fp32_flops_per_s=machine.fp32_flops_per_s / SLOWER,
         bf16_flops_per_s=machine.bf16_flops_per_s / SLOWER,
         compute_units=1,  # no tail of tiles

@@ -43,7 +43,7 @@ SQRT = "aten::sqrt(Tensor self) -> Tensor"
 ADD = "aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)"
 UNKNOWN = "mine::scan(Tensor self) -> Tensor"
 
-GPU = Machine(name="a GPU", fp32_flops_per_s=1e12, device_memory_bytes_per_s=1e11)
+GPU = Machine(name="a GPU", fp32_flops_per_s=1e12, device_memory_bytes_per_s=10**11)
 
 
 def matrix(storage: int, device: str = "cuda:0") -> list[Any]:
@@ -167,7 +167,8 @@ def without_shapes(nodes: list[Document]) -> list[Document]:
 
 
 def on_the_host(nodes: list[Document]) -> list[Document]:
-    return json.loads(json.dumps(nodes).replace("cuda:0", "cpu"))  # type: ignore[no-any-return]
+    moved: list[Document] = json.loads(json.dumps(nodes).replace("cuda:0", "cpu"))
+    return moved
 
 
 BROKEN: dict[str, tuple[Break, str]] = {
@@ -179,6 +180,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "arguments of another operator": (
         lambda nodes: [*nodes, node(16, "aten::mm", [INPUT], [SCRATCH], MM)],
+        r"aten::mm \(node 16\) cannot be read",
+    ),
+    "a schema that is none": (
+        lambda nodes: [*nodes, node(16, "aten::mm", [INPUT, WEIGHT], [SCRATCH], "aten::mm of two")],
         r"aten::mm \(node 16\) cannot be read",
     ),
     "no operators": (lambda nodes: nodes[:3], "expected operators with tensors, but none of the 3 nodes has one"),

@@ -9,6 +9,8 @@ since what a library does inside them has no formula. What makes an optimizer's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tieroff.errors import CaptureError
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.clock.work import Work, work_of
-from tieroff.tracing.profiler.execution_trace import Described, Node, read_execution_trace
+from tieroff.tracing.profiler.execution_trace import Described, Node, is_tensor, read_execution_trace
 from tieroff.tracing.profiler.join import Join, Row, makes_state
 from tieroff.units import NS_PER_S
 
@@ -32,6 +34,7 @@ _WITHIN = frozenset({"aten::zero_", "aten::relu_", "aten::relu"})
 _IDLE = frozenset({"aten::resize_", "aten::detach_", "aten::set_", "aten::lift_fresh"})
 """Operators that change what a tensor is and touch no memory."""
 _NOTHING = "<None>"
+_COMPOSITE = "CompositeImplicitAutograd"  # of an operator that is made of others, and computes nothing itself
 _TYPES = {
     "float": torch.float32,
     "double": torch.float64,
@@ -79,15 +82,15 @@ def load_execution_trace(path: str | Path, machine: Machine, step: int | None = 
     ]
     name = machine.name or "without a name"
     trace = Join(nodes, rows, where).trace(Path(path).name.split(".")[0], f"estimated: roofline of machine {name}")
-    trace.meta["interval"] = "{:.3f} {:.3f}".format(*interval(machine, Constants.shipped()))
     validate(trace, where)
-    return trace
+    between = "{:.3f} {:.3f}".format(*interval(machine, Constants.shipped()))
+    return replace(trace, meta={**trace.meta, "interval": between})
 
 
 def _check_shapes(nodes: Sequence[Node], where: str) -> None:
     for node in nodes:
         for described in (node.taken, node.given):
-            has_elements = any(_is_tensor(value) and value[3] > 1 for value in described.values)
+            has_elements = any(is_tensor(value) and value[3] > 1 for value in described.values)
             if has_elements and not any(described.shapes):
                 raise CaptureError(
                     f"{where}: expected the shapes of what each call takes, from which its time is estimated, but "
@@ -142,14 +145,18 @@ def _has_kernel(node: Node) -> bool:
 
     This build of PyTorch may know no GPU: what has a kernel on the CPU has one there.
     """
-    return node.name not in _WITHIN and _registered(node, "CPU") is not False
+    return node.name not in _WITHIN and _is_registered(node.schema, "CPU") is not False
 
 
-def _registered(node: Node, key: str) -> bool | None:
+_parsed = cache(torch._C.parse_schema)
+
+
+@cache
+def _is_registered(schema: str, key: str) -> bool | None:
     """Returns whether PyTorch has an operator under a dispatch key; None where it has no such operator."""
-    schema = torch._C.parse_schema(node.schema)
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     try:
+        parsed = _parsed(schema)
+        name = f"{parsed.name}.{parsed.overload_name}" if parsed.overload_name else parsed.name
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
     except RuntimeError:
         return None
@@ -157,10 +164,10 @@ def _registered(node: Node, key: str) -> bool | None:
 
 def _work(node: Node, where: str) -> Work | None:
     """Returns what a call does on a GPU, None where it does nothing or is no operator's."""
-    if not node.schema or node.name in _IDLE or not _is_on_gpu(node) or _registered(node, "CompositeImplicitAutograd"):
+    if not node.schema or node.name in _IDLE or not _is_on_gpu(node) or _is_registered(node.schema, _COMPOSITE):
         return None
     try:
-        schema = torch._C.parse_schema(node.schema)
+        schema = _parsed(node.schema)
         args, kwargs = _as_called(schema, node.taken)
         results = [_value(*one) for one in _each(node.given)]
         func = _operator(schema)
@@ -209,7 +216,7 @@ def _each(described: Described) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _value(value: Any, shape: Any, kind: str) -> Any:
-    if _is_tensor(value):
+    if is_tensor(value):
         return _tensor(value, shape, kind)
     if isinstance(value, list):
         kinds = kind.partition("[")[2].removesuffix("]").split(",")
@@ -225,7 +232,3 @@ def _tensor(value: list[Any], shape: list[int], kind: str) -> torch.Tensor | Non
     known = _TYPES.get(kind.partition("(")[2].removesuffix(")"))
     dtype = known if known is not None and known.itemsize == value[4] else _BY_BYTES.get(value[4], torch.float32)
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 6 and isinstance(value[5], str) and isinstance(value[1], int)

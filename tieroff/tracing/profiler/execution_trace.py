@@ -137,12 +137,17 @@ def _described(values: Sequence[Any], shapes: Sequence[Any] = (), types: Sequenc
     return Described(tuple(values), tuple(shapes), tuple(map(str, types)))
 
 
+def is_tensor(value: Any) -> bool:
+    """Returns whether a value is a tensor, as the format has it."""
+    is_like_one = isinstance(value, list) and len(value) == _TENSOR_FIELDS and isinstance(value[-1], str)
+    return is_like_one and all(isinstance(field, int) for field in value[:-1])
+
+
 def _views(value: Any) -> Iterator[View]:
     """Yields the tensors in a value; one without a storage (number 0) has no memory."""
     if not isinstance(value, list):
         return
-    is_tensor = len(value) == _TENSOR_FIELDS and isinstance(value[-1], str) and all(isinstance(v, int) for v in value[:-1])
-    if not is_tensor:
+    if not is_tensor(value):
         for part in value:
             yield from _views(part)
     elif value[1]:
