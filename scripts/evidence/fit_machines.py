@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, predict_s, step_of
 from tieroff.core.machine import Machine, machine_to_toml
-from tieroff.tracing.clock.interval import DEVIATIONS
+from tieroff.tracing.clock.interval import COVERAGE, DEVIATIONS
 from tieroff.tracing.clock.model import Constants
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -107,12 +107,25 @@ def _group_of(row: Measured, steps: dict[str, Step], group: str) -> str:
 
 def coverage(errors: dict[Measured, float], steps: dict[str, Step], group: str) -> int:
     """Returns how many steps lie in the interval that the errors of other models, or GPUs, give; errors from `left_out`."""
-    inside = 0
+    return sum(multiple <= DEVIATIONS for multiple in multiples(errors, steps, group))
+
+
+def multiples(errors: dict[Measured, float], steps: dict[str, Step], group: str) -> list[float]:
+    """Returns each step's error over the root mean square of those of other models, or GPUs; errors from `left_out`."""
+    found = []
     for row, error in errors.items():
         key = _group_of(row, steps, group)
         others = [other for known, other in errors.items() if _group_of(known, steps, group) != key]
-        inside += math.fabs(error) <= DEVIATIONS * root_mean_square(others)
-    return inside
+        found.append(math.fabs(error) / root_mean_square(others))
+    return found
+
+
+def nine_in_ten(values: Sequence[float]) -> float:
+    """Returns what the next value of the same kind stays below nine times in ten, whatever their distribution.
+
+    It is their k-th smallest with k = 0.9 (n + 1), rounded up: split conformal prediction.
+    """
+    return sorted(values)[min(math.ceil(COVERAGE * (len(values) + 1)), len(values)) - 1]
 
 
 def root_mean_square(values: Collection[float]) -> float:
@@ -173,6 +186,9 @@ def main() -> None:
         errors = (log_error(row, steps, gpus, constants.of(clocks[row.gpu])), by_model[row], by_gpu[row])
         fitted, model, gpu = (f"{math.expm1(error):+.1%}" for error in errors)
         print(f"{row.gpu:24} {row.step:26} {row.seconds:7.3f} s  fitted {fitted}  model unseen {model}  GPU unseen {gpu}")
+    for group, unseen in (("model", by_model), ("gpu", by_gpu)):
+        needed = nine_in_ten(multiples(unseen, steps, group))
+        print(f"{group} unseen: nine in ten within {needed:.2f} root mean squares; intervals take {DEVIATIONS}")
 
 
 if __name__ == "__main__":

@@ -248,4 +248,6 @@ def llama(
 
 step_64k = llama(kept_layers=evenly(9, 1, 28))
 step_64k_at_4096 = llama(sequence=4096, kept_layers=evenly(9, 1, 28))
+step_320k = llama(step_tokens=320 << 10, kept_layers=evenly(9, 1, 28))
+"""Ten rounds, about 10,000 ops: for the time that planning takes."""
 step_405b = llama(sequence=4096, step_tokens=32 << 10, sizes=SIZES_405B)

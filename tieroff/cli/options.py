@@ -18,12 +18,9 @@ class Effort(StrEnum):
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Print all columns, whatever the width.")]
-TraceOption = Annotated[
-    Path, typer.Option("--trace", help="A saved trace, a run's folder, or one of kernels.csv and tensors.csv.")
-]
-AnyTraceOption = Annotated[
-    Path | None, typer.Option("--trace", help="A saved trace, a run's folder, or one of kernels.csv and tensors.csv.")
-]
+_TRACE = "A saved trace, a run's folder, one of kernels.csv and tensors.csv, or an execution trace of PyTorch's."
+TraceOption = Annotated[Path, typer.Option("--trace", help=_TRACE)]
+AnyTraceOption = Annotated[Path | None, typer.Option("--trace", help=_TRACE)]
 ExecutionTraceOption = Annotated[
     Path | None,
     typer.Option("--execution-trace", help="With what torch's profiler wrote as --trace: the execution trace beside it."),

@@ -68,7 +68,7 @@ def plan(
     loaded = load_machine(machine)
     with progress() as report:
         report(f"tracing {model or trace}", None)
-        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace)
+        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace, loaded)
         problem = step, loaded, _budget(step, loaded, device_budget, host_budget, nvme_budget)
         report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
         found = plan_row(*problem, policy, effort.value)
@@ -112,8 +112,8 @@ def compare(
     if plot is not None:
         check_page(plot)
     names = [name.strip() for name in policies.split(",")] if policies else sorted(all_policies(), key=lambda n: n == "auto")
-    step = load_trace(trace, execution_trace)
     loaded = load_machine(machine)
+    step = load_trace(trace, execution_trace, loaded)
     budget = _budget(step, loaded, device_budget, host_budget, nvme_budget)
     with progress() as report:
         found = compare_rows(step, loaded, budget, names, effort.value, on_progress=report)

@@ -7,24 +7,29 @@ from pathlib import Path
 
 from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.io.run_folder import RUN_TRACE
+from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace, validate
 from tieroff.errors import CaptureError
+from tieroff.tracing.profiler.documents import read_document
 from tieroff.tracing.profiler.join import load_profile
 
 _NS_PER_MS = 1_000_000
 _BEGINNING_BYTES = 64 << 10
 
 
-def load_trace(path: str | Path, execution_trace: str | Path | None = None) -> Trace:
+def load_trace(path: str | Path, execution_trace: str | Path | None = None, machine: Machine | None = None) -> Trace:
     """Returns the trace in a JSON file, in a folder with `kernels.csv` and `tensors.csv`, or of a profiled program.
 
     Args:
-        path: of the file or folder; with an execution trace, of what `torch.profiler` wrote beside it.
+        path: of the file or folder; with an execution trace, of what `torch.profiler` wrote beside it; or of an execution
+            trace alone.
         execution_trace: the other file of a profiled program, see `tieroff.tracing.profile`.
+        machine: for which op times are estimated where the file has none, as an execution trace alone.
 
     Raises:
         CaptureError: the path does not exist or cannot be read; the message names the place.
+        ConfigError: times are to be estimated, and the machine says nothing of its arithmetic or its memory.
     """
     path = Path(path)
     if execution_trace is not None:
@@ -38,17 +43,13 @@ def load_trace(path: str | Path, execution_trace: str | Path | None = None) -> T
                 "with none of them; tieroff.engine(model).save_run(FOLDER) writes the first"
             )
         return _load_folder(path)
-    if _is_profile(path):
-        raise CaptureError(
-            f"{path}: expected an execution trace beside the profiler's output, which says what ran and how long but not "
-            "which memory it used: record both with tieroff.tracing.profile(model, step), and give the second file as "
-            "--execution-trace"
-        )
+    if _is_profiled(path):
+        return _load_one_of_two(path, machine)
     return load_trace_json(path)
 
 
-def _is_profile(path: Path) -> bool:
-    """True for a file that `torch.profiler` wrote, as far as its beginning tells."""
+def _is_profiled(path: Path) -> bool:
+    """True for a file that `torch.profiler` wrote, as far as its name or its beginning tells."""
     if path.suffix in (".gz", ".tgz", ".tar"):
         return True
     try:
@@ -56,7 +57,27 @@ def _is_profile(path: Path) -> bool:
             beginning = file.read(_BEGINNING_BYTES)
     except OSError:
         return False  # the reader raises the error
-    return b'"traceEvents"' in beginning or b'"schemaVersion"' in beginning
+    is_execution_trace = b'"schema"' in beginning and b'"nodes"' in beginning
+    return is_execution_trace or b'"traceEvents"' in beginning or b'"schemaVersion"' in beginning
+
+
+def _load_one_of_two(path: Path, machine: Machine | None) -> Trace:
+    """Returns the trace of one of a profiled program's two files, which only an execution trace suffices for."""
+    document = read_document(path, "what torch's profiler wrote of a step")
+    if "nodes" not in document:
+        raise CaptureError(
+            f"{path}: expected an execution trace beside the profiler's output, which says what ran and how long but not "
+            "which memory it used: record both with tieroff.tracing.profile(model, step), and give the second file as "
+            "--execution-trace"
+        )
+    if machine is None:
+        raise CaptureError(
+            f"{path}: expected a machine to estimate op times for, since an execution trace alone has none; give one, or the "
+            "profiler's output beside it"
+        )
+    from tieroff.tracing.profiler.alone import load_execution_trace  # the other kinds of traces need no torch
+
+    return load_execution_trace(path, machine)
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:

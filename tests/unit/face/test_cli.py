@@ -20,6 +20,7 @@ from tieroff.cli import app
 from tieroff.core.io.json_files import save_trace
 from tieroff.core.machine import load_machine
 from tieroff.report.terminal import progress
+from tieroff.tracing.clock.interval import DEVIATIONS
 from tieroff.tracing.files import load_trace
 
 GIB = 2**30
@@ -350,8 +351,8 @@ def test_plan_says_between_which_times_a_step_on_an_accelerator_lies(model: list
     card.write_text(Path(model[3]).read_text() + 'device_type = "cuda"\n\n[clock]\nlog_error = 0.1\n')
     _, row = run_json("plan", *model[:3], card, "--device-budget", "50%")
     low, high = row["interval_s"]
-    assert low == pytest.approx(row["step_s"] * math.exp(-0.23), rel=0.01)
-    assert high == pytest.approx(row["step_s"] * math.exp(0.23), rel=0.01)
+    assert low == pytest.approx(row["step_s"] * math.exp(-DEVIATIONS * 0.1), rel=0.01)
+    assert high == pytest.approx(row["step_s"] * math.exp(DEVIATIONS * 0.1), rel=0.01)
     assert "in nine cases of ten" in row["explain"]
 
 

@@ -69,7 +69,7 @@ def explain(trace: Trace, machine: Machine, budget: dict[Tier, int], result: Res
         f"{row.policy}: a step of {format_seconds(step_s)}; {format_seconds(ideal_s)} without any wait "
         f"({_share(ideal_s, step_s)} of ideal), and no plan is faster than {format_seconds(bound_s)}.",
     ]
-    if trace.origin == "dry":
+    if trace.origin == "dry" or trace.meta.get("durations", "").startswith("estimated"):
         lines.append(_certainty(trace, step_s))
     if machine.device_bytes and budget[Tier.DEVICE] > machine.device_bytes:
         lines.append(f"The budget is above the {format_bytes(machine.device_bytes)} of device memory of this machine.")

@@ -7,7 +7,7 @@ ones (1.0.3-chakra and on) nest them. A tensor is [id, storage, offset, elements
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,21 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class Described:
+    """What a node takes, or what it gives, as the file has it: per argument its value, shape and type.
+
+    Attributes:
+        values: tensors as lists of six, all else as it was called.
+        shapes: of tensors; where `values` has a list, a list.
+        types: such as "Tensor(float)", "GenericList[Tensor(float)]" or "Int".
+    """
+
+    values: tuple[Any, ...] = ()
+    shapes: tuple[Any, ...] = ()
+    types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One call of an operator, or a range that the program named.
 
@@ -48,6 +63,8 @@ class Node:
         arguments: per argument the tensors in it.
         outputs: the tensors that it returns.
         written: per argument, whether the schema says that it is written; empty where there is no schema.
+        schema: of the operator, "" where there is none.
+        taken, given: arguments and results with their shapes.
     """
 
     id: int
@@ -58,6 +75,9 @@ class Node:
     arguments: tuple[tuple[View, ...], ...]
     outputs: tuple[View, ...]
     written: tuple[bool, ...]
+    schema: str = ""
+    taken: Described = Described()
+    given: Described = Described()
 
     @property
     def is_operator(self) -> bool:
@@ -90,27 +110,44 @@ def read_execution_trace(path: str | Path) -> list[Node]:
 def _node(entry: dict[str, Any]) -> Node:
     if "ctrl_deps" in entry:
         fields = {item["name"]: item["value"] for item in entry["attrs"]}
-        parent, inputs, outputs = entry["ctrl_deps"], entry["inputs"]["values"], entry["outputs"]["values"]
+        parent, taken, given = entry["ctrl_deps"], _described(**entry["inputs"]), _described(**entry["outputs"])
     else:
-        fields, parent, inputs, outputs = entry, entry["parent"], entry["inputs"], entry["outputs"]
+        fields, parent = entry, entry["parent"]
+        taken, given = (
+            _described(entry[f"{side}s"], entry.get(f"{side}_shapes", ()), entry.get(f"{side}_types", ()))
+            for side in ("input", "output")
+        )
+    schema = str(fields.get("op_schema", ""))
     return Node(
         id=int(entry["id"]),
         parent=int(parent),
         name=str(entry["name"]),
         record_id=int(fields["rf_id"]),
         thread=int(fields["tid"]),
-        arguments=tuple(tuple(_views(value)) for value in inputs),
-        outputs=tuple(_views(outputs)),
-        written=_written(str(fields.get("op_schema", ""))),
+        arguments=tuple(tuple(_views(value)) for value in taken.values),
+        outputs=tuple(_views(list(given.values))),
+        written=_written(schema),
+        schema=schema,
+        taken=taken,
+        given=given,
     )
+
+
+def _described(values: Sequence[Any], shapes: Sequence[Any] = (), types: Sequence[Any] = (), **_: object) -> Described:
+    return Described(tuple(values), tuple(shapes), tuple(map(str, types)))
+
+
+def is_tensor(value: Any) -> bool:
+    """Returns whether a value is a tensor, as the format has it."""
+    is_like_one = isinstance(value, list) and len(value) == _TENSOR_FIELDS and isinstance(value[-1], str)
+    return is_like_one and all(isinstance(field, int) for field in value[:-1])
 
 
 def _views(value: Any) -> Iterator[View]:
     """Yields the tensors in a value; one without a storage (number 0) has no memory."""
     if not isinstance(value, list):
         return
-    is_tensor = len(value) == _TENSOR_FIELDS and isinstance(value[-1], str) and all(isinstance(v, int) for v in value[:-1])
-    if not is_tensor:
+    if not is_tensor(value):
         for part in value:
             yield from _views(part)
     elif value[1]:
