@@ -357,4 +357,7 @@ def _check(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):
-        raise StateError("this optimizer already belongs to a wrapped model; unwrap that one first")
+        raise StateError(
+            f"this {type(optimizer).__name__} already belongs to a wrapped model, and an optimizer is of one: make one for each "
+            "model, which updates each parameter as before, or unwrap that model first"
+        )
