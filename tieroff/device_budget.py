@@ -47,8 +47,7 @@ class DeviceBudget:
             raise ConfigError(f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}", got {value!r}; write "{share}"')
         if isinstance(value, str) and value.strip().lower() == _LEAST:
             return cls(is_least=True)
-        is_number = isinstance(value, (str, int)) and not isinstance(value, bool)
-        if is_number and LIKELY_SHARE.fullmatch(text := str(value).strip()):
+        if not isinstance(value, bool) and LIKELY_SHARE.fullmatch(text := str(value).strip()):
             share = f"{float(text) * 100:.12g}%" if float(text) < 1 else f"{text}%"
             raise ConfigError(
                 f'expected bytes with a unit, a share like "25%" or "{_LEAST}", got {value!r}, which would be {text} bytes; '

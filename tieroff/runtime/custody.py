@@ -338,7 +338,7 @@ class Custody:
         item.leave(self.executor.traffic)
 
     def take_assigned(self) -> None:
-        """Follows parameters that were given other memory of the same form (`p.data = t`): the model's steps are as they were."""
+        """Follows parameters that were given other memory of the same form (`p.data = t`): the model is the one that it was."""
         for item in self.executor.homes.parameters.values():
             tensor = item.tensor
             if tensor is not None and item.was_assigned() and item.may_take(tensor) and tuple(tensor.stride()) == item.stride:

@@ -117,6 +117,28 @@ def test_memory_kept_for_reuse_counts_against_the_plans_peak(tmp_path: Path) -> 
     assert backend.limits[-1] == backend.pool.kept_bytes == 0
 
 
+def test_pages_are_kept_from_step_to_step_when_a_closure_runs_the_forward(tmp_path: Path) -> None:
+    """As Lightning calls it: `optimizer.step(closure)` comes before the step's forward."""
+    model, optimizer = make()
+    backend = WatchedBackend()
+    config = {"budget": {"device": "40%", "host": 0, "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
+    tieroff.wrap(model, optimizer, config, backend=backend)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(64, 256)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    backend.limits.clear()
+    optimizer.step(closure)
+    assert tieroff.engine(model).stats().phase == "planned"
+    assert min(backend.limits) > 0
+    tieroff.unwrap(model)
+
+
 def test_nothing_is_kept_while_a_step_is_traced_nor_after_one_broke_off(tmp_path: Path) -> None:
     """An op's scratch memory is seen by what the process takes from the system: kept memory would hide it."""
     model, optimizer = make()

@@ -315,7 +315,7 @@ class Steps:
 
     # -- a step ends -----------------------------------------------------------------------------------------------
 
-    def before_update(self) -> None:
+    def before_update(self, *, has_closure: bool = False) -> None:
         """`optimizer.step` was called.
 
         Raises:
@@ -331,7 +331,8 @@ class Steps:
             if self.last is None:
                 self._without_forward.note()
             self._end_last_op()
-            self._custody.backend.keep_freed(0)
+            if not has_closure:  # else a step begins, which has pages of the one before
+                self._custody.backend.keep_freed(0)
             self._custody.executor.state.mode = Mode.IDLE
 
     def _diverge_in_update(self) -> None:
