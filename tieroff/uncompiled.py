@@ -26,7 +26,6 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         return torch._compile._disable_dynamo(function)
     disabled: Callable[P, R] | None = None
 
-    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
         if disabled is None:
@@ -36,8 +35,9 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
             disabled = disable(function)
         return disabled(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
     # From C++ inside a compiled region, as a dispatch mode is called, it would be compiled by itself.
     action = eval_frame._FrameAction
     eval_frame.set_code_exec_strategy(call.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    functools.update_wrapper(call, function)
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
     return call

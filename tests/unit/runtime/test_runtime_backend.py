@@ -124,11 +124,11 @@ def test_pages_are_kept_from_step_to_step_when_a_closure_runs_the_forward(tmp_pa
     config = {"budget": {"device": "40%", "host": 0, "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
     tieroff.wrap(model, optimizer, config, backend=backend)
 
-    def closure() -> torch.Tensor:
+    def closure() -> float:
         optimizer.zero_grad()
         loss = model(torch.randn(64, 256)).square().mean()
         loss.backward()
-        return loss
+        return loss.item()
 
     for _ in range(4):
         optimizer.step(closure)
