@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -130,7 +130,8 @@ def _wrap_all(
     if not isinstance(given, (list, tuple)) or len(given) != len(models):
         what = f"{len(given)} of them" if isinstance(given, (list, tuple)) else type(given).__name__
         raise StateError(
-            f"expected a list of {len(models)} optimizers, one for each model (None for one that is not trained), got {what}"
+            f"expected a list of {len(models)} optimizers, one for each model (None for one that is not trained), got {what}; "
+            "of one that several models share make one for each, which updates each parameter as before"
         )
     if plan is not None:
         raise StateError("a plan is of one model: wrap each with its own, tieroff.wrap(model, optimizer, budget=b, plan=...)")
@@ -152,6 +153,8 @@ def _no_optimizer(given: object) -> StateError:
         hint = f"make one: {given.__name__}(model.parameters())"
     elif isinstance(getattr(given, "optimizer", None), torch.optim.Optimizer):
         hint = "give its .optimizer"
+    elif isinstance(given, Iterator):
+        hint = "make one of these parameters: torch.optim.AdamW(model.parameters())"
     else:
         hint = "a model has one; several become one with param_groups, or leave it out and step them as you do"
     return StateError(f"expected a torch.optim.Optimizer, got {type(given).__name__}; {hint}")

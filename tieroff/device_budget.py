@@ -10,7 +10,7 @@ from tieroff.errors import ConfigError
 from tieroff.units import parse_bytes
 
 _LEAST = "min"
-# Text without a unit up to here is meant as a share: no step runs in so few bytes.
+# A number without a unit up to here is meant as a share: no step runs in so few bytes.
 LIKELY_SHARE = re.compile(r"\s*(100|[1-9][0-9]?|0?\.[0-9]+|[1-9][0-9]?\.[0-9]+)\s*")
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
@@ -38,7 +38,7 @@ class DeviceBudget:
         """Returns the budget that an integer or text such as "6GiB", "25%" or "min" stands for.
 
         Raises:
-            ConfigError: the value has another form, the share is zero, or it is text such as "50" that lacks its "%".
+            ConfigError: the value has another form, the share is zero, or it is 50 or "50", which lack their "%".
         """
         if isinstance(value, DeviceBudget):
             return value
@@ -47,11 +47,11 @@ class DeviceBudget:
             raise ConfigError(f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}", got {value!r}; write "{share}"')
         if isinstance(value, str) and value.strip().lower() == _LEAST:
             return cls(is_least=True)
-        if isinstance(value, str) and LIKELY_SHARE.fullmatch(value):
-            text = value.strip()
+        if not isinstance(value, bool) and LIKELY_SHARE.fullmatch(text := str(value).strip()):
+            share = f"{float(text) * 100:.12g}%" if float(text) < 1 else f"{text}%"
             raise ConfigError(
                 f'expected bytes with a unit, a share like "25%" or "{_LEAST}", got {value!r}, which would be {text} bytes; '
-                f'for a share of the peak write "{text}%", for bytes a unit: "{text}GiB"'
+                f'for a share of the peak write "{share}", for bytes a unit: "{text}GiB"'
             )
         match = _SHARE.fullmatch(value) if isinstance(value, str) else None
         if match is None:

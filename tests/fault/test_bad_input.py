@@ -260,6 +260,39 @@ def test_updates_by_the_models_own_optimizer_are_not_said(each_setting: Setting,
     tieroff.unwrap(model)
 
 
+class Parts(nn.Module):
+    """An agent whose loop calls a method of its own, never the model: it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = Mlp(), Mlp()
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.actor(x) + self.critic(x)
+
+
+def test_updates_without_a_forward_are_said_once(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    model = Parts()
+    optimizer = adam(model)
+    each_setting.wrap(model, optimizer)
+
+    def train(steps: int) -> list[str]:
+        for _ in range(steps):
+            model.values(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [message for message in caplog.messages if "its forward was never called" in message]
+
+    assert train(2) == []
+    (told,) = train(3)
+    assert told.startswith("Parts was updated 3 times")
+    assert told.endswith("tieroff.engine(model).begin_in('values')")
+    tieroff.engine(model).begin_in("values")
+    assert train(6) == [told]
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)
+
+
 def test_a_second_wrap(each_setting: Setting) -> None:
     plain = follow(mlp_and_adam, usual, 5)
     model, optimizer = trained(each_setting)

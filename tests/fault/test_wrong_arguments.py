@@ -33,6 +33,11 @@ def wrap_with(optimizer: Any) -> None:
     tieroff.wrap(pair()[0], optimizer)
 
 
+def wrap_shared(models: list[nn.Module], times: int) -> None:
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], 0.1)
+    tieroff.wrap(models, [optimizer] * times)
+
+
 def table(name: str, **keys: Any) -> Callable[[], None]:
     return lambda: wrap({name: keys})
 
@@ -71,6 +76,8 @@ def command(*arguments: str) -> Callable[[], None]:
 # What is called wrongly -> what is expected, what was given, what to type.
 TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "a share without %": (lambda: wrap(budget="50"), 'a share like "25%"', "got '50'", 'write "50%"'),
+    "a number without %": (lambda: wrap(budget=50), 'a share like "25%"', "got 50, which would be 50 bytes", 'write "50%"'),
+    "a fraction as text": (lambda: wrap(budget="0.5"), 'a share like "25%"', "got '0.5'", 'write "50%"'),
     "a fraction": (lambda: wrap(budget=0.5), "expected bytes like", "got 0.5", 'write "50%"'),
     "per cent in words": (lambda: wrap(budget="50 percent"), "expected bytes like", "got '50 percent'", 'write "50%"'),
     "a unit in words": (lambda: wrap(budget="6gigs"), "expected bytes like", "got '6gigs'", 'write "6GiB"'),
@@ -85,6 +92,12 @@ TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "no such config": (lambda: wrap("no.toml"), "config file", "no.toml", "give a mapping such as"),
     "a config with an error": (lambda: wrap("text.toml"), "not valid TOML", "text.toml", "tables are [budget]"),
     "a budget as optimizer": (lambda: wrap_with("50%"), "expected a torch.optim.Optimizer", "got str", "budget=..."),
+    "parameters as optimizer": (
+        lambda: wrap_with(nn.Linear(2, 2).parameters()),
+        "expected a torch.optim.Optimizer",
+        "got generator",
+        "torch.optim.AdamW(model.parameters())",
+    ),
     "a config as optimizer": (lambda: wrap_with({"budget": {}}), "expected a torch.optim.Optimizer", "got dict", "config=..."),
     "a class as optimizer": (
         lambda: wrap_with(torch.optim.Adam),
@@ -111,6 +124,18 @@ TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "expected a list of 1 optimizers",
         "got SGD",
         "one for each model",
+    ),
+    "an optimizer that two models share": (
+        lambda: wrap_shared([nn.Linear(2, 2), nn.Linear(2, 2)], 2),
+        "an optimizer is of one",
+        "this SGD already belongs to a wrapped model",
+        "make one for each model",
+    ),
+    "an optimizer too few": (
+        lambda: wrap_shared([nn.Linear(2, 2), nn.Linear(2, 2)], 1),
+        "expected a list of 2 optimizers",
+        "got 1 of them",
+        "make one for each",
     ),
     "the optimizer first": (
         lambda: tieroff.wrap(pair()[1], pair()[0]),  # type: ignore[call-overload]

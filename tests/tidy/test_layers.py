@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-EDGES = {"config", "device_budget", "errors", "units"}
+EDGES = {"config", "device_budget", "errors", "uncompiled", "units"}
 BELOW = {
     "errors": set[str](),
+    "uncompiled": set[str](),
     "units": {"errors"},
     "device_budget": {"errors", "units"},
     "config": {"device_budget", "errors", "units"},

@@ -337,6 +337,13 @@ class Custody:
             item.tier = tier
         item.leave(self.executor.traffic)
 
+    def take_assigned(self) -> None:
+        """Follows parameters that were given other memory of the same form (`p.data = t`): the model is the one that it was."""
+        for item in self.executor.homes.parameters.values():
+            tensor = item.tensor
+            if tensor is not None and item.was_assigned() and item.may_take(tensor) and tuple(tensor.stride()) == item.stride:
+                item.refresh(self.executor.traffic)
+
     def has_changed(self, walk: Walk) -> bool:
         """True when somebody replaced, converted or assigned parameters from outside."""
         is_known = walk is self._known_as and not self.executor.shards  # of those, people hold other tensors than modules

@@ -7,13 +7,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tieroff.core.lifetime import merge_intervals
 from tieroff.core.seams import Subject
@@ -24,6 +19,7 @@ from tieroff.tracing.recording.arguments import is_view, tensors_in
 from tieroff.tracing.recording.life import End, Life
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import is_in_collective, is_large, peak_counter
+from tieroff.uncompiled import uncompiled
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -84,6 +80,10 @@ class StepRecorder(TorchDispatchMode):
         """Lets torch.compile compile while a step is traced: code that it meets then and skips would stay uncompiled."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # ours does it; see [Note: dynamo only where it is]
+
     def follow(self, used: Callable[[Any, bool], None]) -> None:
         self._used = used
 
@@ -96,10 +96,10 @@ class StepRecorder(TorchDispatchMode):
             CaptureError: another dispatch mode is active, whose end in between would pop this one.
             RecorderBusyError: that one traces the step of another model.
         """
-        for other in _get_current_dispatch_mode_stack():
+        for other in _python_dispatch._get_current_dispatch_mode_stack():
             if isinstance(other, StepRecorder):
                 other.give_way()
-        others = _get_current_dispatch_mode_stack()
+        others = _python_dispatch._get_current_dispatch_mode_stack()
         if others:
             if self._tell is not None:
                 self._tell(None)
@@ -109,7 +109,7 @@ class StepRecorder(TorchDispatchMode):
                 f"cannot trace a step inside another TorchDispatchMode ({type(others[-1]).__name__}); "
                 "run one training step outside of it first"
             )
-        _push_mode(self)
+        _python_dispatch._push_mode(self)
         self.is_on = True
 
     def stop(self) -> None:
@@ -117,13 +117,13 @@ class StepRecorder(TorchDispatchMode):
         if not self.is_on:
             return
         self.is_on = False
-        if self not in _get_current_dispatch_mode_stack():
+        if self not in _python_dispatch._get_current_dispatch_mode_stack():
             return
         above = []
-        while (mode := _pop_mode()) is not self:
+        while (mode := _python_dispatch._pop_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
-            _push_mode(mode)
+            _python_dispatch._push_mode(mode)
 
     def give_way(self) -> None:
         """Another model's step was to be traced. A step that does not end, as after an exception, is given up."""
@@ -198,6 +198,7 @@ class StepRecorder(TorchDispatchMode):
 
     # -- events from torch ----------------------------------------------------------------------------------------
 
+    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.is_on:

@@ -115,6 +115,31 @@ def test_another_branch_once(each_setting: Setting, caplog: pytest.LogCaptureFix
     assert "expected param:second.weight but got param:third.weight" in messages(caplog)[0]
 
 
+class Narrowing(Mlp):
+    """Saves more or fewer values of one op."""
+
+    width = 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x).narrow(1, 0, self.width))
+
+
+def test_a_saved_tensor_of_another_size_is_told_apart_from_the_one_expected(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model = Narrowing()
+        return model, adam(model)
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        model.width = 16 if index == 4 else 8
+        return usual(model, optimizer)
+
+    assert phases_of(make, step, 6, setting, caplog)[3:] == ["planned", "on demand", "planned"]
+    (told,) = messages(caplog)
+    assert "expected pack:0 but got another size there" in told
+
+
 def test_another_branch_for_good_is_traced_again(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         model.other_way = index >= 4

@@ -197,6 +197,37 @@ def test_assigned_memory_is_the_value(step: Any, each: Setting) -> None:
     check(step, each)
 
 
+class Follower(nn.Module):
+    """Layers, and a copy that follows them: each forward gives it other memory (`k.data = ...`), as MoCo's key encoder has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.led, self.leads = layers_and_sgd()[0].requires_grad_(False), layers_and_sgd()[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for kept, value in zip(self.led.parameters(), self.leads.parameters(), strict=True):
+                kept.data = kept.data * 0.9 + value.data * 0.1
+        return self.leads(x) - self.led(x)
+
+
+def follower_and_sgd() -> tuple[Any, Any]:
+    model = Follower()
+    return model, sgd(model)
+
+
+def test_memory_assigned_in_every_forward_leaves_the_plan_as_it_is(each: Setting) -> None:
+    phases = []
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        loss = usual(model, optimizer)
+        phases.append(tieroff.engine(model).stats().phase)
+        return loss
+
+    assert_same(follow(follower_and_sgd, usual, 10).seen, follow(follower_and_sgd, step, 10, each).seen)
+    assert phases[6:] == [_phase(each)] * 4
+
+
 def test_assigned_memory_between_forward_and_backward_is_refused(each: Setting) -> None:
     model, optimizer = layers_and_adam()
     each.wrap(model, optimizer)

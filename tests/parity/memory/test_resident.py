@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.parity import machine_file
 from tieroff.config import Config
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
@@ -88,3 +92,23 @@ def test_a_budget_pays_for_the_process_up_to_half_and_says_when_that_is_not_enou
     assert [("takes 30.00 MiB beside tensors" in one and "above the budget by 10.00 MiB" in one) for one in said] == [
         True
     ] * is_told
+
+
+def test_program_without_an_optimizer_never_imports_dynamo(tmp_path: Path) -> None:
+    """Some 80 MiB that the plain program does not have; see [Note: dynamo only where it is]."""
+    program = f"""
+import sys, torch, tieroff
+from torch import nn
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+config = {{"budget": {{"device": "50%", "nvme": "16MiB"}}, "nvme": {{"dirs": [{str(tmp_path)!r}]}}}}
+tieroff.wrap(model, config={{**config, "plan": {{"min_bytes": "1KiB", "machine": {str(machine_file(tmp_path))!r}}}}})
+for _ in range(8):
+    model.zero_grad()
+    model(torch.randn(32, 64)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+print(tieroff.engine(model).stats().phase, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "planned False\n"), done.stderr

@@ -175,7 +175,7 @@ def test_device_budget_resolves_bytes_and_shares() -> None:
     assert DeviceBudget.parse("1GiB").resolve(123) == GIB
     assert DeviceBudget.parse("25%").resolve(1000) == 250
     assert DeviceBudget.parse("12.5 %").resolve(1000) == 125
-    assert DeviceBudget.parse(7).resolve(1000) == 7
+    assert DeviceBudget.parse(700).resolve(1000) == 700
     assert DeviceBudget.parse("0").resolve(1000) == 0
     with pytest.raises(ConfigError, match="expected bytes, a share or"):
         DeviceBudget()

@@ -75,6 +75,26 @@ def test_what_others_have_of_the_pool_takes_no_room(tmp_path: Path) -> None:
     assert backend.pool.kept_bytes == 0 and theirs.sum().item() == 64 * MIB
 
 
+def test_step_of_one_model_keeps_memory_while_tensors_of_another_are_in_use() -> None:
+    maker, judge = WatchedBackend(), WatchedBackend()
+    for backend in (maker, judge):
+        backend.keep_freed(8 * MIB)
+    theirs = maker.empty(7 * MIB)
+    memory = judge.empty(6 * MIB)
+    del memory
+    assert judge.pool.kept_bytes >= 6 * MIB, "expected the maker's 7 MiB to be of its own 8"
+
+    maker.keep_freed(0)  # recorded: its scratch memory is what the process takes from the system
+    assert judge.pool.kept_bytes == 0
+    del theirs
+    maker.close()
+    judge.keep_freed(8 * MIB)
+    memory = judge.empty(12 * MIB)
+    del memory
+    assert 0 < judge.pool.kept_bytes <= 8 * MIB, "expected the share of who left to be gone"
+    judge.close()
+
+
 def test_memory_kept_for_reuse_counts_against_the_plans_peak(tmp_path: Path) -> None:
     model, optimizer = make()
     backend = WatchedBackend()
@@ -95,6 +115,28 @@ def test_memory_kept_for_reuse_counts_against_the_plans_peak(tmp_path: Path) -> 
     assert max(backend.kept) > 0, "expected freed memory to be there for the next fetch in mid-step"
     tieroff.unwrap(model)
     assert backend.limits[-1] == backend.pool.kept_bytes == 0
+
+
+def test_pages_are_kept_from_step_to_step_when_a_closure_runs_the_forward(tmp_path: Path) -> None:
+    """As Lightning calls it: `optimizer.step(closure)` comes before the step's forward."""
+    model, optimizer = make()
+    backend = WatchedBackend()
+    config = {"budget": {"device": "40%", "host": 0, "nvme": "64MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
+    tieroff.wrap(model, optimizer, config, backend=backend)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.randn(64, 256)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    for _ in range(4):
+        optimizer.step(closure)
+    backend.limits.clear()
+    optimizer.step(closure)
+    assert tieroff.engine(model).stats().phase == "planned"
+    assert min(backend.limits) > 0
+    tieroff.unwrap(model)
 
 
 def test_nothing_is_kept_while_a_step_is_traced_nor_after_one_broke_off(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.stamp import Stamp
 from tieroff.storage import buffers
 from tieroff.storage.completion import Completion
-from tieroff.storage.host.page_pool import page_pool, serve_torch, stop_serving
+from tieroff.storage.host.page_pool import page_pool, pool_shares, serve_torch, stop_serving
 from tieroff.storage.host.slabs import PopulatedSlabs, Slabs
 
 _VECTOR_MATH = (
@@ -59,6 +59,7 @@ class CpuBackend:
     def __init__(self, keeps_freed: bool = True) -> None:
         self._pool = page_pool()
         self._keeps_freed = keeps_freed
+        self._shares = pool_shares()
         # What others have of the pool, and no budget of this backend's is about.
         self._others_bytes = self._pool.in_use_bytes if self._pool is not None else 0
         settle_vector_math()
@@ -126,10 +127,10 @@ class CpuBackend:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
 
     def keep_freed(self, limit_bytes: int) -> None:
-        if self._pool is not None:
+        if self._shares is not None:
             # Torch's memory is most of what the limit is about: without it the limit says nothing.
             may_keep = limit_bytes > 0 and self._keeps_freed and serve_torch()
-            self._pool.set_limit(limit_bytes + self._others_bytes if may_keep else 0)
+            self._shares.set(self, limit_bytes if may_keep else 0, self._others_bytes)
 
     def return_freed(self) -> None:
         libc = _libc()
@@ -144,6 +145,8 @@ class CpuBackend:
 
     def close(self) -> None:
         """Gives back the memory that was kept for reuse."""
+        if self._shares is not None:
+            self._shares.leave(self)
         stop_serving()
 
 

@@ -253,12 +253,13 @@ class Clock:
         if state.kind is not None:
             state.kind.mismatches += 1
             if state.kind.mismatches == 1:
+                expected, found = runner.expected, name()
                 log.warning(
                     "this step left the traced sequence at tick %d: expected %s but got %s; "
                     "it goes on with transfers on demand (right, but slower)",
                     runner.cursor,
-                    runner.expected,
-                    name(),
+                    expected,
+                    found if found != expected else "another size there",
                 )
         self.take_over()
         self._on_demand.release(*[item for item in self._activations if item.device is not None])

@@ -1,7 +1,9 @@
-"""An optimizer that updates a wrapped model and was never attached: seen at its first update, and said."""
+"""Updates of a wrapped model that belong to no step of it, and are said: by an optimizer that was never attached, or without a
+forward."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from typing import Any
@@ -13,7 +15,8 @@ from tieroff.errors import StateError
 
 log = logging.getLogger("tieroff")
 
-# Updates by another optimizer than the one that is attached, and none by that, after which something is wrong.
+# Updates by another optimizer than the one that is attached, and none by that, after which something is wrong; or by that
+# one, and none of them after a forward.
 _UPDATES_MIN = 3
 
 
@@ -78,6 +81,41 @@ class Unattached:
                 "ended yet, and none is planned before one does. If the optimizer was made anew, make it first and wrap then",
                 what,
             )
+
+
+class WithoutForward:
+    """Counts updates of a model of which no forward was ever seen, and says so once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._updates = 0
+
+    def note(self) -> None:
+        """The attached optimizer begins an update, and no step has begun yet."""
+        self._updates += 1
+        model = self._model()
+        if self._updates != _UPDATES_MIN or model is None:
+            return
+        methods = own_methods(model)
+        hint = "call the model itself, not its parts"
+        if methods:
+            hint = f"name the method that computes the loss in its place: tieroff.engine(model).begin_in({methods[0]!r})"
+        others = f" (there are also {', '.join(methods[1:6])})" if methods[1:] else ""
+        log.warning(
+            "%s was updated %d times and its forward was never called: no step begins, none is planned, and what is above the "
+            "budget stays there; %s%s",
+            type(model).__name__,
+            self._updates,
+            hint,
+            others,
+        )
+
+
+def own_methods(model: torch.nn.Module) -> list[str]:
+    """Returns the public methods that a model's own classes define beside `forward`, in order."""
+    kinds = [kind for kind in type(model).__mro__ if issubclass(kind, torch.nn.Module) and kind is not torch.nn.Module]
+    names = dict.fromkeys(name for kind in kinds for name, made in vars(kind).items() if inspect.isfunction(made))
+    return [name for name in names if not name.startswith("_") and not hasattr(torch.nn.Module, name)]
 
 
 def check_shares(model: torch.nn.Module, optimizer: object) -> None:

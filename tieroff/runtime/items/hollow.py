@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
+from tieroff.uncompiled import uncompiled
 
 # Inside of it no subclass's `__torch_function__` runs: the engine touches its own tensors.
 untouched = torch._C.DisableTorchFunctionSubclass
@@ -109,7 +110,7 @@ class _Below:
     """The `__torch_function__` of both classes."""
 
     @classmethod
-    @torch._compile._disable_dynamo  # compiled code breaks its graph here: where bytes lie is no part of it
+    @uncompiled  # compiled code breaks its graph here: where bytes lie is no part of it
     @calls_user_code  # a backward, which calls hooks
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

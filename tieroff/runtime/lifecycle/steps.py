@@ -29,6 +29,7 @@ from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
+from tieroff.runtime.hooks.unattached import WithoutForward
 from tieroff.runtime.lifecycle.planning import StepPlanning
 from tieroff.runtime.lifecycle.readings import Readings
 from tieroff.runtime.lifecycle.repair import is_torn, repair
@@ -142,6 +143,7 @@ class Steps:
         self._aside: StepKind | None = None  # see [Note: aside]
         self._watch: Watch | None = None
         self._steps_done = 0
+        self._without_forward = WithoutForward(custody.model)
         self._watched: list[Any] = []  # handles of hooks on the inputs of the step that runs
 
     # -- a step begins ---------------------------------------------------------------------------------------------
@@ -233,6 +235,7 @@ class Steps:
         """
         walk = self._custody.walk()
         self._custody.hook_gradients(walk)
+        self._custody.take_assigned()
         if not self._custody.has_changed(walk) or walk.has_substitutes:
             return walk
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
@@ -317,7 +320,7 @@ class Steps:
 
     # -- a step ends -----------------------------------------------------------------------------------------------
 
-    def before_update(self) -> None:
+    def before_update(self, *, has_closure: bool = False) -> None:
         """`optimizer.step` was called.
 
         Raises:
@@ -330,8 +333,11 @@ class Steps:
         if self._kind is None or self._is_updated:
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
             self.come_back()
+            if self.last is None:
+                self._without_forward.note()
             self._end_last_op()
-            self._custody.backend.keep_freed(0)
+            if not has_closure:  # else a step begins, which has pages of the one before
+                self._custody.backend.keep_freed(0)
             self._custody.executor.state.mode = Mode.IDLE
 
     def _diverge_in_update(self) -> None:

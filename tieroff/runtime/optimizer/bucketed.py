@@ -30,8 +30,8 @@ log = logging.getLogger("tieroff")
 class UpdateFollower(Protocol):
     """Whoever has steps end with the optimizer's update."""
 
-    def before_update(self) -> None:
-        """`optimizer.step` was called."""
+    def before_update(self, *, has_closure: bool = False) -> None:
+        """`optimizer.step` was called; a closure, where there is one, begins a step as a rule."""
 
     def before_closure(self) -> None:
         """The optimizer's own step runs its closure: a step follows, and the one that its update was in the middle of ends."""
@@ -126,7 +126,7 @@ class BucketedStep:
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
         had_grad = torch.is_grad_enabled()
         try:
-            self._follower.before_update()
+            self._follower.before_update(has_closure=closure_of(args, kwargs) is not None)
             if self._moves_nothing() and not self.may_update_in_backward:
                 out = self.own(*args, **kwargs)
             elif self._is_replaced:
@@ -375,4 +375,7 @@ def _check(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):
-        raise StateError("this optimizer already belongs to a wrapped model; unwrap that one first")
+        raise StateError(
+            f"this {type(optimizer).__name__} already belongs to a wrapped model, and an optimizer is of one: make one for "
+            "each model, which updates each parameter as before, or unwrap that model first"
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,39 @@ def _has_huge_pages() -> bool:
         return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
         return False
+
+
+class PoolShares:
+    """What each user of the pool may have of it, in use and kept together: a share for each model.
+
+    [Note: shares of the pool] The pool has one limit. A step of one model runs while tensors of another are in use, as a
+    generator's activations are in the discriminator's step. Under the limit of that step alone they would leave no room
+    to keep anything, and each tensor would come from the system, page by page. So the limit is the sum of the shares; where
+    models have one budget together, it is no more than that budget. Who must have nothing kept (a step that is
+    recorded) gets that until the next one asks.
+    """
+
+    def __init__(self, pool: _native.PagePool) -> None:
+        self._pool = pool
+        self._shares: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    def set(self, user: object, share_bytes: int, others_bytes: int) -> None:
+        """Sets a user's share, above the others' and at least what others had when it came; 0 keeps nothing from now on."""
+        self._shares[user] = share_bytes
+        beside_bytes = max(sum(self._shares.values()) - share_bytes, others_bytes)
+        self._pool.set_limit(share_bytes + beside_bytes if share_bytes > 0 else 0)
+
+    def leave(self, user: object) -> None:
+        """Takes a user's share away, and keeps nothing until somebody asks again."""
+        self._shares.pop(user, None)
+        self._pool.set_limit(0)
+
+
+@functools.cache
+def pool_shares() -> PoolShares | None:
+    """Returns the shares of the process's pool; None where there is no pool."""
+    pool = page_pool()
+    return PoolShares(pool) if pool is not None else None
 
 
 def serve_torch() -> bool:
