@@ -136,10 +136,11 @@ def quiet(*due: int, free_bytes: int = 100, transients: tuple[int, ...] = (8,) *
 
 def test_events_of_what_stays_are_quiet_where_nothing_is_due() -> None:
     made = quiet()
-    assert (made.reads, made.saved, made.packs, made.unpacks, made.gradients) == ({0}, {0}, {0, 1}, {0, 1}, {0})
+    assert (set(made.reads), set(made.saved), set(made.gradients)) == ({0}, {0}, {0})
+    assert set(made.packs) == set(made.unpacks) == {0, 1}
     assert made.following == (0, 3, 3, 3, 12, 12, 12, 12, 12, 12, 12, 12, 12, 13), "parameter 1 moves"
     made = quiet(4, 7, 8)
-    assert (made.packs, made.unpacks, made.gradients) == ({0}, {1}, frozenset()), (
+    assert (set(made.packs), set(made.unpacks), set(made.gradients)) == ({0}, {1}, set()), (
         "a tensor is packed by its number, not its size"
     )
     assert made.following == (0, 3, 3, 3, 4, 7, 7, 7, 8, 12, 12, 12, 12, 13)
