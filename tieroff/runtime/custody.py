@@ -339,9 +339,12 @@ class Custody:
 
     def take_assigned(self) -> None:
         """Follows parameters that were given other memory of the same form (`p.data = t`): the model is the one that it was."""
-        for item in self.executor.homes.parameters.values():
+        items = self.executor.homes.parameters.values()
+        for item in items if not are_current(items) else ():
             tensor = item.tensor
-            if tensor is not None and item.was_assigned() and item.may_take(tensor) and tuple(tensor.stride()) == item.stride:
+            if tensor is None or not item.was_assigned() or not self._gradient_hooks.still_hang_on(tensor):
+                continue  # swapped with another one, which gets its gradients in another order
+            if item.may_take(tensor) and tuple(tensor.stride()) == item.stride:
                 item.refresh(self.executor.traffic)
 
     def has_changed(self, walk: Walk) -> bool:

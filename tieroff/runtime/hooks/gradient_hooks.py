@@ -70,6 +70,14 @@ class GradientHooks:
         arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
         self._hooked[id(parameter)] = _Hooked(arrived, node.register_prehook(about_to_accumulate), node, parameter)
 
+    def still_hang_on(self, parameter: torch.Tensor) -> bool:
+        """True where the hooks of a parameter hang on the node that accumulates its gradients, or it has none."""
+        hooked = self._hooked.get(id(parameter))
+        if hooked is None or not parameter.requires_grad:
+            return True
+        with torch.inference_mode(False):
+            return torch.autograd.graph.get_gradient_edge(parameter).node is hooked.node
+
     def _arrived(self, home: torch.Tensor) -> None:
         if not self._is_open:
             return
