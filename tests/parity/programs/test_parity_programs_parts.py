@@ -62,8 +62,8 @@ def followed(monkeypatch: pytest.MonkeyPatch, budgets: list[Budget]) -> list[tup
 
     for name in ("begin", "begin_aside"):
 
-        def begin(self: Executor, *args: object, inner: object = getattr(Executor, name)) -> None:
-            inner(self, *args)  # type: ignore[operator]
+        def begin(self: Executor, *args: object, inner: object = getattr(Executor, name), **options: object) -> None:
+            inner(self, *args, **options)  # type: ignore[operator]
             look(self)
 
         monkeypatch.setattr(Executor, name, begin)
