@@ -263,8 +263,14 @@ def _sleep(model: nn.Module, _: torch.optim.Optimizer) -> None:
         tieroff.wake(model)
 
 
+def _turn_groups(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].reverse()  # other buckets
+
+
 @pytest.mark.parametrize(
-    "change", [_write_data, _assign_data, _forget_state, _load_state, _freeze, _evaluate, _sleep], ids=lambda c: c.__name__[1:]
+    "change",
+    [_turn_groups, _write_data, _assign_data, _forget_state, _load_state, _freeze, _evaluate, _sleep],
+    ids=lambda c: c.__name__[1:],
 )
 @pytest.mark.parametrize("budget", ["55%", "90%"])
 def test_what_user_code_changes_between_quiet_steps_counts(change: Change, budget: str) -> None:

@@ -239,8 +239,10 @@ class BucketedStep:
         See [Note: quiet events] in step/quiet.py.
         """
         numbers, buckets = self._context.runner.quiet.buckets.get(number, ()), self.buckets.current
-        is_known = all(self.state.settled(buckets[other]) is not None for other in numbers)
-        return numbers if is_known and numbers[:1] == (number,) else ()
+        if numbers[:1] != (number,) or numbers[-1] >= len(buckets):
+            return ()
+        # Of the plan's buckets; somebody may have given the optimizer its parameters in another order since.
+        return numbers if all(self._update_one.moves_nothing(buckets[other]) for other in numbers) else ()
 
     def _tick(self, number: int) -> None:
         if number not in self._context.runner.quiet.buckets:

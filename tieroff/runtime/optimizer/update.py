@@ -56,7 +56,7 @@ class BucketUpdate:
         self._moving_in = NOTHING
         # Of that plan, by id of a bucket: its state and what moves of it all, and the positions of its parameters.
         self._moving: dict[int, tuple[Sequence[HomeItem], list[HomeItem]]] = {}
-        self._positions: dict[int, frozenset[int]] = {}
+        self._positions: dict[int, tuple[list[torch.Tensor], frozenset[int]]] = {}
 
     def run(self, bucket: list[torch.Tensor], step: Callable[[list[torch.Tensor]], Any], following: list[torch.Tensor]) -> Any:
         """Updates a bucket, whose tick began.
@@ -161,6 +161,11 @@ class BucketUpdate:
         known = self._buckets.known
         return getattr(self._optimizer, "grad_scale", None) is not None or known is None or known.writes_gradients
 
+    def moves_nothing(self, bucket: list[torch.Tensor]) -> bool:
+        """True of a bucket that is known to need nothing of the engine: all of it is on the device for the whole step."""
+        moving = self._moving_of(bucket)
+        return moving is not None and not moving and not self._gradients_of(bucket)
+
     def _moving_of(self, bucket: list[torch.Tensor]) -> list[HomeItem] | None:
         """Returns the parameters and state of a bucket that the plan moves, where its state is as it was in a whole step.
 
@@ -201,10 +206,12 @@ class BucketUpdate:
 
     def _gradients_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Returns the gradients of a bucket that are under the engine's care: few, where the plan leaves most alone."""
-        positions = self._positions.get(id(bucket))
-        if positions is None:
+        known = self._positions.get(id(bucket))
+        if known is None or known[0] is not bucket:
             items = [self._context.homes.parameter(param) for param in bucket]
-            positions = self._positions[id(bucket)] = frozenset(item.position for item in items if item is not None)
+            known = bucket, frozenset(item.position for item in items if item is not None)
+            self._positions[id(bucket)] = known
+        positions = known[1]
         return [gradient for position, gradient in self._context.homes.gradients.items() if position in positions]
 
     def _lift(self, bucket: list[torch.Tensor], lifted: list[HomeItem]) -> None:
