@@ -31,8 +31,8 @@ FLOORS = {
         "policy auto policies least make_plan compare beside"
     ),
     "runtime": (
-        "settings tensors movable at_work backend items resources step execution hooks optimizer executor custody lifecycle "
-        "collectives telling engine resident"
+        "settings tensors movable at_work collectives backend items resources step execution hooks optimizer executor custody "
+        "lifecycle telling engine resident"
     ),
     "session": "device ranks links rank_budget shared budgets told workshop planning given_plan build",
     "rehearsal": "build costs cuda below figures script rehearse command",

@@ -22,12 +22,17 @@ _KEYS = {"profiling_name", "is_p2p", "process_group", "collective_seq_id", "outp
 _KERNEL = Path("/proc/sys/kernel/random/boot_id")
 
 
+def is_one_of_several() -> bool:
+    """True in a process group of several ranks."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def collectives_here() -> Collectives | None:
     """Returns the collectives that this rank called last; None without a process group of several ranks.
 
     They are those of gloo in torch's flight recorder, which holds the last 2000 (`TORCH_FR_BUFFER_SIZE`).
     """
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not is_one_of_several():
         return None
     # A private name: torch has no public one that gives the record to the program itself.
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.seams import Foresight, Recorder
 from tieroff.errors import StateError
+from tieroff.runtime.collectives import is_one_of_several
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.after_backward import AfterBackward
 from tieroff.runtime.execution.clock import Clock
@@ -87,6 +88,8 @@ class Executor:
         self.scaled.begin(kind.recorded)
         is_quiet = may_be_quiet and state.mode is Mode.PLANNED and self.runner.has_seen(planned)
         is_quiet = is_quiet and not self.shards and self.gate.casts.dtype is None
+        # What ranks waited for in their last step is read from what each of them did in it.
+        is_quiet = is_quiet and not is_one_of_several()
         self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED, is_quiet=is_quiet, recorder=recorder)
         if not self.runner.follows(planned):
             self.traffic.forget_spares()  # another plan may have their tensors elsewhere

@@ -229,7 +229,7 @@ def test_more_than_the_device_has_stays_an_error(config: dict[str, Any], monkeyp
     ("budget", "told"),
     [
         ("50", 'got "50"|write "50%"'),
-        ("0.5", 'write "0.5%"'),
+        ("0.5", 'write "50%"'),
         (0.5, 'write "50%"'),
         ("half", "expected"),
         ("-3GiB", "expected"),

@@ -23,6 +23,7 @@ OWN_WITH_WRAP = {
     "session",
     "storage",
     "tracing",
+    "uncompiled",
     "units",
 }
 """Packages that running a step needs."""

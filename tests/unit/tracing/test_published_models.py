@@ -50,9 +50,9 @@ def test_layer_of_llama_computes_the_same_in_tiles_and_again_in_backward(
         torch.testing.assert_close(own, plain)
 
 
-@pytest.mark.parametrize(("error", "inside"), [(0.1, 3), (0.24, 2)])
+@pytest.mark.parametrize(("error", "inside"), [(0.1, 3), (0.27, 2)])
 def test_interval_of_a_step_comes_from_the_errors_of_other_models(error: float, inside: int) -> None:
-    """An error of its own would widen it: 0.24 is then within 2.3 times the root mean square of all three, 0.16."""
+    """An error of its own would widen it: 0.27 is then within 2.55 times the root mean square of all three, 0.18."""
     errors = {Measured("card", f"{model}-train-512-1", 1.0): value for model, value in (("a", 0.1), ("b", -0.1), ("c", error))}
     steps = {row.step: Step(row.step, Counter(), Trace((Op("op", 1),), ())) for row in errors}
     assert coverage(errors, steps, "model") == inside
