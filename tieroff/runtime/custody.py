@@ -337,15 +337,19 @@ class Custody:
             item.tier = tier
         item.leave(self.executor.traffic)
 
-    def take_assigned(self) -> None:
-        """Follows parameters that were given other memory of the same form (`p.data = t`): the model is the one that it was."""
-        items = self.executor.homes.parameters.values()
-        for item in items if not are_current(items) else ():
+    def take_assigned(self, walk: Walk) -> bool:
+        """Follows parameters that were given other memory of the same form (`p.data = t`).
+
+        Returns:
+            True when that was all that changed: the model is the one that it was.
+        """
+        for item in self.executor.homes.parameters.values():
             tensor = item.tensor
             if tensor is None or not item.was_assigned() or not self._gradient_hooks.still_hang_on(tensor):
                 continue  # swapped with another one, which gets its gradients in another order
             if item.may_take(tensor) and tuple(tensor.stride()) == item.stride:
                 item.refresh(self.executor.traffic)
+        return not self.has_changed(walk)
 
     def has_changed(self, walk: Walk) -> bool:
         """True when somebody replaced, converted or assigned parameters from outside."""

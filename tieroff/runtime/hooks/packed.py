@@ -136,7 +136,7 @@ class LeftAlone(Kept):
     __slots__ = ("__weakref__", "ordinal", "packed", "parameter")
 
     def __init__(self, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> None:
-        # What an op made leads to that op, which would keep itself alive; inputs and parameters lead nowhere.
+        # A tensor that needs a gradient may be the result of the op that saves it, which would keep itself alive through it.
         self.tensor = tensor.detach() if parameter is None and tensor.requires_grad else tensor
         self.version = tensor._version
         self.ordinal, self.parameter = ordinal, parameter

@@ -138,15 +138,11 @@ class SavedTensors:
             if ordinal != self._count or not (ordinal in self._quiet.packs or is_plain(tensor)):
                 return None
             self._count = ordinal + 1
-            if ordinal not in self._quiet.packs:
-                self._state.inside += 1
-                packed = self._pack_new(tensor, storage, ordinal)
-                self._state.inside -= 1
-                return packed
-            self._alone[key] = []
-            if self._context.traffic.tell_held is not None:
-                self._context.traffic.took(tensor)
-        elif parameter is None and key not in self._alone:
+            self._state.inside += 1
+            packed = self._pack_new(tensor, storage, ordinal)
+            self._state.inside -= 1
+            return packed
+        if parameter is None and key not in self._alone:
             return None
         return self._leave_alone(key, tensor, ordinal, parameter)
 
@@ -314,11 +310,9 @@ class SavedTensors:
         state.inside += 1
         state.saw_backward = True
         context.clock.watch_backward()
-        if is_quiet:
-            pass
-        elif parameter is None:
+        if parameter is None and not is_quiet:
             context.clock.tick(("unpack", packed.ordinal), lambda: f"unpack:{packed.ordinal}", "backward")
-        else:
+        elif parameter is not None and not is_quiet:
             context.clock.tick(("saved", parameter.position), lambda: f"saved:{parameter.name}", "backward")
         state.inside -= 1
         return tensor

@@ -235,8 +235,7 @@ class Steps:
         """
         walk = self._custody.walk()
         self._custody.hook_gradients(walk)
-        self._custody.take_assigned()
-        if not self._custody.has_changed(walk) or walk.has_substitutes:
+        if not self._custody.has_changed(walk) or walk.has_substitutes or self._custody.take_assigned(walk):
             return walk
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         with torch.inference_mode(False):  # a forward that infers may be the first to see it
