@@ -52,9 +52,8 @@ class StepRecorder(TorchDispatchMode):
         self._tell = tell
         self._device_type = device.type
         self._lives: list[Life] = []
-        self._alive: dict[int, Life] = {}
         self._dead: deque[End] = deque()  # since the last sweep; other threads append too
-        self._ends: dict[int, End] = {}
+        self._alive: dict[int, End] = {}
         self._resized: dict[int, tuple[torch.UntypedStorage, Life]] = {}  # these end when their memory is freed
         self._by_key: dict[Hashable, list[Life]] = {}
         self._is_between = False  # see [Note: what an op costs]
@@ -302,39 +301,44 @@ class StepRecorder(TorchDispatchMode):
 
     def _write_below(self, tensor: torch.Tensor) -> None:
         """Notes a write on the host, if it is one to a home that lies there."""
-        life = self._alive.get(tensor.untyped_storage()._cdata)
-        if life is not None and life.is_below:
-            life.writes.add(max(self._op, 0))
+        end = self._alive.get(tensor.untyped_storage()._cdata)
+        if end is not None and end.life.is_below:
+            end.life.writes.add(max(self._op, 0))
 
     def _life_of(self, storage: torch.UntypedStorage) -> tuple[Life, bool]:
         """Returns the life of a storage and whether it begins now."""
         key = storage._cdata
-        life = self._alive.get(key)
-        if life is not None and self._ends[key]() is not None:
-            return life, False
-        if life is not None:
-            self._bury(key, life)
-        life = Life(storage, self._now, max(self._op, 0))
-        self._alive[key] = life
-        self._lives.append(life)
-        self._ends[key] = end = End(storage, self._dead.append)
-        end.key, end.life = key, life
-        return life, True
+        end = self._alive.get(key)
+        if end is not None and end() is not None:
+            return end.life, False
+        if end is not None:
+            self._bury(end)
+        end = End(storage, self._dead.append)
+        end.key, end.life = key, Life(storage, self._now, max(self._op, 0))
+        # A signal handler may run ops between any two lines here: a storage has the life that came first.
+        first = self._alive.setdefault(key, end)
+        if first is end:
+            self._lives.append(end.life)
+        return first.life, first is end
 
-    def _bury(self, key: int, life: Life) -> None:
-        life.death, life.death_op = self._now, max(self._op, 0)
-        del self._alive[key], self._ends[key]
+    def _bury(self, end: End) -> None:
+        end.life.death, end.life.death_op = self._now, max(self._op, 0)
+        if self._alive.get(end.key) is end:
+            del self._alive[end.key]
 
     def _sweep(self) -> None:
         for key, (storage, life) in self._resized.items():
             if not storage.nbytes() and life.death < 0:
-                self._bury(key, life)
+                self._bury(self._alive[key])
             elif storage.nbytes() and life.death >= 0:
                 self._resized[key] = storage, self._life_of(storage)[0]
         while self._dead:
-            end = self._dead.popleft()
-            if self._alive.get(end.key) is end.life:  # else another storage has its place by now
-                self._bury(end.key, end.life)
+            try:
+                end = self._dead.popleft()
+            except IndexError:  # a signal handler's op swept between these two lines
+                break
+            if self._alive.get(end.key) is end:  # else another storage has its place by now
+                self._bury(end)
 
     # -- the trace -----------------------------------------------------------------------------------------------
 
