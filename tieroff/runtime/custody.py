@@ -144,8 +144,7 @@ class Custody:
                 continue
             if item is not None:
                 item.detach(traffic)
-                self._gradient_hooks.remove([id(parameter)])  # with other memory comes another node that accumulates
-                self._gradient_hooks.add(parameter)
+                self._gradient_hooks.hang_on(parameter)
             self._take(position, name, parameter, mapped)
         self.may_be_hollow = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         for gone in known.values():
@@ -172,7 +171,7 @@ class Custody:
             self.unmoved[name] = reason
             return
         if parameter.device != self.backend.device:
-            parameter.data = parameter.data.to(self.backend.device)  # one at a time: it goes below right after
+            self._bring(parameter)  # one at a time: it goes below right after
         executor, local = self.executor, local_of(parameter)
         is_shard = parameter in executor.shards
         tier = executor.traffic.spill.tier_for(local.numel() * local.element_size())
@@ -185,6 +184,11 @@ class Custody:
         executor.homes.parameters[id(parameter)] = item
         settle_below(item, executor.traffic, mapped)
 
+    def _bring(self, parameter: torch.Tensor) -> None:
+        """Puts a parameter on the device that is on another one, or on the host."""
+        parameter.data = parameter.data.to(self.backend.device)
+        self._gradient_hooks.hang_on(parameter)
+
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
         name = self.executor.homes.names[id(parameter)]
@@ -193,7 +197,7 @@ class Custody:
         self.unmoved.pop(name, None)
         self._take(position, name, parameter, MappedFiles.none())
         if name in self.unmoved and parameter.device != self.backend.device:
-            parameter.data = parameter.data.to(self.backend.device)
+            self._bring(parameter)
         self.executor.gate.intercept(bool(self.executor.homes.parameters))
         self._count = len(self.executor.homes.parameters)
 

@@ -73,6 +73,24 @@ def test_clipping_brings_up_one_gradient_after_another(clip: Callable[..., Tenso
     assert max(above) < 6 * weight_bytes < 12 * weight_bytes
 
 
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_model_that_was_on_the_host_before_sums_gradients(rounds: int, tmp_path: Path) -> None:
+    """What accumulates its gradients is another node on each device: the one of the host has none to wait for."""
+
+    def usage(p: Program) -> None:
+        if not p.is_plain:
+            p.model.cpu()
+        p.wrap()
+        for index in range(STEPS):
+            for again in range(rounds):
+                loss = p.loss(rounds * index + again)
+                loss.backward()
+            p.note(*[parameter.grad for parameter in p.parameters])
+            p.update(loss)
+
+    check(usage, tmp_path)
+
+
 class Deep(Net):
     """More layers between."""
 

@@ -70,6 +70,11 @@ class GradientHooks:
         arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
         self._hooked[id(parameter)] = _Hooked(arrived, node.register_prehook(about_to_accumulate), node, parameter)
 
+    def hang_on(self, parameter: torch.Tensor) -> None:
+        """Hooks a parameter anew that has other memory: with that comes another node that accumulates its gradients."""
+        self.remove([id(parameter)])
+        self.add(parameter)
+
     def still_hang_on(self, parameter: torch.Tensor) -> bool:
         """True where the hooks of a parameter hang on the node that accumulates its gradients, or it has none."""
         hooked = self._hooked.get(id(parameter))
