@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,20 +65,26 @@ tieroff.per_parameter(Replacing)
 class Run:
     """A plain and a wrapped model that are trained alike."""
 
-    def __init__(self, budget: str = "75%", make: Callable[[Any], torch.optim.Optimizer] = adam, backend: Any = None) -> None:
+    def __init__(
+        self,
+        budget: str = "75%",
+        make: Callable[[Any], torch.optim.Optimizer] = adam,
+        backend: Any = None,
+        model: type[Net] = Net,
+    ) -> None:
         self.models, self.optimizers = [], []
         for is_wrapped in (True, False):
             torch.manual_seed(0)
-            model = Net()
-            optimizer = make(model.parameters())
+            made = model()
+            optimizer = make(made.parameters())
             if is_wrapped:
                 config = {
                     "device": "cpu",
                     "budget": {"device": budget, "host": "1MiB"},
                     "plan": {"policy": "auto", "min_bytes": 0, "background": False},
                 }
-                tieroff.wrap(model, optimizer, config, backend=backend)
-            self.models.append(model)
+                tieroff.wrap(made, optimizer, config, backend=backend)
+            self.models.append(made)
             self.optimizers.append(optimizer)
         self.engine = tieroff.engine(self.models[0])
         self._count = 0
@@ -335,4 +342,36 @@ def test_neighbours_that_need_nothing_are_updated_in_one_call(monkeypatch: pytes
     assert sum(of_wrapped) == plain
     count = sum(name.startswith("bucket:") for name in (op.name for op in run.engine.trace.ops))
     assert len(of_wrapped) == count - sum(len(numbers) - 1 for numbers in groups)
+    tieroff.unwrap(run.models[0])
+
+
+class Beside(Net):
+    """A layer that may compute something of its weight's size, which is saved in the weight's place and used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.is_beside = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            if self.is_beside:
+                beside = torch.sin(x)[:24].exp()
+                self.made.append(weakref.ref(beside))
+                del beside
+                x = torch.tanh(x)
+            else:
+                x = torch.tanh(layer(x))
+        return self.norm(x)
+
+
+def test_what_is_saved_in_a_parameters_place_does_not_keep_itself_alive() -> None:
+    run = Run("95%", model=Beside)
+    run.settle()
+    for model in run.models:
+        model.is_beside = True  # type: ignore[assignment]
+    run.step()
+    for model in run.models:
+        assert all(made() is None for made in model.made)  # type: ignore[union-attr]
     tieroff.unwrap(run.models[0])

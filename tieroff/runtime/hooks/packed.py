@@ -123,6 +123,17 @@ class PackedBefore(NamedTuple):
             return cls(tensor.untyped_storage().nbytes(), False, -1, None, False)
         return None
 
+    def may_be(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor may be kept as it is in the place of what was left alone: see `LeftAlone.tensor`.
+
+        In a parameter's place it has to be that one: another one may be moved, and the result of an op that saves it would keep
+        itself alive. In an activation's place a parameter may be moved, too.
+        """
+        if self.parameter is None:
+            return type(tensor) is torch.Tensor
+        home = self.parameter.ref()
+        return tensor is home or tensor._base is home
+
 
 class LeftAlone(Kept):
     """A saved view of what the plan leaves on the device; see [Note: left alone] in step/executable.py.

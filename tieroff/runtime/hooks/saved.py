@@ -134,6 +134,8 @@ class SavedTensors:
         if not before.is_left_alone:
             return Kept(alias_of(tensor)) if is_plain(tensor) else None
         key, ordinal, parameter = storage._cdata, before.ordinal, before.parameter
+        if not before.may_be(tensor):
+            return None
         if before.is_new:
             if ordinal != self._count or not (ordinal in self._quiet.packs or is_plain(tensor)):
                 return None
