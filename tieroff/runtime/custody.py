@@ -150,6 +150,7 @@ class Custody:
         for gone in known.values():
             gone.detach(traffic)
         shards.keep_only(homes.parameters.values())
+        gate.live.keep_only(homes.parameters.values())
         self._gradient_hooks.keep_only(homes.names)
         gate.mints.sweep()
         gate.intercept(bool(homes.parameters))
@@ -353,6 +354,7 @@ class Custody:
                 continue  # swapped with another one, which gets its gradients in another order
             if item.may_take(tensor) and tuple(tensor.stride()) == item.stride:
                 item.refresh(self.executor.traffic)
+                self.executor.gate.live.follow(item)
         return not self.has_changed(walk)
 
     def has_changed(self, walk: Walk) -> bool:

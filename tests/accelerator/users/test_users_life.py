@@ -101,6 +101,20 @@ def assign_inside_forward(p: Program) -> None:
     p.steps()
 
 
+def memory_of_two_swapped(p: Program) -> None:
+    """Each holds the other one's memory, of which neither may have the other one's gradients."""
+    p.wrap()
+    for index in range(STEPS):
+        loss = p.loss(index)
+        loss.backward()
+        p.note(*[parameter.grad for parameter in p.parameters])
+        p.update(loss)
+        one, other = p.model.second.weight, p.model.third.weight
+        if index == STEPS - 3:
+            with torch.no_grad():
+                one.data, other.data = other.data, one.data
+
+
 def assign_what_the_program_keeps(p: Program) -> None:
     p.wrap()
     p.steps(4)
@@ -297,6 +311,11 @@ USAGES = {
     "errors": errors_of_users,
     "device_of_first_parameter": device_of_first_parameter,
 }
+
+
+@pytest.mark.parametrize("device", ["75%", "95%"])
+def test_each_of_two_that_swapped_their_memory_gets_its_own_gradients(device: str, tmp_path: Path) -> None:
+    check(memory_of_two_swapped, tmp_path, planned=0, device=device, policy="auto")  # the last steps are another model's
 
 
 @pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)

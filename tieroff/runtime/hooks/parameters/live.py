@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -47,6 +49,17 @@ class LiveValues:
         if found is None or _expired(found[0].cdata):
             return None
         return found[1]
+
+    def follow(self, item: ParameterItem) -> None:
+        """A parameter was given other memory: what it lay on may be another one's by now."""
+        self._found = {key: entry for key, entry in self._found.items() if entry[1] is not item}
+        if item.value is not None:
+            self.add(item, item.value)
+
+    def keep_only(self, items: Iterable[ParameterItem]) -> None:
+        """Forgets the memory of parameters whose items are gone: another one, without an item, may lie there now."""
+        known = {id(item) for item in items}
+        self._found = {k: entry for k, entry in self._found.items() if isinstance(entry[1], Stays) or id(entry[1]) in known}
 
     def sweep(self) -> None:
         """Forgets values that died."""
