@@ -274,6 +274,23 @@ def test_tensors_of_one_size_that_come_in_another_order_have_their_own_values(bu
     tieroff.unwrap(models[0])
 
 
+@pytest.mark.parametrize("budget", ["90%", "75%"])
+def test_steps_follow_their_plan_again_after_one_that_left_it(budget: str) -> None:
+    """Parameters lie elsewhere by then, without a read that says so, and another order of saved tensors is remembered."""
+    torch.manual_seed(0)
+    model = Twins()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    tieroff.wrap(model, optimizer, CONFIG, budget=budget)
+    engine = tieroff.engine(model)
+    train(model, optimizer, range(7))  # type: ignore[arg-type]
+    model.is_turned = True
+    train(model, optimizer, range(7, 8))  # type: ignore[arg-type]
+    model.is_turned = False
+    train(model, optimizer, range(8, 9))  # type: ignore[arg-type]
+    assert (engine.stats().phase, engine.stats().fallbacks) == ("planned", 0)
+    tieroff.unwrap(model)
+
+
 def staying(model: Net) -> int:
     """Returns the number of a layer whose weight the plan has on the device all the time."""
     trace = tieroff.engine(model).trace

@@ -137,7 +137,9 @@ class SavedTensors:
         if not before.may_be(tensor):
             return None
         if before.is_new:
-            if ordinal != self._count or not (ordinal in self._quiet.packs or is_plain(tensor)):
+            if ordinal != self._count or self._gate.live.on(storage) is not None:
+                return None
+            if ordinal not in self._quiet.packs and not is_plain(tensor):
                 return None
             self._count = ordinal + 1
             self._state.inside += 1

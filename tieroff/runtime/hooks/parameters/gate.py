@@ -64,7 +64,7 @@ class Gate:
         self.beside = _Depth()
         self._lent: list[ParameterItem] = []
         self.quiet: frozenset[int] = frozenset()
-        self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
+        self._quiet_of: tuple[Quiet, list[ParameterItem], frozenset[int]] = NOTHING, [], frozenset()
         context.clock.at_divergence.append(self)
 
     def begin(self) -> None:
@@ -74,8 +74,12 @@ class Gate:
         quiet = self._context.runner.quiet
         if quiet is not self._quiet_of[0]:
             items = [item for item in self._context.homes.parameters.values() if item.position in quiet.reads]
-            self._quiet_of = quiet, frozenset(id(item.leaf) for item in items)
-        self.quiet = self._quiet_of[1]
+            self._quiet_of = quiet, items, frozenset(id(item.leaf) for item in items)
+        _, items, self.quiet = self._quiet_of
+        for item in items:
+            # A quiet read notes nothing, and after a step that left its plan they lie elsewhere than in the one before.
+            if item.shown is not item.value and item.value is not None:
+                self._note(item, item.value)
 
     def left_plan(self) -> None:
         """The step goes on without its plan."""
