@@ -375,3 +375,33 @@ def test_what_is_saved_in_a_parameters_place_does_not_keep_itself_alive() -> Non
     for model in run.models:
         assert all(made() is None for made in model.made)  # type: ignore[union-attr]
     tieroff.unwrap(run.models[0])
+
+
+@pytest.mark.parametrize("sends_below", ["evaluate", "sleep"])
+def test_what_went_below_before_the_update_is_brought_up_for_it(sends_below: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("90%")
+    run.settle()
+    parameters = run.engine.executor.homes.parameters
+    below: list[bool] = []
+    step: Any = torch.optim.Adam._init_group
+
+    def note(self: Any, group: Any, *args: Any) -> Any:
+        if self is run.optimizers[0]:
+            below.extend(parameters[id(p)].device is None for p in group["params"] if id(p) in parameters)
+        return step(self, group, *args)
+
+    def change(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        if sends_below == "evaluate":
+            with torch.no_grad():
+                model(torch.ones(8, 24))
+        elif model is run.models[0]:
+            tieroff.sleep(model)
+        left.append(sum(item.device is None for item in parameters.values()))
+
+    monkeypatch.setattr(torch.optim.Adam, "_init_group", note)
+    for _ in range(2):
+        left: list[int] = []
+        run.step(before_update=change)
+        assert max(left) > 0, "expected an evaluation to send parameters below"
+    assert len(below) == 2 * len(parameters) and not any(below)
+    tieroff.unwrap(run.models[0])

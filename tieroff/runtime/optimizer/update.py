@@ -54,8 +54,8 @@ class BucketUpdate:
         self.shared: SharedValues | None = None
         self._lifted: list[tuple[list[torch.Tensor], list[HomeItem]]] = []
         self._moving_in = NOTHING
-        # Of that plan, by id of a bucket: its state and what moves of it all, and the positions of its parameters.
-        self._moving: dict[int, tuple[Sequence[HomeItem], list[HomeItem]]] = {}
+        # Of that plan, by id of a bucket: its state, what moves of it all and what does not; and positions of its parameters.
+        self._moving: dict[int, tuple[Sequence[HomeItem], list[HomeItem], list[HomeItem]]] = {}
         self._positions: dict[int, tuple[list[torch.Tensor], frozenset[int]]] = {}
 
     def run(self, bucket: list[torch.Tensor], step: Callable[[list[torch.Tensor]], Any], following: list[torch.Tensor]) -> Any:
@@ -177,13 +177,15 @@ class BucketUpdate:
         if quiet is NOTHING:
             return None
         known, settled = self._moving.get(id(bucket)), self._state.settled(bucket)
-        if known is not None and known[0] is settled:
-            return known[1]
         if settled is None:
             return None
-        moving = self._context.runner.looked_after(self._items_of(bucket, with_gradients=False))
-        self._moving[id(bucket)] = settled, moving
-        return moving
+        if known is None or known[0] is not settled:
+            needed = self._items_of(bucket, with_gradients=False)
+            moving = self._context.runner.looked_after(needed)
+            ids = {id(item) for item in moving}
+            known = self._moving[id(bucket)] = settled, moving, [item for item in needed if id(item) not in ids]
+        # An evaluation before the update, or `tieroff.sleep`, sends below what the plan has on the device.
+        return known[1] + [item for item in known[2] if item.device is None]
 
     def _items_of(self, bucket: list[torch.Tensor], *, with_gradients: bool = True) -> list[HomeItem]:
         """Returns the items that the update of a bucket needs."""
