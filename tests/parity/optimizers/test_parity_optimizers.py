@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import tieroff
 from tests.support.models import GPT_WORKLOAD, MLP_WORKLOAD, VOCABULARY, WIDTH, tokens
 from tests.support.parity import BACKENDS, HOST, NVME, OptimizerFactory, Tiers, Trainer, Workload, check_parity
 
@@ -128,3 +129,32 @@ def test_every_optimizer_of_torch_is_tried() -> None:
     refused = {optim.LBFGS, optim.Optimizer}
     kinds = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)}
     assert kinds - refused == tried
+
+
+@pytest.mark.parametrize("at", [0, 6], ids=["from the start", "later"])
+def test_parameters_on_one_memory_are_updated_in_one_call(at: int) -> None:
+    """Two updates of the same bytes in one call are rounded otherwise than one after the other."""
+    models, losses = [], []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(24, 24), nn.Tanh())))
+        optimizer = optim.AdamW(model.parameters(), weight_decay=0.3, foreach=True)
+        seen = []
+        for step in range(16):
+            if step == at:
+                for number in (8, 12):
+                    model.get_parameter(f"{number}.weight").data = model.get_parameter("2.weight").data
+            if is_wrapped and step == 0:
+                config = {"budget": {"device": "60%", "host": "1MiB"}, "plan": {"min_bytes": 0, "background": False}}
+                tieroff.wrap(model, optimizer, {"device": "cpu", **config})
+            loss = model(torch.randn(16, 24, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        losses.append(seen)
+        models.append(model)
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert tieroff.engine(models[0]).stats().phase == "planned"
+    tieroff.unwrap(models[0])

@@ -1,4 +1,9 @@
-"""The buckets of an optimizer: which of its parameters are updated together."""
+"""The buckets of an optimizer: which of its parameters are updated together.
+
+[Note: parameters on one memory] After `a.data = b.data` an update writes the same bytes for both. In one call, as `foreach`
+does it, both are decayed before both get their step; one after the other they are rounded otherwise. So parameters that share
+memory are in one bucket. Whether any do is looked at in each update, since nothing tells.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any
 import torch
 
 from tieroff.core.buckets import buckets_of
+from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.movable import local_of
 from tieroff.runtime.optimizer.known import TRIED, Known, known_of
 from tieroff.runtime.optimizer.trial import Trial
@@ -36,6 +42,7 @@ class Buckets:
         """
         self._optimizer = optimizer
         self._ids: tuple[int, ...] | None = None
+        self._shared: tuple[tuple[int, ...], ...] = ()  # positions of parameters that share memory
         self.current: list[list[torch.Tensor]] = []
         self.position: dict[int, int] = {}
         # By id of one of `current`: how many parameters each group had, and those of the bucket in each.
@@ -62,9 +69,11 @@ class Buckets:
         """Returns the buckets of the parameters that the optimizer has now."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         ids = tuple(map(id, params))
-        if ids != self._ids:
+        shared = _on_one_memory(params) if self.is_split else ()
+        if ids != self._ids or shared != self._shared:
             ranges = buckets_of([local_bytes(p) for p in params]) if self.is_split else [range(len(params))]
-            self.current, self._ids = [params[r.start : r.stop] for r in ranges], ids
+            self.current = [[params[position] for position in bucket] for bucket in _joined(ranges, shared)]
+            self._ids, self._shared = ids, shared
             self.position = {key: position for position, key in enumerate(ids)}
             self._parts, self._together = {}, {}
         return self.current
@@ -121,6 +130,31 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Returns the optimizer class's `step` without the wrapper that fires the hooks."""
     step = type(optimizer).step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def _on_one_memory(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Returns the positions of parameters that lie on the same memory; of what lies below, each has its own."""
+    addresses = [p.data_ptr() if type(p) in PLAIN and p.layout is torch.strided else 0 for p in params]
+    if len(set(addresses)) + addresses.count(0) == len(addresses) + (0 in addresses):
+        return ()
+    positions: dict[int, list[int]] = {}
+    for position, address in enumerate(addresses):
+        if address:
+            positions.setdefault(address, []).append(position)
+    return tuple(tuple(found) for found in positions.values() if len(found) > 1)
+
+
+def _joined(ranges: Sequence[range], shared: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns buckets of positions; those that hold parameters on the same memory are one."""
+    buckets = [list(part) for part in ranges]
+    number_of = {position: number for number, bucket in enumerate(buckets) for position in bucket}
+    for positions in shared:
+        first, *others = sorted({number_of[position] for position in positions})
+        for number in others:
+            number_of.update(dict.fromkeys(buckets[number], first))
+            buckets[first] += buckets[number]
+            buckets[number] = []
+    return [sorted(bucket) for bucket in buckets if bucket]
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
