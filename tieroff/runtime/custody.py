@@ -343,7 +343,7 @@ class Custody:
         item.leave(self.executor.traffic)
 
     def take_assigned(self, walk: Walk) -> bool:
-        """Follows parameters that were given other memory of the same form (`p.data = t`).
+        """Follows parameters that were given other memory of the same form (`p.data = t`), which nothing else lies on.
 
         Returns:
             True when that was all that changed: the model is the one that it was.
@@ -352,7 +352,7 @@ class Custody:
             tensor = item.tensor
             if tensor is None or not item.was_assigned() or not self._gradient_hooks.still_hang_on(tensor):
                 continue  # swapped with another one, which gets its gradients in another order
-            if item.may_take(tensor) and tuple(tensor.stride()) == item.stride:
+            if item.may_take(tensor) and tuple(tensor.stride()) == item.stride and not why_unmovable(tensor):
                 item.refresh(self.executor.traffic)
                 self.executor.gate.live.follow(item)
         return not self.has_changed(walk)
