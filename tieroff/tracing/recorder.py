@@ -313,8 +313,7 @@ class StepRecorder(TorchDispatchMode):
             return end.life, False
         if end is not None:
             self._bury(end)
-        end = End(storage, self._dead.append)
-        end.key, end.life = key, Life(storage, self._now, max(self._op, 0))
+        end = End.of(storage, Life(storage, self._now, max(self._op, 0)), self._dead.append)
         # A signal handler may run ops between any two lines here: a storage has the life that came first.
         first = self._alive.setdefault(key, end)
         if first is end:
@@ -322,8 +321,8 @@ class StepRecorder(TorchDispatchMode):
         return first.life, first is end
 
     def _bury(self, end: End) -> None:
-        end.life.death, end.life.death_op = self._now, max(self._op, 0)
-        if self._alive.get(end.key) is end:
+        if self._alive.get(end.key) is end:  # else another storage has its place by now
+            end.life.death, end.life.death_op = self._now, max(self._op, 0)
             del self._alive[end.key]
 
     def _sweep(self) -> None:
@@ -337,8 +336,7 @@ class StepRecorder(TorchDispatchMode):
                 end = self._dead.popleft()
             except IndexError:  # a signal handler's op swept between these two lines
                 break
-            if self._alive.get(end.key) is end:  # else another storage has its place by now
-                self._bury(end)
+            self._bury(end)
 
     # -- the trace -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -30,3 +31,10 @@ class End(weakref.ref[torch.UntypedStorage]):
 
     key: int
     life: Life
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, life: Life, tell: Callable[[Any], None]) -> End:
+        """Returns the end of a storage, which is told when it comes."""
+        end = cls(storage, tell)
+        end.key, end.life = storage._cdata, life
+        return end
