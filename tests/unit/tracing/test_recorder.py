@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.support.injector import Injector
 from tieroff.tracing.recorder import StepRecorder
 from tieroff.tracing.recording.scratch import PeakCounter
 
@@ -136,3 +137,24 @@ def test_inputs_of_the_next_step_count_in_the_last_op_beside_what_was_left() -> 
     batch = mib()
     recorder.made([batch.untyped_storage()])
     assert [op.transient_bytes // MIB for op in recorder.finish([], [0], "test").ops] == [2]
+
+
+def test_a_signal_handler_that_computes_with_the_same_tensors_between_any_two_lines_changes_no_life() -> None:
+    """A handler runs between two lines of the recorder, under its dispatch mode."""
+
+    def record(at: int) -> tuple[list[int], Injector]:
+        shared = mib()
+        injector = Injector(lambda: shared.sum())
+
+        def use() -> None:
+            gone = shared * 2
+            del gone
+            (shared + 1).sum()
+
+        found: list[int] = []
+        injector.run(lambda: found.extend(transients(use)), at)
+        return found, injector
+
+    found, counted = record(-1)
+    for at in counted.places(2):
+        assert record(at)[0] == found, f"before line {counted.trail[at]}"
