@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.support.injector import Injector
+from tieroff.core.seams import Subject
+from tieroff.core.tensor import TensorClass
 from tieroff.tracing.recorder import StepRecorder
 from tieroff.tracing.recording.scratch import PeakCounter
 
@@ -139,22 +141,27 @@ def test_inputs_of_the_next_step_count_in_the_last_op_beside_what_was_left() -> 
     assert [op.transient_bytes // MIB for op in recorder.finish([], [0], "test").ops] == [2]
 
 
-def test_a_signal_handler_that_computes_with_the_same_tensors_between_any_two_lines_changes_no_life() -> None:
+def test_a_signal_handler_that_computes_with_a_tensor_while_it_is_bound_meets_one_life() -> None:
     """A handler runs between two lines of the recorder, under its dispatch mode."""
 
-    def record(at: int) -> tuple[list[int], Injector]:
+    def bind(at: int) -> tuple[list[str], Injector]:
         shared = mib()
-        injector = Injector(lambda: shared.sum())
 
-        def use() -> None:
-            gone = shared * 2
-            del gone
-            (shared + 1).sum()
+        def handler() -> None:
+            shared.sum()
 
-        found: list[int] = []
-        injector.run(lambda: found.extend(transients(use)), at)
-        return found, injector
+        recorder, injector = StepRecorder(torch.device("cpu")), Injector(handler)
+        recorder.start()
+        try:
+            recorder.event("op", "")
+            injector.run(lambda: recorder.bind(shared.untyped_storage(), "subject"), at)
+            shared.sum()
+        finally:
+            recorder.stop()
+        subject = Subject("subject", "shared", MIB, TensorClass.PARAMETER)
+        names = [tensor.name for tensor in recorder.finish([subject], [0], "test").tensors]
+        return names, injector
 
-    found, counted = record(-1)
-    for at in counted.places(2):
-        assert record(at)[0] == found, f"before line {counted.trail[at]}"
+    found, counted = bind(-1)
+    for at in range(counted.seen):
+        assert bind(at)[0] == found == ["shared"], f"before line {counted.trail[at]}"
