@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 from collections.abc import Iterator
@@ -193,7 +194,7 @@ def test_handlers_between_lines_of_recorded_steps(what: str, each: Setting, sign
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("what", "each"), list(zip(itertools.cycle(WHAT), SETTINGS, strict=False)), indirect=["each"])
 def test_handlers_between_many_lines(what: str, each: Setting, signalled: Any) -> None:
     handler = Handler(what)
     signalled(handler)
