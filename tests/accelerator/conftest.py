@@ -34,11 +34,12 @@ class OwnProcess(pytest.Item):
         self.files = files
 
     def runtest(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, self.files)]
+        # A process may also end by a signal when its tests are over: then the stacks of its threads are shown.
+        command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, self.files)]
         selected = ["-m", self.config.getoption("-m"), "-k", self.config.getoption("-k")]
         done = subprocess.run([*command, *selected], capture_output=True, text=True, cwd=self.config.rootpath)
         if done.returncode != 0:
-            raise AssertionError(done.stdout + done.stderr)
+            raise AssertionError(f"{done.stdout}{done.stderr}\nexit status {done.returncode}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         return str(excinfo.value)
