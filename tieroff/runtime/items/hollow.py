@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.at_work import calls_user_code
@@ -186,6 +187,19 @@ def _watched_on(tensor: torch.Tensor) -> Any:
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, WatchedParameter})
 _BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, WatchedParameter: BelowParameter, torch.Tensor: BelowTensor}
 _OWN: dict[type, Any] = {BelowParameter: torch.nn.Parameter, WatchedParameter: torch.nn.Parameter, BelowTensor: torch.Tensor}
+_taken_in_lists: list[Any] = _foreach_utils._foreach_supported_types
+
+
+def _take_in_lists(kind: type) -> None:
+    """Has torch give such tensors to functions of lists, as it gives those that are up, and as it does with DTensors.
+
+    Clipping asks for the class first. By itself, the norm of a tensor has other last bits on a GPU than in a list.
+    """
+    if kind not in _taken_in_lists:
+        _taken_in_lists.append(kind)
+
+
+_take_in_lists(BelowTensor)
 
 
 def _below(kind: type) -> type | None:
@@ -196,6 +210,7 @@ def _below(kind: type) -> type | None:
             return None
         _BELOW[kind] = type("BelowDTensor", (_Below, kind), {})
         _OWN[_BELOW[kind]] = kind
+        _take_in_lists(_BELOW[kind])
     return _BELOW[kind]
 
 

@@ -1,8 +1,4 @@
-"""Gradient clipping, one gradient at a time, with the sums that PyTorch's own takes over a list of gradients.
-
-torch's `clip_grad_norm_` takes the norms of all gradients in one call where it can, and then they are all on the device. Where
-some lie below, it takes them one by one by another function, whose sum may differ in the last bit on some devices.
-"""
+"""Gradient clipping, one gradient at a time, with the sums that PyTorch's own takes over a list of gradients."""
 
 from __future__ import annotations
 
