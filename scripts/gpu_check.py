@@ -22,6 +22,7 @@ from tieroff.units import format_bytes, format_seconds
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("tests", "bench", "staging", "clock")
 ENVIRONMENT = {**os.environ, "TIEROFF_TEST_DEVICE": "cuda"}
+PROCESSES = 8
 TESTS_LIMIT_S = 270
 BENCH_LIMIT_S = 90
 STAGING_LIMIT_S = 60
@@ -47,6 +48,8 @@ def run_tests(out: Path) -> dict[str, Any]:
     report.unlink(missing_ok=True)
     # The accelerator's suite on the device, and what only a GPU has: GDS, and PyTorch's sanitizer in the race detector's place.
     arguments = ["-m", "pytest", "tests/accelerator/parity", "tests/accelerator/users", "tests/gpu", "-q", "-m", "not long"]
+    # What else is installed beside torch may say that it is deprecated, or that it will not work in several processes.
+    arguments += ["-W", "ignore::DeprecationWarning", "-p", "no:benchmark", "--numprocesses", str(PROCESSES)]
     failed = run_limited([*arguments, "-p", "no:cacheprovider", f"--junitxml={report}"], TESTS_LIMIT_S)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     if report.is_file():

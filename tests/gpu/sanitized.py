@@ -1,4 +1,4 @@
-"""A short training under PyTorch's sanitizer of CUDA: run with TORCH_CUDA_SANITIZER=1, as `test_cuda_sanitizer.py` does.
+"""A short training under PyTorch's sanitizer of CUDA, which is a dispatch mode: so it comes when the step has been traced.
 
     python tests/gpu/sanitized.py wrapped|planted [DEVICE]
 
@@ -12,14 +12,23 @@ import sys
 
 import torch
 from torch import nn
+from torch.cuda._sanitizer import enable_cuda_sanitizer
 
 import tieroff
 
-STEPS, WIDTH = 6, 128
+TRACED_STEPS, STEPS, WIDTH = 3, 6, 128
+
+
+def sanitize(device: torch.device) -> None:
+    """Has PyTorch look at every kernel from here on; on a device that is no GPU's nothing does."""
+    torch.accelerator.synchronize(device)
+    if device.type == "cuda":
+        enable_cuda_sanitizer()
 
 
 def planted(device: torch.device) -> None:
     """A race."""
+    sanitize(device)
     value = torch.zeros(1 << 20, device=device)
     with torch.Stream(device):
         value.add_(1)
@@ -34,7 +43,9 @@ def wrapped(device: torch.device) -> None:
     config = {"budget": {"device": "100%", "host": "64MiB"}, "plan": {"policy": "floor", "min_bytes": 0}}
     tieroff.wrap(model, optimizer, config)
     x = torch.randn(32, WIDTH).to(device)
-    for _ in range(STEPS):
+    for step in range(TRACED_STEPS + STEPS):
+        if step == TRACED_STEPS:
+            sanitize(device)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -49,9 +49,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def check_step_parity(
-    build: Callable[[], tuple[nn.Module, Callable[[], Any]]], backend: Backend, folder: Path
-) -> dict[str, int]:
+Build = Callable[[], tuple[nn.Module, Callable[[], Any]]]
+
+
+def is_repeatable(build: Build) -> bool:
+    """Returns whether a plain step computes the same twice; kernels of a GPU that add in any order do not."""
+    (model, run), (again, run_again) = build(), build()
+    return differing(one_step(run, model, 0), one_step(run_again, again, 0)) == []
+
+
+def check_step_parity(build: Build, backend: Backend, folder: Path) -> dict[str, int]:
     """Asserts that a model computes the same plain and wrapped, traced, measured and planned, with everything moved.
 
     Args:
