@@ -124,7 +124,8 @@ def main(
         known = simulate(machine, slower, Path(folder)) if device == "sim" else machine
         subjects = [Subject(one, 12 if one == "gpt2" else 8, width, width // 64, batch, length) for one in kind]
         rows = [measure(subject, share, device, known, steps) for subject in subjects for share in budget]
-    save(out, document(rows, slower=slower))
+    gpu = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} if device == "cuda" else {}
+    save(out, document(rows, slower=slower, **gpu))
     table = Table(title=f"{device}; the device's clock")
     for name in rows[0]:
         table.add_column(name)

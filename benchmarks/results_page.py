@@ -281,7 +281,7 @@ def _clock(name: str) -> str:
         (
             row["model"],
             row["budget"],
-            f"H100 / {found['slower']:g}",
+            found.get("gpu") or f"H100 / {found['slower']:g}",
             *(format_bytes(row[key]) for key in ("peak", "moved")),
             *(_seconds(row[key]) for key in ("compute", "waits", "predicted", "measured")),
             f"{row['measured/predicted']:.3f}",

@@ -53,9 +53,15 @@ Build = Callable[[], tuple[nn.Module, Callable[[], Any]]]
 
 
 def is_repeatable(build: Build) -> bool:
-    """Returns whether a plain step computes the same twice; kernels of a GPU that add in any order do not."""
-    (model, run), (again, run_again) = build(), build()
-    return differing(one_step(run, model, 0), one_step(run_again, again, 0)) == []
+    """Returns whether PyTorch has a deterministic kernel for all of a plain step; where it has not, it warns.
+
+    Comparing does not tell: atomic additions come in the same order as long as the device does nothing else.
+    """
+    model, run = build()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        one_step(run, model, 0)
+    return not any("determinis" in str(warning.message) for warning in warned)
 
 
 def check_step_parity(build: Build, backend: Backend, folder: Path) -> dict[str, int]:

@@ -49,8 +49,8 @@ def on_device(leaf: Any) -> Any:
 
 
 def skip_what_no_plain_run_repeats(build: Build) -> None:
-    if not target.IS_SIMULATED and not all(is_repeatable(build) for _ in range(4)):
-        pytest.skip("a plain step on this device differs from itself")
+    if not target.IS_SIMULATED and not is_repeatable(build):
+        pytest.skip("PyTorch has no deterministic kernel for it on this device, so no plain run is a reference")
 
 
 @pytest.mark.parametrize("op", entries(OPERATORS, OPERATORS_OF))
