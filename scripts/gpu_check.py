@@ -101,9 +101,8 @@ def show(result: dict[str, Any]) -> None:
         if row["status"] != "ok":
             table.add_row(f"bench {row['budget']}", row["status"], "", "", "")
             continue
-        equal = (
-            "equal" if row["losses_equal"] else "differ, as plain runs may"
-        )  # PyTorch's default kernels do not repeat on a GPU
+        # PyTorch's default kernels add in any order on a GPU, so not every plain run has the same losses.
+        equal = "equal" if row["losses_equal"] else "differ, as plain runs may"
         peak = format_bytes(row["peak_bytes"])
         table.add_row(f"bench {row['budget']}", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['relative']:.1%}", peak, equal)
     if result["bench"]["error"]:
