@@ -193,7 +193,7 @@ class BucketedStep:
         if not self.buckets.is_split:
             return self._step_whole(step, args, kwargs)
         with self._in_update():
-            return self._update_buckets(self.buckets.all(), args, kwargs)
+            return self._update_buckets(self.buckets.current, args, kwargs)
 
     @contextmanager
     def _in_update(self) -> Iterator[None]:
@@ -201,7 +201,7 @@ class BucketedStep:
         context = self._context
         context.on_demand.release_reachable()
         self._gradients.sweep()
-        self.state.forget_strangers()
+        self.state.forget_strangers()  # looks at the buckets anew
         yield  # after an exception the follower repairs
         context.clock.tick(("end",), lambda: "end", "")
         # User code runs from here on and may write `.data` behind every version: nothing moved stays lifted.
