@@ -58,18 +58,28 @@ log = logging.getLogger("tieroff")
 STAMPS_AHEAD_MAX = 512
 """By how many stamps the host may be ahead of the device."""
 
+_STAMPS_AT_ONCE = 64
+"""So many are waited for together: each question takes the host a microsecond."""
+
 
 class _StreamCopy:
-    """A copy between device and pinned memory, complete when its event is."""
+    """A copy between device and pinned memory, complete when its event is.
 
-    def __init__(self, begun: EventStamp, ended: EventStamp, compute: ComputeStreams, keep: tuple[object, ...]) -> None:
+    Args:
+        begun: None: nobody asks when it began; it counts as begun when it ended.
+        ended: behind it on its stream.
+        compute: comes behind it in `wait`.
+        keep: lives until then.
+    """
+
+    def __init__(self, begun: EventStamp | None, ended: EventStamp, compute: ComputeStreams, keep: tuple[object, ...]) -> None:
         self._begun, self._ended, self._compute = begun, ended, compute
         self._keep: tuple[object, ...] = keep
 
     @property
     def start_ns(self) -> int:
         """When it began, by the device's clock; waits for it."""
-        return self._begun.ns()
+        return (self._begun or self._ended).ns()
 
     @property
     def stop_ns(self) -> int:
@@ -174,6 +184,7 @@ class AcceleratorBackend:
         self._out, self._in = torch.Stream(device), torch.Stream(device)
         self._compute, self._events = ComputeStreams(device), Events(device)
         self._anchor = Anchor(self._events, self._compute.current())
+        self._keeps_times = True
         self._ahead: deque[EventStamp] = deque()
         self._joined: torch.Stream | None = None
         self._written: list[torch.Event] = []  # by other streams; see [Note: other streams than compute's]
@@ -203,11 +214,14 @@ class AcceleratorBackend:
         return hollow
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
-        ready = self._ready(after_writes=True)
-        if place.address is not None:
-            copy = self._on_stream(self._out, ready, pinned(place.address, source.numel()), source)
+        address = place.address
+        if address is not None:
+            for event in self._others_writes():
+                self._out.wait_event(event)
+            copy = self._on_stream(self._out, pinned(address, source.numel()), source)
             place.note(copy)
             return copy
+        ready = self._behind_writes(self._ready())
         if place.takes_device_memory:
             return copy_by_engine(
                 self._writers, ready, lambda: place.write(source.data_ptr(), source), "a copy to a file", source.numel()
@@ -215,24 +229,26 @@ class AcceleratorBackend:
         return place.write(source.data_ptr(), source, self._mover(source, ready))
 
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
-        ready = self._ready()
-        if place.address is not None:
-            copy = self._on_stream(self._in, ready, target, pinned(place.address, target.numel()))
+        address = place.address
+        if address is not None:
+            copy = self._on_stream(self._in, target, pinned(address, target.numel()))
             place.note(copy)
             return copy
+        ready = self._ready()
         if place.takes_device_memory:
             return copy_by_engine(
                 self._readers, ready, lambda: place.read(target.data_ptr(), target), "a copy from a file", target.numel()
             )
         return place.read(target.data_ptr(), target, self._mover(target, ready))
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, keeps_times: bool = True) -> None:
+        self._keeps_times = keeps_times
         self._compute.begin_step()
         self._anchor = Anchor(self._events, self._compute.current(), self._anchor)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        if self._compute.has(torch.accelerator.current_stream(self.device)):
+        if self._compute.has(self._compute.callers):
             yield
             return
         with entry_of(self._compute.first):
@@ -240,7 +256,7 @@ class AcceleratorBackend:
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        current = torch.accelerator.current_stream(self.device)
+        current = self._compute.callers
         if self._compute.has(current):
             yield
             return
@@ -253,7 +269,7 @@ class AcceleratorBackend:
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.computing():
             copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        current = torch.accelerator.current_stream(self.device)
+        current = self._compute.callers
         if not self._compute.has(current):
             self._compute.lead(current)  # the copy's memory was in use until there
             # Of several reductions (HSDP) the first one's stream has allocated it, and the last one's reads it here.
@@ -263,15 +279,17 @@ class AcceleratorBackend:
         return copy
 
     def wrote_elsewhere(self) -> None:
-        current = torch.accelerator.current_stream(self.device)
+        current = self._compute.callers
         if not self._compute.has(current):
             self._written.append(current.record_event())
 
     def stamp(self) -> Stamp | None:
         stamp = self._anchor.stamp(self._compute.current())
-        self._ahead.append(stamp)
-        if len(self._ahead) > STAMPS_AHEAD_MAX:
-            self._ahead.popleft().event.synchronize()  # see [Note: how far the host is ahead]
+        ahead = self._ahead
+        ahead.append(stamp)
+        if len(ahead) > STAMPS_AHEAD_MAX:  # see [Note: how far the host is ahead]
+            last = [ahead.popleft() for _ in range(_STAMPS_AT_ONCE)][-1]
+            last.event.synchronize()
         return stamp
 
     def order_frees(self) -> None:
@@ -303,29 +321,38 @@ class AcceleratorBackend:
         if self._staging is not None:
             self._staging.close()
 
-    def _ready(self, *, after_writes: bool = False) -> torch.Event:
-        """Returns an event behind all that compute has been given so far; `after_writes`: and what other streams wrote."""
+    def _ready(self) -> torch.Event:
+        """Returns an event behind all that compute has been given so far."""
         self._compute.join()
         event = torch.Event(self.device, enable_timing=False)
         event.record(self._compute.current())
-        return self._behind_writes(event) if after_writes else event
+        return event
+
+    def _others_writes(self) -> list[torch.Event]:
+        """Returns events behind what other streams wrote and may not be through with."""
+        if self._written:
+            self._written = [event for event in self._written if not event.query()]
+        return self._written
 
     def _behind_writes(self, ready: torch.Event) -> torch.Event:
-        self._written = [event for event in self._written if not event.query()]
-        if not self._written:
+        """Returns an event behind this one and what other streams wrote."""
+        written = self._others_writes()
+        if not written:
             return ready
         if self._joined is None:
             self._joined = torch.Stream(self.device)
-        for event in (ready, *self._written):
+        for event in (ready, *written):
             self._joined.wait_event(event)
         joined = torch.Event(self.device, enable_timing=False)
         joined.record(self._joined)
         return joined
 
-    def _on_stream(self, stream: torch.Stream, ready: torch.Event, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
-        stream.wait_event(ready)
-        with entry_of(stream), torch.no_grad():
-            begun = self._anchor.stamp(stream)
+    def _on_stream(self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
+        """Copies bytes, which need no gradient, behind all that compute has been given so far."""
+        self._compute.join()
+        stream.wait_stream(self._compute.current())
+        with entry_of(stream):
+            begun = self._anchor.stamp(stream) if self._keeps_times else None
             target.copy_(source, non_blocking=True)
             ended = self._anchor.stamp(stream)
         return _StreamCopy(begun, ended, self._compute, (target, source))

@@ -55,8 +55,8 @@ class Backend(Protocol):
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         """Starts a copy of a place to a 1-d uint8 device tensor."""
 
-    def begin_step(self) -> None:
-        """A step begins: its stamps count from here."""
+    def begin_step(self, *, keeps_times: bool = True) -> None:
+        """A step begins: its stamps count from here. Without `keeps_times` nobody asks when its copies began."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, work is given to compute's stream, whichever stream others (FSDP2's hooks) are called under."""

@@ -19,17 +19,22 @@ class ComputeStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._index = device.index  # PyTorch looks a device up by its name at each call, for microseconds
         self._met: list[torch.Stream] = []  # appended to, or replaced: another thread may walk through it
 
     def current(self) -> torch.Stream:
         """Returns the one that this thread computes on."""
-        stream = torch.accelerator.current_stream(self._device)
+        stream = torch.accelerator.current_stream(self._index)
         if stream not in self._met:
             for other in self._met:
                 stream.wait_stream(other)
             self._met = [*self._met, stream]
         return stream
+
+    @property
+    def callers(self) -> torch.Stream:
+        """This thread's stream, whether or not it is one of them."""
+        return torch.accelerator.current_stream(self._index)
 
     @property
     def first(self) -> torch.Stream:
@@ -67,7 +72,7 @@ class ComputeStreams:
 
     def wait_event(self, event: torch.Event) -> None:
         """Brings all of them, and what they are given next, behind an event; under a stream that is none of them, that one."""
-        current = torch.accelerator.current_stream(self._device)
+        current = self.callers
         if self.has(current):
             self.follow(event)
         else:

@@ -90,7 +90,7 @@ class CpuBackend:
     def copy_in(self, place: Place, target: torch.Tensor) -> Completion:
         return place.read(target.data_ptr(), target)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, keeps_times: bool = True) -> None:
         """Nothing to note."""
 
     def computing(self) -> AbstractContextManager[None]:

@@ -1,11 +1,29 @@
-"""What each tier holds in the course of a planned step."""
+"""What moves in a step, and what each tier holds in the course of a planned one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import TensorClass, Tier
+from tieroff.runtime.backend.stamp import Time, ns_of
+
+
+@dataclass
+class Counts:
+    """What moved since the step began."""
+
+    moved_bytes: dict[str, int] = field(default_factory=lambda: {"d2h": 0, "h2d": 0, "nvme_write": 0, "nvme_read": 0})
+    by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
+    stalls: list[tuple[Time, Time]] = field(default_factory=list)
+    fallbacks: int = 0
+    faults: int = 0  # tensors that were used before their fetch had begun
+
+    @property
+    def stall_ns(self) -> int:
+        """How long compute waited for copies, by the device's clock; waits for it."""
+        return sum(max(ns_of(stop) - ns_of(start), 0) for start, stop in self.stalls)
 
 
 class _Holding(Protocol):

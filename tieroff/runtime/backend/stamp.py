@@ -126,9 +126,8 @@ class EventStamp(_Recorded):
     __slots__ = ("_anchor", "_ns")
 
     def __init__(self, events: Events, stream: torch.Stream, anchor: Anchor) -> None:
-        super().__init__(events, stream)
-        self._anchor = anchor
-        self._ns = 0
+        self._events, self._anchor, self._ns = events, anchor, 0
+        self.event = events.record(stream)  # as the base does; a step makes hundreds
 
     def ns(self) -> int:
         if not self._ns:

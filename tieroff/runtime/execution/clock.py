@@ -174,7 +174,7 @@ class Clock:
 
     def begin(self, *, is_whole: bool = True) -> None:
         """A step begins; a quiet one has fewer ops than its trace."""
-        self._traffic.backend.begin_step()
+        self._traffic.backend.begin_step(keeps_times=self._traffic.keep_spans)
         self.times = StepTimes(self._stamp(), is_whole=is_whole)
         self.under_way = []
 

@@ -123,18 +123,14 @@ class PlanRunner:
             item = items[index]
             if item is not None and item.device is not None:
                 traffic.store(item)
-        for index in waits:
-            item = items[index]
-            if item is not None and item.leaving is not None:
-                traffic.settle(item)
+        if waits:
+            traffic.settle_all([item for i in waits if (item := items[i]) is not None and item.leaving is not None])
         if traffic.keeps_rooms and len(leaves) + len(issues) > 2:
             self._move_at_once(leaves, issues)
         else:
             self._move_one_by_one(leaves, issues)
-        for index in arrivals:
-            item = items[index]
-            if item is not None and item.state is State.ARRIVING:
-                traffic.settle(item)
+        if arrivals:
+            traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is State.ARRIVING])
 
     def _move_one_by_one(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
         items, traffic = self._items, self._traffic

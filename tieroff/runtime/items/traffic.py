@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from tieroff.core.seams import Recorder
-from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.tensor import Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
-from tieroff.runtime.backend.held import Held
+from tieroff.runtime.backend.held import Counts, Held
 from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.rooms import ROOMS_BYTES_MAX, Room
-from tieroff.runtime.backend.stamp import Time, ns_of
+from tieroff.runtime.backend.stamp import Time
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
 from tieroff.runtime.items.spill import Spill
@@ -29,22 +28,6 @@ if TYPE_CHECKING:
     from tieroff.runtime.items.at_once import Route
 
 log = logging.getLogger("tieroff")
-
-
-@dataclass
-class Counts:
-    """What moved since the step began."""
-
-    moved_bytes: dict[str, int] = field(default_factory=lambda: {"d2h": 0, "h2d": 0, "nvme_write": 0, "nvme_read": 0})
-    by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
-    stalls: list[tuple[Time, Time]] = field(default_factory=list)
-    fallbacks: int = 0
-    faults: int = 0  # tensors that were used before their fetch had begun
-
-    @property
-    def stall_ns(self) -> int:
-        """How long compute waited for copies, by the device's clock; waits for it."""
-        return sum(max(ns_of(stop) - ns_of(start), 0) for start, stop in self.stalls)
 
 
 class Traffic:
@@ -73,7 +56,7 @@ class Traffic:
         self._rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
         self._is_near = backend.copies_near
-        self.keeps_timeline = False
+        self.keeps_timeline = self._is_waiting = False
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
 
@@ -247,6 +230,21 @@ class Traffic:
         if item.arriving is not None:
             self._settle_in(item)
 
+    def settle_all(self, items: Sequence[Item]) -> None:
+        """Waits for whatever of them is in flight, as one wait where nobody asks for each."""
+        start = self.backend.stamp() if len(items) > 1 and not self.keep_spans else None
+        if start is None:
+            for item in items:
+                self.settle(item)
+            return
+        self._is_waiting = True
+        try:
+            for item in items:
+                self.settle(item)
+        finally:
+            self._is_waiting = False
+            self.counts.stalls.append((start, self.now()))
+
     def flush(self) -> None:
         """Blocks the host until every copy below is there."""
         self.backend.flush()
@@ -411,6 +409,9 @@ class Traffic:
             self.device_bytes -= item.size_bytes
 
     def _wait(self, item: Item, arrival: Completion, what: str) -> None:
+        if self._is_waiting:
+            await_arrival(arrival, what)
+            return
         # A copy that has ended by now stalls nothing. What is over when a device gets here, its stamps will say.
         start: Time | None = self.backend.stamp()
         if start is None and not arrival.done():

@@ -36,9 +36,11 @@ PIECE_BYTES_MAX = 8 * 2**20
 """Larger pieces gain nothing on either side, and make the first and the last one wait longer."""
 
 
+@functools.lru_cache(maxsize=4096)
 def pinned(address: int, size_bytes: int) -> torch.Tensor:
-    """Returns memory at an address as a 1-d uint8 tensor, without owning it."""
-    return torch.frombuffer(_array_type(size_bytes).from_address(address), dtype=torch.uint8)
+    """Returns memory at an address as a 1-d uint8 tensor, without owning it; the same one each time."""
+    with torch.inference_mode(False):  # it outlives whatever runs now
+        return torch.frombuffer(_array_type(size_bytes).from_address(address), dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=4096)

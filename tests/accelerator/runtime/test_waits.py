@@ -1,0 +1,118 @@
+"""Waits for copies: each one by itself in a step that is looked at, those of a tick as one in any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.accelerator import sim, target
+from tieroff.core.machine import Machine
+from tieroff.core.tensor import Tier
+from tieroff.errors import StoreError
+from tieroff.runtime.backend.accelerator import AcceleratorBackend
+from tieroff.runtime.backend.stamp import ns_of
+from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.traffic import Traffic
+from tieroff.storage.engines.native import NativeEngine
+from tieroff.storage.host.pool import HostStore
+
+MIB = 1 << 20
+SIZE_BYTES, COUNT = 64 << 10, 3
+LINK = 4 * MIB  # bytes per second
+
+
+@pytest.fixture
+def traffic() -> Iterator[Traffic]:
+    sim.set_machine(
+        Machine(
+            name="made up",
+            measured="datasheet",
+            device_bytes=1 << 40,
+            host_bytes=1 << 40,
+            nvme_bytes=0,
+            d2h_bytes_per_s=LINK,
+            h2d_bytes_per_s=LINK,
+        )
+    )
+    backend, engine = target.backend(), NativeEngine()
+    store = HostStore(4 * MIB, engine, backend.slabs)
+    traffic = Traffic(backend, Spill({Tier.HOST: store}, (Tier.HOST,)))
+    traffic.keeps_timeline = True
+    yield traffic
+    backend.close()
+    store.close()
+    engine.close()
+
+
+def begin(traffic: Traffic, *, is_quiet: bool) -> AcceleratorBackend:
+    traffic.begin_step(is_planned=True, is_quiet=is_quiet)
+    assert isinstance(traffic.backend, AcceleratorBackend)
+    traffic.backend.begin_step(keeps_times=traffic.keep_spans)
+    return traffic.backend
+
+
+def lying_below(traffic: Traffic) -> list[ActivationItem]:
+    items = [ActivationItem(number, SIZE_BYTES, Tier.HOST) for number in range(COUNT)]
+    for item in items:
+        traffic.hold(item, torch.full((SIZE_BYTES,), item.ordinal, dtype=torch.uint8, device=target.device()))
+        traffic.leave(item)
+    return items
+
+
+@pytest.mark.parametrize(("is_quiet", "waits"), [(True, 1), (False, COUNT)])
+def test_copies_of_a_tick_are_waited_for_as_long_in_one_wait_as_in_many(is_quiet: bool, waits: int, traffic: Traffic) -> None:
+    begin(traffic, is_quiet=is_quiet)
+    items = lying_below(traffic)
+    for item in items:
+        traffic.fetch(item)
+    before = len(traffic.counts.stalls)
+    traffic.settle_all(items)
+    assert len(traffic.counts.stalls) - before == waits
+    stall_s = sum(ns_of(stop) - ns_of(start) for start, stop in traffic.counts.stalls[before:]) / 1e9
+    assert stall_s == pytest.approx(COUNT * SIZE_BYTES / LINK, rel=0.1)
+    assert [traffic.want(item).float().mean().item() for item in items] == [0, 1, 2]
+    for item in items:
+        traffic.end(item)
+
+
+def test_a_copy_of_a_step_that_nobody_looks_at_has_no_begin_of_its_own(traffic: Traffic) -> None:
+    backend = begin(traffic, is_quiet=True)
+    item = lying_below(traffic)[0]
+    assert item.place is not None
+    for keeps_times in (False, True):
+        backend.begin_step(keeps_times=keeps_times)
+        copy = backend.copy_in(item.place, backend.empty(SIZE_BYTES))
+        copy.wait()
+        assert (copy.stop_ns - copy.start_ns > 0) == keeps_times
+
+
+class Failed:
+    """A copy of which the drive says that it failed."""
+
+    start_ns = stop_ns = 0
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise StoreError("expected 65536 bytes, the drive gave none")
+
+
+def test_a_wait_for_many_in_which_one_fails_ends_and_those_after_it_are_counted(traffic: Traffic) -> None:
+    begin(traffic, is_quiet=True)
+    items = lying_below(traffic)
+    for item in items:
+        traffic.fetch(item)
+    items[1].arriving = Failed()
+    with pytest.raises(StoreError, match="bringing activation 1 back"):
+        traffic.settle_all(items)
+    assert [item.state for item in items] == [State.BOTH, State.LOWER, State.ARRIVING]
+    count = len(traffic.counts.stalls)
+    assert [traffic.want(item).float().mean().item() for item in items] == [0, 1, 2]
+    assert len(traffic.counts.stalls) == count + 2
+    for item in items:
+        traffic.end(item)
