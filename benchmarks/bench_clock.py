@@ -2,6 +2,9 @@
 
     python benchmarks/bench_clock.py [--device cuda] [--budget 50%] [--json FILE]
 
+Figures are medians of the last quarter of the steps, in which plans have settled. *Host* is the time that the thread which
+trains takes of a CPU in a step: where that is as long as the step, the GPU waits for it.
+
 `--device sim --machine configs/machines/h100_80gb.toml` (with the project's folder in PYTHONPATH) takes the simulated device of
 the tests with the rates of that machine, on whose clock the host takes no time. Its kernels compute, so sizes are small there;
 `--slower N` divides the rates of its arithmetic and of its memory by N, so that few tokens take as long as N times as many.
@@ -9,7 +12,10 @@ the tests with the rates of that machine, on whose clock the host takes no time.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,12 +120,12 @@ def main(
     width: Annotated[int, typer.Option(help="Of the blocks.")] = 768,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
-    steps: Annotated[int, typer.Option(help="Steps; the last one is shown.")] = 12,
+    steps: Annotated[int, typer.Option(help="Steps; the last quarter is shown.")] = 40,
     machine: Annotated[Path | None, typer.Option(help="The machine's file; measured where it is left out.")] = None,
     slower: Annotated[float, typer.Option(help="Divides the simulated device's rates but those of its links.")] = 1.0,
     out: Annotated[Path | None, typer.Option("--json", help="Where the rows are written.")] = None,
 ) -> None:
-    """Trains stacks of blocks, 12 of GPT-2 and 8 of Llama, and shows the last planned step of each."""
+    """Trains stacks of blocks, 12 of GPT-2 and 8 of Llama, and shows the planned steps of each."""
     with tempfile.TemporaryDirectory() as folder:
         known = simulate(machine, slower, Path(folder)) if device == "sim" else machine
         subjects = [Subject(one, 12 if one == "gpt2" else 8, width, width // 64, batch, length) for one in kind]
@@ -167,12 +173,17 @@ def measure(subject: Subject, budget: str, device: str, machine: Path | None, st
     plan_options = {"background": False} | ({"machine": str(machine)} if machine is not None else {})
     host = 4 * 4 * count + 16 * x.nbytes * subject.layers * 4
     tieroff.wrap(model, optimizer, {"budget": {"device": budget, "host": host}, "plan": plan_options})
+    host_s = []
     for _ in range(steps):
+        begun_s = time.thread_time()
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        host_s.append(time.thread_time() - begun_s)
     engine = tieroff.engine(model)
-    stats, plan, ran = engine.stats(), engine.plan, engine.timeline
+    stats, plan, counted = engine.stats(), engine.plan, -max(steps // 4, 1)
+    last = engine.history.steps[counted:]
+    step_s = median_s(step.step_ns for step in last)
     predicted_ns = forecast(plan, engine.trace, load_machine(machine))[0] if machine is not None else plan.step_ns
     row = {
         "model": f"{subject.kind}, {subject.layers} blocks, {count / 1e6:.3g} M",
@@ -180,21 +191,27 @@ def measure(subject: Subject, budget: str, device: str, machine: Path | None, st
         "phase": stats.phase,
         "peak": plan.peak_bytes[Tier.DEVICE],
         "predicted": predicted_ns / NS_PER_S,
-        "measured": ran.step_ns / NS_PER_S,
-        "measured/predicted": ran.step_ns / predicted_ns,
-        "compute": stats.compute_s,
-        "waits": stats.stall_s,
+        "measured": step_s,
+        "measured/predicted": step_s * NS_PER_S / predicted_ns,
+        "compute": median_s(step.compute_ns for step in last),
+        "waits": median_s(step.stall_ns for step in last),
         "moved": sum(stats.moved_bytes.values()),
+        **({"host": statistics.median(host_s[counted:])} if device != "sim" else {}),
     }
     tieroff.unwrap(model)
     return row
+
+
+def median_s(times_ns: Iterable[int]) -> float:
+    """Returns the median in seconds."""
+    return statistics.median(times_ns) / NS_PER_S
 
 
 def shown(name: str, value: Any) -> str:
     """Returns a cell of the table."""
     if name in ("peak", "moved"):
         return format_bytes(value)
-    if name in ("predicted", "measured", "compute", "waits"):
+    if name in ("predicted", "measured", "compute", "waits", "host"):
         return format_seconds(value)
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 

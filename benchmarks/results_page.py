@@ -276,6 +276,7 @@ def _clock(name: str) -> str:
         "predicted",
         "measured",
         "of predicted",
+        *(["host"] if any("host" in row for row in found["rows"]) else []),
     )
     cells = [
         (
@@ -285,6 +286,7 @@ def _clock(name: str) -> str:
             *(format_bytes(row[key]) for key in ("peak", "moved")),
             *(_seconds(row[key]) for key in ("compute", "waits", "predicted", "measured")),
             f"{row['measured/predicted']:.3f}",
+            *([_seconds(row["host"])] if "host" in row else []),
         )
         for row in found["rows"]
     ]

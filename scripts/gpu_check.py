@@ -26,7 +26,7 @@ PROCESSES = 8
 TESTS_LIMIT_S = 200
 BENCH_LIMIT_S = 160
 STAGING_LIMIT_S = 60
-CLOCK_LIMIT_S = 50
+CLOCK_LIMIT_S = 90
 BENCH = (
     *("--budget", "50%", "25%", "--repeat", "1", "--steps", "12"),
     *("--layers", "8", "--width", "512", "--heads", "8", "--batch", "16", "--length", "512"),
