@@ -276,7 +276,7 @@ def _clock(name: str) -> str:
         "predicted",
         "measured",
         "of predicted",
-        *(["host"] if any("host" in row for row in found["rows"]) else []),
+        *(["ahead"] if any("ahead" in row for row in found["rows"]) else []),
     )
     cells = [
         (
@@ -286,7 +286,7 @@ def _clock(name: str) -> str:
             *(format_bytes(row[key]) for key in ("peak", "moved")),
             *(_seconds(row[key]) for key in ("compute", "waits", "predicted", "measured")),
             f"{row['measured/predicted']:.3f}",
-            *([_seconds(row["host"])] if "host" in row else []),
+            *([_seconds(row["ahead"])] if "ahead" in row else []),
         )
         for row in found["rows"]
     ]
