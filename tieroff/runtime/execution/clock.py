@@ -68,6 +68,7 @@ class StepTimes:
     Attributes:
         host_starts_ns, host_stops_ns: by the host's clock: where the device is another one, when its work was issued.
         is_by_host: the device is the host.
+        is_stamped: each op is stamped by the clock of another device; not in a quiet step, whose ops nobody reads.
         is_whole: each op of the trace is one here; see [Note: quiet events] in step/quiet.py.
         communicated: collectives that went on beside compute.
     """
@@ -77,6 +78,7 @@ class StepTimes:
         self.host_starts_ns: list[int] = []
         self.host_stops_ns: list[int] = []
         self.is_by_host = begun is None
+        self.is_stamped = is_whole and begun is not None
         self.begun: Time = begun if begun is not None else time.monotonic_ns()
         self._starts: list[Stamp] = []
         self._stops: list[Stamp] = []
@@ -193,11 +195,11 @@ class Clock:
         with state.lock:
             times, stamp, is_still = self.times, None, False
             if len(times.host_stops_ns) < len(times.host_starts_ns):
-                if times.is_by_host:
-                    times.host_stops_ns.append(time.monotonic_ns())  # as `stop`
-                else:
+                if times.is_stamped:
                     stamp = self._stamp()
                     times.stop(stamp)
+                else:
+                    times.host_stops_ns.append(time.monotonic_ns())  # as `stop`
             if self.under_way:
                 self._look()
             if mode is Mode.PLANNED:
@@ -214,11 +216,11 @@ class Clock:
                 state.record.event(key, name, training_phase() if phase is None else phase)
             if self.under_way:  # it may have ended while the event waited for transfers
                 self._look()
-            if times.is_by_host:
-                times.host_starts_ns.append(time.monotonic_ns())  # as `start`
-            else:
+            if times.is_stamped:
                 # Where the engine did nothing in between, an op begins as the other ends, and the device is asked once.
                 times.start(stamp if is_still and stamp is not None else self._stamp())
+            else:
+                times.host_starts_ns.append(time.monotonic_ns())  # as `start`
 
     def _look(self) -> None:
         self.under_way = [one for one in self.under_way if not one.look()]
@@ -226,17 +228,20 @@ class Clock:
     def pause(self) -> None:
         """Compute of the running op ends here: what follows, up to `resume`, is the engine's own work."""
         if self.times.is_running:
-            self.times.stop(self._stamp())
+            self.times.stop(self._stamp() if self.times.is_stamped else None)
 
     def resume(self) -> None:
         """Compute of the running op begins here."""
         times = self.times
         if len(times.host_stops_ns) < len(times.host_starts_ns):
-            times.start_again(self._stamp())
+            times.start_again(self._stamp() if times.is_stamped else None)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, the engine computes in the place of the program."""
+        if not (self.times.is_stamped or self.times.is_by_host):
+            yield
+            return
         start = self._traffic.now()
         try:
             yield

@@ -14,7 +14,8 @@ class Stats:
 
     Attributes:
         step_s: from the first event of the step to the end of `optimizer.step` (without an optimizer: to the next step).
-        compute_s: of that, in the model's, autograd's, the optimizer's and the user's code.
+        compute_s: of that, in the model's, autograd's, the optimizer's and the user's code. On an accelerator, in a step that
+            goes without some of its events: all but waits for transfers.
         stall_s: of that, waiting for transfers.
         recompute_s: compute spent on running recomputed modules again.
         peak_device_bytes: largest count of the engine: device copies it holds plus the trace's transient bytes; 0 while
