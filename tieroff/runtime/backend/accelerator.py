@@ -15,7 +15,7 @@ several streams] in compute.py.
 ahead (one or two per op, two per wait), which is more than any pause of the host lasts and less than its queue of kernels
 holds. So what is under way at once is bounded: events, blocks of pinned memory that wait for their last copy, and the time
 that somebody who stops the program waits. The device's memory does not depend on it, since that is given out in the order of
-issue.
+issue. Quiet steps have few stamps; a step's figures are read when the next one has been issued, so of these it is ahead by one.
 
 [Note: other streams than compute's]
 FSDP2 gathers and reduces on streams of its own, and calls the engine under them. The engine works as ever under compute's
