@@ -6,6 +6,7 @@ import threading
 from collections.abc import Hashable, Iterable
 from typing import TypeGuard
 
+from tieroff.core.tensor import Tier
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
 from tieroff.runtime.items.homes import HomeItem
@@ -230,6 +231,13 @@ class PlanRunner:
             tier = planned.executable.tiers.get(item.index)
             item.stays_up = tier is None
             item.tier = item.tier if tier is None else tier
+
+    def tier_of(self, key: Hashable) -> Tier | None:
+        """Returns the lower tier that the plan which runs gives a tensor; None where it gives it none, or none runs."""
+        planned = self.planned
+        if planned is None or self._state.mode is not Mode.PLANNED:
+            return None
+        return planned.executable.tiers.get(planned.recorded.index.get(key, -1))
 
     def born(self, item: Item) -> None:
         """The engine takes a tensor over that the step has just made."""

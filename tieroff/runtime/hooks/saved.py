@@ -367,13 +367,14 @@ class SavedTensors:
 
     def _item_for(self, ordinal: int, storage_bytes: torch.Tensor) -> ActivationItem:
         """Returns the item of a storage, which the engine has from here on."""
-        context, size_bytes = self._context, storage_bytes.numel()
-        spare = context.traffic.spare(("activation", ordinal), size_bytes)
+        context, size_bytes, key = self._context, storage_bytes.numel(), ("activation", ordinal)
+        spare = context.traffic.spare(key, size_bytes)
         if isinstance(spare, ActivationItem):
             item = spare
             item.begin_again()
         else:
-            item = ActivationItem(ordinal, size_bytes, context.traffic.spill.tier_for(size_bytes))
+            tier = context.runner.tier_of(key) or context.traffic.spill.tier_for(size_bytes)
+            item = ActivationItem(ordinal, size_bytes, tier)
         context.traffic.hold(item, storage_bytes)
         item.is_kept = self._written.is_kept(item, is_ordered=self._has_order())
         self._activations.add(item)
