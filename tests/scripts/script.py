@@ -28,7 +28,8 @@ class Script:
         self.folder = folder
         self.losses: list[str] = []
         self._budget = budget
-        self._plan = {"min_bytes": "1KiB", **({"machine": machine} if machine else {})}
+        # With a machine at hand it is a test, in which a step has its plan however busy the machine is.
+        self._plan: dict[str, Any] = {"min_bytes": "1KiB", **({"machine": machine, "background": False} if machine else {})}
         self._kept: dict[str, Any] = {}
         self._wrapped: list[nn.Module] = []
 

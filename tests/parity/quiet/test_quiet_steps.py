@@ -323,10 +323,14 @@ def test_an_error_in_a_quiet_step_leaves_the_next_ones_right() -> None:
 
 
 def test_neighbours_that_need_nothing_are_updated_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("90%")
-    run.settle()
-    buckets = run.engine.executor.runner.planned.executable.quiet.buckets  # type: ignore[union-attr]
-    groups = {numbers for numbers in buckets.values() if len(numbers) > 1}
+    for budget in ("90%", "95%", "98%"):  # plans differ, as durations do
+        run = Run(budget)
+        run.settle()
+        buckets = run.engine.executor.runner.planned.executable.quiet.buckets  # type: ignore[union-attr]
+        groups = {numbers for numbers in buckets.values() if len(numbers) > 1}
+        if groups:
+            break
+        tieroff.unwrap(run.models[0])
     assert groups, "a plan was expected that leaves neighbours alone"
     calls: list[int] = []
     step: Any = torch.optim.Adam._init_group
