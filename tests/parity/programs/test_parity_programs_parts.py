@@ -123,3 +123,19 @@ def test_a_model_that_joins_is_noticed_where_the_engine_stands_aside(
     assert not tieroff.engine(model).is_asleep
     optimizer.zero_grad()
     assert all(needed <= part for needed, part in followed)
+
+
+def test_one_optimizer_of_two_models_that_neither_knows(tmp_path: Path) -> None:
+    plain, wrapped = [[made()[0] for _ in range(2)] for _ in range(2)]
+    for model in wrapped:
+        tieroff.wrap(model, config=config_for(HOST, tmp_path, policy="auto"), budget="1GiB")
+    for models in plain, wrapped:
+        optimizer = torch.optim.Adam([parameter for model in models for parameter in model.parameters()], 1e-3)
+        for index in range(4):
+            torch.manual_seed(index)
+            torch.stack([model(torch.randn(32, 48)).square().mean() for model in models]).sum().backward()
+            optimizer.step()  # torch still goes over its hooks as both find that they have nothing more to watch
+            optimizer.zero_grad()
+    for ours, theirs in zip(wrapped, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+        tieroff.unwrap(ours)

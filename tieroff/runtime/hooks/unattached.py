@@ -3,6 +3,7 @@ forward."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import weakref
@@ -30,14 +31,14 @@ class Unattached:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
-        self._handle: Any = None
         self._is_over = False
         self._updates = 0
 
     def watch(self) -> None:
         """Watches from now on, until `stop`, until something was said or until the attached one has made an update."""
-        if self._handle is None and not self._is_over:
-            self._handle = register_optimizer_step_post_hook(self._stepped)
+        if not self._is_over:
+            _listen()
+            _watching[id(self)] = self
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """This is the model's optimizer from here on."""
@@ -46,11 +47,10 @@ class Unattached:
 
     def stop(self) -> None:
         """Ends watching."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        _watching.pop(id(self), None)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made an update."""
         model = self._model()
         if model is None:
             self.stop()
@@ -81,6 +81,20 @@ class Unattached:
                 "ended yet, and none is planned before one does. If the optimizer was made anew, make it first and wrap then",
                 what,
             )
+
+
+_watching: dict[int, Unattached] = {}
+
+
+@functools.cache
+def _listen() -> None:
+    """Registers one hook for all that watch. It stays: torch goes over its hooks as it calls them, so none may go meanwhile."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    for each in list(_watching.values()):
+        each.note_update(optimizer)
 
 
 class WithoutForward:
