@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import tieroff
 from tests.accelerator import target
@@ -114,7 +115,7 @@ class Program:
         if self.engine is not None:
             tieroff.unwrap(self.model)
         self.note(*self.parameters)
-        self.note(*[value for entries in self.optimizer.state.values() for value in entries.values()])
+        self.note(*tree_leaves([*self.optimizer.state.values()]))
 
 
 Usage = Callable[[Program], None]

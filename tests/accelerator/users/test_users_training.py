@@ -204,3 +204,22 @@ def test_a_compiled_module_computes_the_same(tmp_path: Path) -> None:
         p.steps()
 
     check(usage, tmp_path)
+
+
+def test_an_optimizer_that_evaluates_a_model_of_which_nothing_moves(tmp_path: Path) -> None:
+    """What an update has lowered for an evaluation has no address that could be looked at."""
+
+    def usage(p: Program) -> None:
+        p.optimizer = torch.optim.LBFGS(p.model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+        p.wrap()
+        for index in range(STEPS):
+
+            def closure(index: int = index) -> Tensor:
+                p.optimizer.zero_grad()
+                loss = p.loss(index)
+                loss.backward()
+                return loss
+
+            p.note(p.optimizer.step(closure))
+
+    check(usage, tmp_path, planned=0, policy="auto")
