@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tieroff
 from tests.support.twins import Mlp, Setting, adam, assert_same, check_twins, follow, look, loss_of, mlp_and_adam, sgd
@@ -413,3 +414,27 @@ def test_an_update_between_forward_and_backward_raises_as_it_does_plain(each_set
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     tieroff.unwrap(model)
+
+
+def saved_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_selective_checkpointing_inside_counts_only_the_models_own_ops(each_setting: Setting) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            contexts = partial(create_selective_checkpoint_contexts, saved_products)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Model()
+        return model, adam(model)
+
+    check_twins(make, usual, each_setting)

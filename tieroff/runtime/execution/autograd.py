@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as pop_mode
+from torch.utils._python_dispatch import _push_mode as push_mode
 
 from tieroff.errors import StateError
 
@@ -60,3 +62,25 @@ def as_the_engine() -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_disable_current_modes())
         yield
+
+
+# How many dispatch modes there are: usually none, or a recorder.
+modes_here = torch._C._len_torch_dispatch_stack
+
+
+@contextlib.contextmanager
+def unseen_by_the_program() -> Iterator[None]:
+    """No dispatch mode of the program sees what runs: selective checkpointing counts ops, and recomputes as many as it saw.
+
+    A recorder below them does. Those of torch's own that trace (fake tensors, for one) are left, since nothing is moved there.
+    """
+    above: list[TorchDispatchMode] = []
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if mode.is_infra_mode() or type(mode).__module__.startswith("tieroff."):
+            break
+        above.append(pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            push_mode(mode)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from tieroff.runtime.execution.autograd import training_phase
+from tieroff.runtime.execution.autograd import modes_here, training_phase, unseen_by_the_program
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.parameter import ParameterItem
@@ -31,6 +31,12 @@ class ParameterFetch:
 
     def home(self, item: ParameterItem) -> torch.Tensor:
         """Lifts the home itself to the device, and returns it."""
+        if not modes_here():
+            return self._home(item)
+        with unseen_by_the_program():
+            return self._home(item)
+
+    def _home(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
         if item.position not in context.runner.quiet.reads:
             context.clock.tick(item.key, lambda: f"param:{item.name}", None)
@@ -73,6 +79,12 @@ class ParameterFetch:
 
     def saved(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device value of a parameter that autograd saved and backward asks for."""
+        if not modes_here():
+            return self._saved(item)
+        with unseen_by_the_program():
+            return self._saved(item)
+
+    def _saved(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
         if item.position not in context.runner.quiet.saved:
             context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
