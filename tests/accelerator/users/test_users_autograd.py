@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.accelerator import target
-from tests.accelerator.users.loops import SEED, STEPS, Program, Usage, check
+from tests.accelerator.users.loops import SEED, STEPS, WIDTH, Program, Usage, check
 
 
 def assign_gradients(p: Program, gradients: Any) -> None:
@@ -251,3 +251,22 @@ def test_a_gradient_under_autocast_is_the_same(tmp_path: Path) -> None:
             p.update(loss)
 
     check(usage, tmp_path)
+
+
+def test_an_evaluation_between_forward_and_backward_leaves_what_backward_saved(tmp_path: Path) -> None:
+    """It sends below what the plan has on the device all the time, and what autograd therefore saved as it lies."""
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(2 * STEPS):
+            loss = p.loss(index)
+            if index % 3 == 2:
+                with torch.no_grad():
+                    p.note(p.model(p.rows(index + 1)))
+            loss.backward()
+            p.update(loss)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())))
+
+    check(usage, tmp_path, policy="auto", device="70%", make=make)

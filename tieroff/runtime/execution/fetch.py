@@ -73,6 +73,17 @@ class ParameterFetch:
             context.clock.resume()
             return item.living
 
+    def up_again(self, item: ParameterItem) -> None:
+        """Lifts a home again that the plan has on the device all the time, and that an evaluation in the step sent below."""
+        context = self._context
+        context.state.inside += 1  # not in a `finally`: see `StepState.inside`
+        with context.state.lock, torch.inference_mode(False):
+            item.refresh(context.traffic)
+            item.lift(context.traffic)
+            context.on_demand.forget_read(item)
+            context.clock.resume()
+        context.state.inside -= 1
+
     def note_use(self, item: ParameterItem) -> None:
         """Forward used a parameter that was lifted without an event of its own."""
         item.may_be_written = self._may_be_written(item)

@@ -31,7 +31,7 @@ from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.hollow import PLAIN, is_below
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.settings import Settings
@@ -288,6 +288,8 @@ class SavedTensors:
         if type(packed) is LeftAlone:
             if packed.packed is None:
                 parameter, quiet = packed.parameter, self._quiet
+                if parameter is not None and is_below(packed.tensor):
+                    self._gate.fetch.up_again(parameter)
                 is_quiet = packed.ordinal in quiet.unpacks if parameter is None else parameter.position in quiet.saved
                 if is_quiet and self._context.clock.is_backward_open and packed.tensor._version == packed.version:
                     return packed.tensor
