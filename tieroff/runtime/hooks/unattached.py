@@ -38,7 +38,7 @@ class Unattached:
         """Watches from now on, until `stop`, until something was said or until the attached one has made an update."""
         if not self._is_over:
             _listen()
-            _watching[id(self)] = self
+            _watching.add(self)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """This is the model's optimizer from here on."""
@@ -47,7 +47,7 @@ class Unattached:
 
     def stop(self) -> None:
         """Ends watching."""
-        _watching.pop(id(self), None)
+        _watching.discard(self)
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made an update."""
@@ -83,7 +83,7 @@ class Unattached:
             )
 
 
-_watching: dict[int, Unattached] = {}
+_watching: weakref.WeakSet[Unattached] = weakref.WeakSet()
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _listen() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-    for each in list(_watching.values()):
+    for each in list(_watching):
         each.note_update(optimizer)
 
 
