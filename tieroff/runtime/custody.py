@@ -121,7 +121,7 @@ class Custody:
             if local_of(parameter) is not parameter:
                 continue  # whoever split it has put its parts where they belong
             if parameter.device != device and not parameter.is_meta and self._why_kept(parameter):
-                parameter.data = parameter.data.to(device)
+                self._bring(parameter)
 
     def register(self) -> None:
         """Makes an item of every parameter that can have a home below."""

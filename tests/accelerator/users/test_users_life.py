@@ -229,6 +229,16 @@ def frozen_for_a_while(p: Program) -> None:
     p.steps(6, 7)
 
 
+def state_of_the_host_assigned(p: Program) -> None:
+    """Its tensors lie on the host, and live on in the program's hands."""
+    p.wrap()
+    p.steps(4)
+    state = copy.deepcopy({name: value for name, value in p.model.state_dict().items() if name.startswith("second.")})
+    p.model.load_state_dict(state, strict=False, assign=True)
+    p.steps(6, 4)
+    p.note(*p.parameters)
+
+
 def written_by_initialisers(p: Program) -> None:
     p.wrap()
     p.steps(4)
@@ -307,6 +317,7 @@ USAGES = {
     "gradients_assigned": gradients_assigned,
     "copies_and_files": copies_and_files,
     "frozen": frozen_for_a_while,
+    "state_assigned": state_of_the_host_assigned,
     "initialisers": written_by_initialisers,
     "errors": errors_of_users,
     "device_of_first_parameter": device_of_first_parameter,

@@ -240,6 +240,7 @@ class Steps:
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         with torch.inference_mode(False):  # a forward that infers may be the first to see it
             install(self._custody.model, self._custody.executor.gate)
+            self._custody.move_to_device()  # `state_dict` gives tensors of the host, which may have been assigned
             self._custody.register()
         self.forget()
         return self._custody.walk()
