@@ -237,8 +237,8 @@ class Traffic:
             for item in items:
                 self.settle(item)
             return
-        self._is_waiting = True
         try:
+            self._is_waiting = True
             for item in items:
                 self.settle(item)
         finally:
