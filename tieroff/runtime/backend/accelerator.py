@@ -221,7 +221,7 @@ class AcceleratorBackend:
             copy = self._on_stream(self._out, pinned(address, source.numel()), source)
             place.note(copy)
             return copy
-        ready = self._behind_writes(self._ready())
+        ready = self._ready(after_writes=True)
         if place.takes_device_memory:
             return copy_by_engine(
                 self._writers, ready, lambda: place.write(source.data_ptr(), source), "a copy to a file", source.numel()
@@ -321,12 +321,12 @@ class AcceleratorBackend:
         if self._staging is not None:
             self._staging.close()
 
-    def _ready(self) -> torch.Event:
-        """Returns an event behind all that compute has been given so far."""
+    def _ready(self, *, after_writes: bool = False) -> torch.Event:
+        """Returns an event behind all that compute has been given so far; `after_writes`: and what other streams wrote."""
         self._compute.join()
         event = torch.Event(self.device, enable_timing=False)
         event.record(self._compute.current())
-        return event
+        return self._behind_writes(event) if after_writes else event
 
     def _others_writes(self) -> list[torch.Event]:
         """Returns events behind what other streams wrote and may not be through with."""
