@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.accelerator import sim
+from tieroff.core.machine import Machine
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
 
 # Read when cuBLAS makes its first handle, so before any test.
@@ -27,6 +28,19 @@ def device(index: int = 0) -> torch.device:
 def backend(index: int = 0) -> AcceleratorBackend:
     """Returns a new backend on one of its devices."""
     return AcceleratorBackend(device(index))
+
+
+def machine_with_links(bytes_per_s: int) -> Machine:
+    """Returns a machine whose links move so much each way at once, for the simulated device's clock."""
+    return Machine(
+        name="made up",
+        measured="datasheet",
+        device_bytes=1 << 40,
+        host_bytes=1 << 40,
+        nvme_bytes=0,
+        d2h_bytes_per_s=bytes_per_s,
+        h2d_bytes_per_s=bytes_per_s,
+    )
 
 
 def deterministic_kernels() -> Iterator[None]:

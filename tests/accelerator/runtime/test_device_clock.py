@@ -33,15 +33,7 @@ WAITS_OF_THE_LOOP = 2  # `batch` copies pageable tensors to the device, for whic
 
 def machine(link_bytes_per_s: int = LINK) -> Machine:
     """A device whose kernels take a millisecond each, and links of this speed each way at once."""
-    return Machine(
-        name="made up",
-        measured="datasheet",
-        device_bytes=1 << 40,
-        host_bytes=1 << 40,
-        nvme_bytes=0,
-        d2h_bytes_per_s=link_bytes_per_s,
-        h2d_bytes_per_s=link_bytes_per_s,
-    )
+    return target.machine_with_links(link_bytes_per_s)
 
 
 def config(folder: Path, policy: str, device: str, known: Machine | None = None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.accelerator import sim, target
-from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
@@ -27,17 +26,7 @@ LINK = 4 * MIB  # bytes per second
 
 @pytest.fixture
 def traffic() -> Iterator[Traffic]:
-    sim.set_machine(
-        Machine(
-            name="made up",
-            measured="datasheet",
-            device_bytes=1 << 40,
-            host_bytes=1 << 40,
-            nvme_bytes=0,
-            d2h_bytes_per_s=LINK,
-            h2d_bytes_per_s=LINK,
-        )
-    )
+    sim.set_machine(target.machine_with_links(LINK))
     backend, engine = target.backend(), NativeEngine()
     store = HostStore(4 * MIB, engine, backend.slabs)
     traffic = Traffic(backend, Spill({Tier.HOST: store}, (Tier.HOST,)))

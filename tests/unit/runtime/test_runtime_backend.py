@@ -97,7 +97,7 @@ def test_step_of_one_model_keeps_memory_while_tensors_of_another_are_in_use() ->
     maker, judge = WatchedBackend(), WatchedBackend()
     judge.keep_freed(8 * MIB)
     alone = kept_of(judge, 64 * MIB)
-    assert alone >= 8 * MIB, "expected its share, and what others had of the pool when it came"
+    assert 8 * MIB <= alone < 60 * MIB
 
     maker.keep_freed(8 * MIB)
     judge.keep_freed(8 * MIB)
