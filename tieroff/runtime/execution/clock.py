@@ -109,6 +109,11 @@ class StepTimes:
             self._beside.append((len(self.host_starts_ns) - 1, start, stop))
 
     @property
+    def has_ops(self) -> bool:
+        """True where it is known how long each op took: on the host, or by stamps."""
+        return self.is_by_host or self.is_stamped
+
+    @property
     def last(self) -> int:
         """The op that began last."""
         return len(self.host_starts_ns) - 1
@@ -239,7 +244,7 @@ class Clock:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, the engine computes in the place of the program."""
-        if not (self.times.is_stamped or self.times.is_by_host):
+        if not self.times.has_ops:
             yield
             return
         start = self._traffic.now()

@@ -41,8 +41,7 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
         step_ns = ns_of(ended) - ns_of(times.begun)
         stall_ns = counts.stall_ns
         # What an accelerator does between two ops takes it no time. Where they have no stamps, all that is no stall is compute.
-        has_ops = times.is_stamped or times.is_by_host
-        compute_ns = times.row_ns() if has_ops else max(step_ns - stall_ns, 0)
+        compute_ns = times.row_ns() if times.has_ops else max(step_ns - stall_ns, 0)
         return replace(
             counted,
             step_s=step_ns / NS_PER_S,
