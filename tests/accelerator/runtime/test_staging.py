@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -267,3 +269,25 @@ def test_closing_waits_for_what_was_asked(backend: AcceleratorBackend, store: Fi
     copy.wait(WAIT_S)
     assert torch.equal(back(backend, place, value.numel()), value)
     place.free()
+
+
+ENDS_AT_ONCE = """
+import atexit, sys
+atexit.register(lambda: print(copy.done(), copy.wait()))  # after all that is registered later
+from pathlib import Path
+from tests.accelerator import sim, vendor
+sim.load()
+vendor.install()
+from tests.accelerator.runtime.test_staging import *
+backend = target.backend()
+backend.use_staging(STAGING_BYTES)
+store = FileStore([Path(sys.argv[1])], 32 * MIB, choose("threads"), checksum="always", room=Room(grow_bytes=MIB))
+sim.set_late_links(0.01)
+copy = backend.copy_out(filled(16 * STAGING_BYTES, 1), BlockPlace(store, 16 * STAGING_BYTES))
+"""
+
+
+def test_a_program_that_ends_at_once_leaves_no_copy_half_done(project: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True None\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -122,13 +123,16 @@ class Line(ABC):
         self._threads = [threading.Thread(target=stage, name=name, daemon=True) for stage in stages]
         for thread in self._threads:
             thread.start()
+        # Before the I/O engine closes, which its copies need, and while threads may still wait for Python's lock in a call.
+        atexit.register(self.close)
 
     def submit(self, job: Job) -> None:
         """Has a tensor moved, behind those that were asked for before."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Returns when everything that was asked for has passed, and the threads have ended."""
+        """Returns when everything that was asked for has passed, and the threads have ended; also called at exit."""
+        atexit.unregister(self.close)
         self._jobs.put(None)
         for thread in self._threads:
             thread.join()
