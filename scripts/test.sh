@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the checks and the tests, but those that need a GPU.
 #
-#   bash scripts/test.sh [--quick | --all | --published] [--coverage] [--workers N] [arguments of pytest]
+#   bash scripts/test.sh [--quick | --all | --published] [--minutes N] [--coverage] [--workers N] [arguments of pytest]
 #
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
 #              (default: every test that is not marked `long`; 14 minutes on 2 cores, 17 with the installation)
@@ -9,22 +9,28 @@
 # --published  those too that plan every published cell at effort "high" and with every amount of host memory, and search the
 #              shardings of a contest (half an hour more): for changes of the planner
 # --coverage   measures which lines and branches of tieroff the tests ran, and prints the sum
+# --minutes N  of --all and --published: no long test begins later than that after the start of this script; those left out
+#              are named as skipped. A machine may be 2.3 times as slow as another of its kind
 # --workers N  processes that the tests are shared among (2)
 #
-# Tests marked `alone` run in a second phase, one after the other. The exit status is 1 when anything failed.
+# Tests marked `long` or `published` run after all others, and those marked `alone` at last, one after the other. The exit status
+# is 1 when anything failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 
+started_s=$(date +%s)
 quick=(tests/tidy tests/golden tests/unit/core tests/unit/planner tests/unit/planner_search tests/unit/storage)
-marks="not gpu and not long and not published"
+long="" # which of them
+alone="not long and not published"
 workers=2
 arguments=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --quick) arguments+=("${quick[@]}") ;;
-    --all) marks="not gpu and not published" ;;
-    --published) marks="not gpu" ;;
+    --all) long="long and not published" && alone="not published" ;;
+    --published) long="(long or published)" && alone="" ;;
+    --minutes) export TIEROFF_TEST_UNTIL=$((started_s + 60 * $2)) && shift ;;
     --coverage) arguments+=(--cov --cov-append --cov-report=term:skip-covered) ;;
     --workers) workers=$2 && shift ;;
     *) arguments+=("$1") ;;
@@ -38,17 +44,18 @@ unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: each woul
 failed=0
 check() { "$@" || failed=1; }
 
-# Runs pytest. Arguments may select no test for one of the two phases (pytest's status 5), but not for both.
+# Runs pytest. Arguments may select no test for one of the phases (pytest's status 5), but not for all of them.
+phases=0
 empty=0
 test_phase() {
   local status=0
+  phases=$((phases + 1))
   .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"} "$@" || status=$?
   case "$status" in
     0) ;;
     5) empty=$((empty + 1)) ;;
     *) failed=1 ;;
   esac
-  [ "$empty" -lt 2 ] || failed=1
 }
 
 check .venv/bin/python -m ruff check .
@@ -56,6 +63,10 @@ check .venv/bin/python -m ruff format --check --quiet .
 check .venv/bin/python -m codespell_lib
 check .venv/bin/python -m mypy
 rm -f .coverage
-test_phase -m "$marks and not alone" --numprocesses "$workers" --dist worksteal
-test_phase -m "$marks and alone"
+several=(--numprocesses "$workers" --dist worksteal)
+[ -z "$long" ] || arguments+=(--hypothesis-profile tieroff) # all examples of each property
+test_phase -m "not gpu and not long and not published and not alone" "${several[@]}"
+[ -z "$long" ] || test_phase -m "not gpu and not alone and $long" "${several[@]}"
+test_phase -m "not gpu and alone${alone:+ and $alone}"
+[ "$empty" -lt "$phases" ] || failed=1
 exit "$failed"

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets no long test begin later than its runner said (scripts/test.sh --minutes)."""
+    until = os.environ.get("TIEROFF_TEST_UNTIL")
+    if until and time.time() > float(until) and any(item.get_closest_marker(mark) for mark in ("long", "published")):
+        pytest.skip("no time was left for this long test")
 
 
 @pytest.fixture(autouse=True, scope="session")

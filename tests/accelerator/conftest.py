@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         for one in apart:
             one.add_marker(pytest.mark.timeout(SECONDS_MAX))
+            if not is_short:
+                one.add_marker(pytest.mark.long)
         theirs = [item for item in items if not item.path.is_relative_to(HERE)]
         # First, as they are the longest: at the end one worker would run them while the others have nothing left.
         items[:] = apart + theirs
