@@ -396,3 +396,23 @@ def test_the_programs_default_device_is_not_the_engines(tmp_path: Path) -> None:
         return loss
 
     check_twins(mlp_and_sgd, step, Setting(tmp_path))
+
+
+def test_a_lazy_module_added_later_runs_by_itself_first(each_setting: Setting) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = sgd(model)
+    each_setting.wrap(model, optimizer)
+    for _ in range(4):
+        usual(model, optimizer)
+    model.append(nn.LazyLinear(8))
+    with pytest.raises(StateError, match=r"LazyLinear has lazy parameters.*run it once"):
+        usual(model, optimizer)
+    model[-1](torch.randn(4, 8))
+    optimizer.add_param_group({"params": [*model[-1].parameters()]})
+    before = copy.deepcopy(model[-1].weight)
+    for _ in range(4):
+        usual(model, optimizer)
+    assert not torch.equal(model[-1].weight, before)
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)
