@@ -118,6 +118,19 @@ def test_compiling_a_wrapped_model_says_what_to_write_instead(fullgraph: bool, t
     tieroff.unwrap(model)
 
 
+def test_compiling_a_wrapped_optimizers_step_says_what_to_write_instead(tmp_path: Path) -> None:
+    model, plain = build("plain", None), build("plain", None)
+    optimizer = wrap(model, tmp_path)
+    step = torch.compile(optimizer.step, backend="eager")
+    model(torch.randn(16, WIDTH)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"optimizer\.step = torch\.compile\(optimizer\.step\)"):
+            step()
+    optimizer.zero_grad()
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters()))
+    tieroff.unwrap(model)
+
+
 def test_whole_model_below_its_one_op_is_advised_to_compile_blocks(tmp_path: Path) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()))

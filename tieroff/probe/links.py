@@ -94,7 +94,7 @@ def _measure_accelerator(device: str, seconds: float) -> LinkRates:
     """Copies between pinned memory and the device on two streams, timed from the host around a synchronisation."""
     import torch
 
-    pinned = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pinned = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     resident = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device) for _ in range(2)]
     torch.accelerator.synchronize()  # the buffers above were filled on the current stream

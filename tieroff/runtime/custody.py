@@ -26,7 +26,7 @@ from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.table import are_current, bring_home, is_leaving, leave_place, lies_up, not_up, settle_below
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.movable import local_of, why_unmovable
+from tieroff.runtime.movable import local_of, refuse_lazy, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
@@ -162,6 +162,7 @@ class Custody:
         """Looks for gradients of parameters that were unfrozen since; frozen ones get none."""
         if walk.trained == self._trained:
             return
+        refuse_lazy(self.model, "it once on real data, and give its parameters to the optimizer, before the model's next step")
         self._trained = walk.trained
         for used in self.model.parameters():
             self._gradient_hooks.add(self.executor.shards.leaf_of(used))

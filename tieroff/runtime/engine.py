@@ -35,6 +35,7 @@ from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import repair
 from tieroff.runtime.lifecycle.steps import Steps
+from tieroff.runtime.movable import refuse_lazy
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
@@ -101,12 +102,7 @@ class Engine:
                 "this model was compiled in place (model.compile()): calls of it go past tieroff; wrap torch.compile(model) "
                 "instead, or leave it uncompiled"
             )
-        for module in self.model.modules():
-            if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
-                raise StateError(
-                    f"{type(module).__name__} has lazy parameters, whose sizes nobody knows yet; run one forward on real "
-                    "data before tieroff.wrap"
-                )
+        refuse_lazy(self.model, "one forward on real data before tieroff.wrap")
         layers_of(self.model, self.settings.recompute_layers)  # says now what no module is called
         self._backend.tune_allocator(self.settings.allocator_threshold_bytes)
         if self._backend.device.type != "cpu":

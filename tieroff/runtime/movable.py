@@ -7,6 +7,19 @@ from typing import Any
 
 import torch
 
+from tieroff.errors import StateError
+
+
+def refuse_lazy(model: torch.nn.Module, remedy: str) -> None:
+    """Returns when all parameters have sizes.
+
+    Raises:
+        StateError: a module has lazy parameters. `remedy` says what to run, and when.
+    """
+    for module in model.modules():
+        if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
+            raise StateError(f"{type(module).__name__} has lazy parameters, whose sizes nobody knows yet; run {remedy}")
+
 
 def why_unmovable(tensor: torch.Tensor) -> str:
     """Returns why this tensor cannot have a home below, or "" when it can."""

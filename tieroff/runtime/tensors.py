@@ -79,4 +79,4 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 # Those of an object of a storage that nobody else holds: of the storage, and of the call that counts.
-_REFERENCES_OF_OWN = _references(torch.empty(1))
+_REFERENCES_OF_OWN = _references(torch.empty(1, device="cpu"))

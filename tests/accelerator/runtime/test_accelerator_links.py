@@ -21,6 +21,11 @@ def test_links_are_measured_between_pinned_memory_and_the_device() -> None:
     assert counted["bytes_to_device"] > 0 and counted["bytes_to_host"] > 0
 
 
+def test_links_are_measured_whatever_the_programs_default_device_is() -> None:
+    with torch.device(target.NAME):
+        assert measure_links(target.NAME, seconds=0.1).d2h_bytes_per_s > 0
+
+
 def test_machine_has_the_memory_that_is_free_on_the_device() -> None:
     gc.collect()  # what earlier tests let go
     torch.accelerator.empty_cache()

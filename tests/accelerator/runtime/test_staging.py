@@ -21,6 +21,7 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.backend.staging.line import SLOTS
+from tieroff.runtime.backend.staging.transfer import StagedTransfer
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines import choose
 from tieroff.storage.engines.base import OpenFile, Transfer
@@ -291,3 +292,40 @@ def test_a_program_that_ends_at_once_leaves_no_copy_half_done(project: Path, tmp
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True None\n", "")
+
+
+def wait_until(place: int, transfer: StagedTransfer) -> bool:
+    """Waits for a transfer, interrupted at a line, a call or a return; returns False when there are not so many."""
+    left = place
+
+    def trace(*_: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        transfer.wait(0.001)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupted_wait_keeps_no_line_from_ending_a_transfer() -> None:
+    place, is_there = 0, True
+    while is_there:
+        transfer = StagedTransfer(16, None)
+        is_there = wait_until(place, transfer)
+        line = threading.Thread(target=transfer.end, daemon=True)
+        line.start()
+        line.join(1)
+        assert not line.is_alive(), place
+        assert transfer.wait(1)
+        place += 1
+    assert place > 5

@@ -34,6 +34,13 @@ def test_a_device_that_nothing_is_known_of_computes_the_same(workload: Workload,
     check_parity(workload, tiers, target.backend, tmp_path)
 
 
+@pytest.mark.usefixtures("any_vendor")
+def test_memory_is_pinned_on_the_host_whatever_the_programs_default_device_is() -> None:
+    with torch.device(sim.NAME):
+        slab = target.backend().slabs.make(PAGE_BYTES)
+    assert sim.is_pinned(slab.address, PAGE_BYTES)
+
+
 @pytest.mark.parametrize("kind", ["cpu", sim.NAME])
 def test_what_lies_below_has_no_address_where_pytorch_cannot_forbid_all_access(kind: str) -> None:
     storage: Any = torch._C._construct_storage_from_data_pointer(0, torch.device(kind), 64)

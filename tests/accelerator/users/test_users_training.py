@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 import tieroff
 from tests.accelerator import sim, target
 from tests.accelerator.users.loops import STEPS, Net, Program, Usage, check
+from tieroff.runtime.items.homes import HomeItem
 
 START_SCALE = 2.0**24
 
@@ -223,3 +224,22 @@ def test_an_optimizer_that_evaluates_a_model_of_which_nothing_moves(tmp_path: Pa
             p.note(p.optimizer.step(closure))
 
     check(usage, tmp_path, planned=0, policy="auto")
+
+
+def test_ctrl_c_as_a_parameter_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has arrived, and the engine has not looked at it yet."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+        if not p.is_plain:
+            with monkeypatch.context() as patch:
+                patch.setattr(HomeItem, "arrived", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    p.loss(STEPS)
+        p.steps(4, STEPS)
+
+    check(usage, tmp_path)

@@ -30,6 +30,11 @@ def started(setting: Setting, steps: int = 4) -> tuple[Any, Any]:
     return model, optimizer
 
 
+def mlp_and_sgd() -> tuple[Any, Any]:
+    model = Mlp()
+    return model, sgd(model)
+
+
 def assert_plain(twin: Any, model: Any) -> None:
     """The twin has the model's values, trains by itself, and the model does not notice."""
     assert_same([look(model, None)], [look(twin, None)]) if any(p.grad is not None for p in twin.parameters()) else None
@@ -377,4 +382,37 @@ def test_the_state_dict_of_a_wrapped_model_is_that_of_a_plain_one(each_setting: 
             losses.append(usual(each, its))
         assert torch.equal(*losses)
         assert_same([look(twin, its_optimizer)], [look(model, optimizer)])
+    tieroff.unwrap(model)
+
+
+def test_the_programs_default_device_is_not_the_engines(tmp_path: Path) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        rows = torch.full((4, 8), 0.1 * (index + 1))
+        with torch.device("meta"):
+            loss: torch.Tensor = model(rows).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    check_twins(mlp_and_sgd, step, Setting(tmp_path))
+
+
+def test_a_lazy_module_added_later_runs_by_itself_first(each_setting: Setting) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = sgd(model)
+    each_setting.wrap(model, optimizer)
+    for _ in range(4):
+        usual(model, optimizer)
+    model.append(nn.LazyLinear(8))
+    with pytest.raises(StateError, match=r"LazyLinear has lazy parameters.*run it once"):
+        usual(model, optimizer)
+    model[-1](torch.randn(4, 8))
+    optimizer.add_param_group({"params": [*model[-1].parameters()]})
+    before = copy.deepcopy(model[-1].weight)
+    for _ in range(4):
+        usual(model, optimizer)
+    assert not torch.equal(model[-1].weight, before)
+    assert tieroff.engine(model).stats().phase == "planned"
     tieroff.unwrap(model)

@@ -72,7 +72,7 @@ class CpuBackend:
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         if size_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         # Not torch's allocator: page-aligned memory is read into directly, and it leaves the process when it has to.
         pages = self._pool.take(size_bytes) if self._pool is not None else buffers.allocate(size_bytes)
         return torch.frombuffer(pages, dtype=torch.uint8, count=size_bytes)
@@ -164,6 +164,6 @@ def settle_vector_math() -> None:
     root, and with it all that followed, differed between two runs of the same plain loop on 2 cores.
     """
     for dtype in (torch.float32, torch.float64):
-        one = torch.full((1,), 0.5, dtype=dtype)
+        one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for function in _VECTOR_MATH:
             function(one)

@@ -31,7 +31,7 @@ class Room:
 
     def __init__(self, size_bytes: int) -> None:
         with torch.inference_mode(False):  # it outlives whatever runs now
-            self.memory = torch.empty(size_bytes, dtype=torch.uint8)
+            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self.address = self.memory.data_ptr()
         self.views: dict[tuple[object, ...], torch.Tensor] = {}
         self._storage = storage_of(self.memory)

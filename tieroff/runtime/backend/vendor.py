@@ -44,7 +44,7 @@ class TorchSlab:
 
 def _pinned_by_torch(size_bytes: int) -> torch.Tensor:
     try:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         message = f"expected to pin {size_bytes} bytes of host memory, PyTorch refused: {error}"
         raise StoreError(message, size_bytes=size_bytes, errno=errno.ENOMEM) from error

@@ -54,13 +54,14 @@ def refused_hooks(error: BaseException) -> StateError | None:
 
 @contextlib.contextmanager
 def as_the_engine() -> Iterator[None]:
-    """Moves tensors in whatever mode the program is, and unseen by whoever records the step."""
+    """Moves tensors in whatever mode the program is, and unseen by whoever records the step or changes functions."""
     with contextlib.ExitStack() as stack:
         if functorch_is_active():
             stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
         yield
 
 

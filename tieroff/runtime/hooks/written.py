@@ -123,7 +123,8 @@ def _checksum(storage: torch.UntypedStorage, view: View, tensor: torch.Tensor) -
         if tensor.dtype is dtype and type(tensor) is torch.Tensor:
             whole = tensor.as_strided(view.size, view.stride, offset)
         else:
-            whole = view_of(torch.empty(0, dtype=torch.uint8).set_(storage), dtype, view.size, view.stride, offset)
+            held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            whole = view_of(held, dtype, view.size, view.stride, offset)
         flat = whole.contiguous()
         if size_bytes > _SUMMED_BYTES_MAX:
             flat = flat.view(-1).view(torch.uint8)
@@ -164,6 +165,6 @@ def _overlap(view: View, tensor: torch.Tensor) -> bool:
     """True when both have an element of their storage in common."""
     if view.dtype.itemsize != tensor.element_size():
         return True
-    mask = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
+    mask = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool, device="cpu")
     mask.as_strided(view.size, view.stride, view.offset).fill_(True)
     return bool(mask.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).any())

@@ -24,6 +24,7 @@ update, compiled code), and where a step is recorded, which sees every write, it
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.at_work import calls_user_code
+from tieroff.runtime.movable import local_of
 from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
 from tieroff.uncompiled import uncompiled
 
@@ -127,10 +129,30 @@ class _Below:
         return found.guard.call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__torch_function__(own_class(self).__deepcopy__, (), (self, memo))
+        # Not with the memo as an argument: it holds all that was copied before, which would come up, too.
+        item = guarded(self)
+        copy = _copy_apart if item is not None and item.device is None else own_class(self).__deepcopy__
+        return self.__torch_function__(functools.partial(copy, memo=memo), (), (self,))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__torch_function__(own_class(self).__reduce_ex__, (), (self, protocol))
+
+
+def _copy_apart(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Copies a tensor that came up for this, and leaves nothing in the memo that has its bytes stay up.
+
+    The memo keeps storages, so that copies share memory as their originals do. Nothing shares what lay below.
+    """
+    storage = local_of(tensor).untyped_storage()
+    copied = own_class(tensor).__deepcopy__(tensor, memo)
+    storages: Any = memo.get("torch", {})  # type: ignore[call-overload]
+    storages.pop(storage._cdata, None)
+    kept: Any = memo.get(id(memo), [])
+    for place in reversed(range(len(kept))):
+        if isinstance(kept[place], torch.UntypedStorage) and kept[place]._cdata == storage._cdata:
+            memo.pop(id(kept.pop(place)), None)
+            break
+    return copied
 
 
 class BelowParameter(_Below, torch.nn.Parameter):

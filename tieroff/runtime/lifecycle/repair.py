@@ -121,6 +121,8 @@ def _put_on_device(item: Item) -> None:
     if item.value is None:
         item.value = view_of(device, item.dtype, item.size, item.stride, 0)
     item.is_lifted = _is_up(item)
+    if not item.is_lifted and not item.is_shown_below:
+        item.value_version = item.value._version  # nobody reaches it: it is as it came, whether or not that was noted
     item.state = State.BOTH if was_both and not item.is_lifted else State.DEVICE
     tensor = item.tensor
     if not item.is_lifted and item.state is State.DEVICE and tensor is not None:

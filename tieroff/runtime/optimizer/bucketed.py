@@ -27,6 +27,22 @@ from tieroff.runtime.step.mode import Mode
 log = logging.getLogger("tieroff")
 
 
+_COMPILED = (
+    "torch.compile was called on the step of an optimizer that tieroff.wrap has already: in compiled code nothing could move. "
+    "Leave optimizer.step() out of what is compiled. Or compile it first: `optimizer.step = torch.compile(optimizer.step)`, "
+    "then tieroff.wrap; it is then stepped as a whole, and everything it updates must fit the device at once"
+)
+
+
+def _refuse_to_be_compiled() -> None:
+    """Raises when compiled code runs, not while torch compiles; see that of `hooks/forward/slot.py`."""
+    raise StateError(_COMPILED)
+
+
+_refuse_to_be_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+_refuse_to_be_compiled._torchdynamo_disable_msg = _COMPILED  # type: ignore[attr-defined]
+
+
 class UpdateFollower(Protocol):
     """Whoever has steps end with the optimizer's update."""
 
@@ -89,6 +105,8 @@ class BucketedStep:
             """Performs one optimization step, bucket by bucket (tieroff)."""
             if this.is_removed:  # somebody kept this method, as trainers with a loss scale do
                 return this.own(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                _refuse_to_be_compiled()
             return this.step(*args, **kwargs)
 
         step._bucketed_by = this  # type: ignore[attr-defined]

@@ -14,6 +14,8 @@ from tieroff.storage.engines.base import Transfer
 
 log = logging.getLogger("tieroff")
 
+_LOOK_S = 0.1  # after so long one who waits looks by himself
+
 
 class Part(Protocol):
     """What uses a slot: a transfer of the I/O engine, or a copy of the device's stream."""
@@ -45,6 +47,34 @@ class StreamPart:
         return True
 
 
+class Gate:
+    """Opens once. Whoever waits may be interrupted between any two instructions, and keeps nobody from opening it.
+
+    An Event is not like that: Ctrl-C right after its lock was taken leaves it taken, and who sets it then waits forever.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def open(self) -> None:
+        """Lets all pass."""
+        self.is_open = True
+        self._closed.release()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits until it is open; returns False after the time-out."""
+        deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+        while True:
+            left_s = deadline - time.monotonic()
+            if self._closed.acquire(timeout=max(0.0, min(left_s, _LOOK_S))):
+                self._closed.release()
+                return True
+            if self.is_open or left_s <= 0:  # open: one who was interrupted has the lock
+                return self.is_open
+
+
 class StagedTransfer:
     """One tensor's way between device memory and a file; a Transfer, as an engine's.
 
@@ -59,7 +89,7 @@ class StagedTransfer:
         self._errno = 0
         self._moved: list[Transfer] = []  # the engine's, in order
         self._parts: list[Part] = []  # the last of each piece
-        self._has_passed = threading.Event()  # all pieces went through both stages, or never will
+        self._has_passed = Gate()  # all pieces went through both stages, or never will
         self._claim = [True]  # whoever takes it decides whether it starts; taking is one operation
 
     @property
@@ -95,7 +125,7 @@ class StagedTransfer:
         return checksum
 
     def done(self) -> bool:
-        return self._has_passed.is_set() and all(part.done() for part in self._parts)
+        return self._has_passed.is_open and all(part.done() for part in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for its end; returns False after the time-out."""
@@ -112,7 +142,7 @@ class StagedTransfer:
         if not self.claim():
             return False
         self._errno = ECANCELED
-        self._has_passed.set()
+        self._has_passed.open()
         return True
 
     # For the line that moves it.
@@ -140,4 +170,4 @@ class StagedTransfer:
 
     def end(self) -> None:
         """All of it has passed."""
-        self._has_passed.set()
+        self._has_passed.open()

@@ -1,0 +1,65 @@
+"""Copies of more than the device's budget holds at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+import tieroff
+from tests.accelerator.users.loops import Program, check
+from tieroff.core.tensor import Tier
+
+
+def lower_budget(p: Program, share: float) -> None:
+    """Leaves the device this much of what all parameters take."""
+    assert p.engine is not None
+    runner = p.engine.executor.context.runner
+    assert runner.planned is not None
+    budget = int(share * sum(parameter.numel() * parameter.element_size() for parameter in p.parameters))
+    budgets = {**runner.planned.plan.budget_bytes, Tier.DEVICE: budget}
+    runner.planned = replace(runner.planned, plan=replace(runner.planned.plan, budget_bytes=budgets))
+
+
+def test_a_deep_copy_brings_up_one_tensor_after_another(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+        if not p.is_plain:
+            lower_budget(p, 0.5)
+        model, optimizer = copy.deepcopy((p.model, p.optimizer))
+        assert [*model.parameters()] == [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        p.note(*model.parameters(), *tree_leaves([*optimizer.state.values()]))
+        p.steps(2, 8)
+
+    check(usage, tmp_path)
+
+
+def test_a_deep_copy_shares_memory_where_its_original_does(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+        state: Any = p.optimizer.state[p.model.second.weight]["exp_avg"]
+        tensor, other, alias = copy.deepcopy([state, state, state.view(-1)])
+        assert tensor is other
+        p.note(tensor.data_ptr() == alias.data_ptr(), tensor, alias)
+
+    check(usage, tmp_path)
+
+
+def test_a_model_is_pickled_on_the_host(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+        if p.is_plain:
+            p.note(*pickle.loads(pickle.dumps(p.model)).parameters())
+        else:
+            with tieroff.on_host(p.model):
+                p.note(*pickle.loads(pickle.dumps(p.model)).parameters())
+        p.steps(2, 8)
+
+    check(usage, tmp_path)
