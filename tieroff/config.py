@@ -140,7 +140,8 @@ class Nvme(_Table):
     staging: Size = _key(
         64 * 2**20,
         _ANY_SIZE,
-        "Bounce buffers between device and drive, part of the host budget; with `host = 0` the only host memory in use.",
+        "Bounce buffers between device and drive, part of the host budget and at most half of it; with `host = 0` the only "
+        "host memory in use. Models under one `tieroff.Budget` have such buffers each, those of the first one within `host`.",
     )
     checksum: Checksum = _key(
         "warmup",

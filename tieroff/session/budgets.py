@@ -36,11 +36,17 @@ _MARGIN_BYTES = 32 * 2**20
 _MARGIN_PART = 16
 
 
+def staging_of(host_bytes: int, wanted_bytes: int) -> int:
+    """Returns how large bounce buffers are: as was asked for, and at most half of the host budget, where there is one."""
+    return min(wanted_bytes, host_bytes // 2) if host_bytes else wanted_bytes
+
+
 class Budgets:
     """The budgets of one wrapped model in this process.
 
     Attributes:
         host_bytes, nvme_bytes: sizes of the lower tiers; 0 for a tier that is not used.
+        staging_bytes: bounce buffers of an accelerator's copies to files, which `host_bytes` is without; 0 for none.
         dirs: folders of the NVMe tier; () where it is not used.
         is_folder_by_default: the config names no folders.
         is_lowered: the machine or a cgroup leaves less than the device budget that was asked for last, and than its step takes.
@@ -78,6 +84,9 @@ class Budgets:
             raise ConfigError("[budget].nvme is set but [nvme].dirs is empty: name a folder on the drive")
         self.host_bytes, self.nvme_bytes = ranks.share_bytes(host), ranks.share_bytes(nvme)
         self.dirs: tuple[Path, ...] = tuple(folders) if self.nvme_bytes else ()
+        is_staged = bool(self.dirs) and not self._is_cpu and config.nvme.engine != "gds"
+        self.staging_bytes = staging_of(self.host_bytes, config.nvme.staging) if is_staged else 0
+        self.host_bytes = max(self.host_bytes - self.staging_bytes, 0)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

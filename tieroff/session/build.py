@@ -88,8 +88,8 @@ def build(
             resources, links = part.resources(config, backend, links, lambda: _open(config, backend, budgets, links))
         joined.pop_all()
     try:
-        is_staged = budgets.dirs and resources.io is not None and resources.io.name != "gds"
-        backend.use_staging(config.nvme.staging if is_staged else 0)
+        is_staged = resources.io is not None and resources.io.name != "gds"
+        backend.use_staging(budgets.staging_bytes if is_staged else 0)
         layers = layers_to_recompute(config, ranks) if plan is None else ()
         settings = _settings(config, resources, layers)
         plans = _plan_source(plan, config, resources, budgets, links, ranks)

@@ -105,3 +105,25 @@ def test_a_refused_registration_is_told_and_leaves_no_error_behind() -> None:
     with pytest.raises(StoreError, match="expected to pin"):
         tieroff.wrap(model, config=config(plan={"min_bytes": 0}))
     assert float(model(torch.ones(1, WIDTH, device=target.device())).sum().item()) != 0  # the next kernel raises nothing
+
+
+@pytest.mark.parametrize("host_bytes", [256 << 10, 8 << 20])
+def test_what_is_pinned_for_copies_to_a_drive_is_part_of_the_host_budget(host_bytes: int, tmp_path: Path) -> None:
+    gc.collect()
+    before = sim.counters()["pinned_bytes"]
+    model = mlp(target.device())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tables: dict[str, Any] = {
+        "budget": {"device": "100%", "host": host_bytes},
+        "nvme": {"dirs": [str(tmp_path)], "staging": "1MiB"},
+    }
+    tieroff.wrap(model, optimizer, config=config(**tables))
+    planned = tieroff.engine(model)
+    for _ in range(4):
+        model(torch.ones(4, WIDTH, device=target.device())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sim.counters()["pinned_bytes"] - before <= host_bytes
+    assert planned.plan.budget_bytes[Tier.HOST] + min(1 << 20, host_bytes // 2) <= host_bytes
+    assert planned.stats().phase == "planned"
+    tieroff.unwrap(model)

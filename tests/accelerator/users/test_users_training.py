@@ -105,6 +105,20 @@ def test_torchs_clipping_calls_the_same_functions(tmp_path: Path) -> None:
     assert wrapped.seen.count("_foreach_norm") == STEPS
 
 
+def test_a_mode_that_changes_functions_sees_no_copy_of_the_engine(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(STEPS):
+            with Called() as called:
+                loss = p.loss(index)
+                loss.backward()
+                p.optimizer.step()
+            p.update(loss)
+            p.note(called.names.count("copy_"))
+
+    check(usage, tmp_path)
+
+
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_a_model_that_was_on_the_host_before_sums_gradients(rounds: int, tmp_path: Path) -> None:
     """What accumulates its gradients is another node on each device: the one of the host has none to wait for."""
