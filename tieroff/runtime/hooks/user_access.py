@@ -240,7 +240,8 @@ class UserAccess:
                 f"expected parameters, gradients and optimizer state that are used together to fit the device's budget of "
                 f"{format_bytes(budget_bytes)}, got {format_bytes(size_bytes)} in this call ({items[0].name}, ...) and "
                 f"{format_bytes(held_bytes)} that the program holds (views, aliases through .data, addresses); use one after "
-                "the other, or use them inside tieroff.on_host(model), where they are memory of the host"
+                "the other, or parameters and gradients inside tieroff.on_host(model), where they are memory of the host, as "
+                "is all of optimizer.state_dict()"
             )
 
     def _unpin(self, items: Iterable[HomeItem], raised: list[HomeItem], is_in_pass: bool) -> None:
