@@ -112,6 +112,7 @@ class FaultyEngine:
         self.hits: list[tuple[str, str]] = []
         self._faults: list[Fault] = []
         self._held: list[Held] = []
+        self._lock = threading.Lock()  # of the list: threads of a backend call while the test releases
 
     def inject(self, action: Action, kind: Kind, **rule: int) -> None:
         self._faults.append(Fault(action, kind, **rule))
@@ -121,7 +122,8 @@ class FaultyEngine:
 
     def release(self, seed: int | None = None) -> None:
         """Lets everything go on that is held, in the order of the calls or in one drawn by a seed."""
-        held, self._held = self._held, []
+        with self._lock:
+            held, self._held = self._held, []
         if seed is not None:
             random.Random(seed).shuffle(held)
         for transfer in held:
@@ -174,8 +176,10 @@ class FaultyEngine:
         if fault.kind == "short":
             return Ended(size_bytes, size_bytes - 1, 0)
         if fault.kind in ("hang", "late"):
-            self._held.append(Held(size_bytes, call, starts_now=fault.kind == "late"))
-            return self._held[-1]
+            held = Held(size_bytes, call, starts_now=fault.kind == "late")
+            with self._lock:
+                self._held.append(held)
+            return held
         assert file is not None
         extent_bytes = align_up(size_bytes, file.block_bytes)
         if fault.kind == "misdirected":

@@ -373,6 +373,7 @@ def test_survey_measures_every_engine_and_its_machine_names_the_best(tmp_path: P
     assert open_descriptors() == before
 
 
+@pytest.mark.alone  # reads are compared with copies in memory
 def test_engine_that_cannot_run_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = open_track
 
