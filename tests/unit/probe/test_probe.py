@@ -278,6 +278,7 @@ def test_counters_are_zero_where_the_system_keeps_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.alone  # reads are compared with copies in memory
 def test_reads_from_the_page_cache_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of a buffered file that are not dropped: the real counters show where the bytes came from."""
     monkeypatch.setattr(surveys, "available", lambda: ["aiofiles"])
