@@ -10,7 +10,7 @@
 #              shardings of a contest (half an hour more): for changes of the planner
 # --coverage   measures which lines and branches of tieroff the tests ran, and prints the sum
 # --minutes N  of --all and --published: no long test begins later than that after the start of this script; those left out
-#              are named as skipped. A machine may be 2.3 times as slow as another of its kind
+#              are named as skipped. Machines of one kind differ by more than twice
 # --workers N  processes that the tests are shared among (2)
 #
 # Tests marked `long` or `published` run after all others, and those marked `alone` at last, one after the other. The exit status
@@ -21,7 +21,8 @@ source scripts/env.sh
 
 started_s=$(date +%s)
 quick=(tests/tidy tests/golden tests/unit/core tests/unit/planner tests/unit/planner_search tests/unit/storage)
-long="" # which of them
+# Marks, by the tier: of the long tests, and of those that run alone.
+long=""
 alone="not long and not published"
 workers=2
 arguments=()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -41,3 +41,19 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     functools.update_wrapper(call, function)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
     return call
+
+
+def refusal(error: type[Exception], message: str) -> Callable[[], None]:
+    """Returns what code calls that torch.compile must not get: it raises the error when the compiled code runs.
+
+    Not while torch compiles, where an exception means that the code is left uncompiled. With fullgraph=True torch shows the
+    message.
+    """
+
+    def refuse() -> None:
+        raise error(message)
+
+    marked: Any = refuse
+    marked._torchdynamo_disable = True  # what `torch.compiler.disable` sets
+    marked._torchdynamo_disable_msg = message
+    return refuse

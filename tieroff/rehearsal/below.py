@@ -93,8 +93,8 @@ class Below:
             nvme_bytes = budget.nvme if budget.nvme is not None and nvme.dirs else self.machine.nvme_bytes
         if not self.machine.has_tier(Tier.NVME):
             nvme_bytes = 0
-        if host_bytes and nvme_bytes and nvme.engine != "gds":
-            host_bytes -= staging_of(host_bytes, nvme.staging)  # as where there is a drive
+        if host_bytes and nvme_bytes:
+            host_bytes -= staging_of(host_bytes, nvme)  # as where there is a drive
         update = {
             "device": "auto",
             "budget": budget.model_copy(update={"host": host_bytes, "nvme": nvme_bytes}),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tieroff.config import Config
+from tieroff.config import Config, Nvme
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError
@@ -36,9 +36,14 @@ _MARGIN_BYTES = 32 * 2**20
 _MARGIN_PART = 16
 
 
-def staging_of(host_bytes: int, wanted_bytes: int) -> int:
-    """Returns how large bounce buffers are: as was asked for, and at most half of the host budget, where there is one."""
-    return min(wanted_bytes, host_bytes // 2) if host_bytes else wanted_bytes
+def staging_of(host_bytes: int, nvme: Nvme) -> int:
+    """Returns how much of the host budget an accelerator's bounce buffers take: what was asked for, and at most half.
+
+    Without a host budget they are as large as was asked for. `gds` has none.
+    """
+    if nvme.engine == "gds":
+        return 0
+    return min(nvme.staging, host_bytes // 2) if host_bytes else nvme.staging
 
 
 class Budgets:
@@ -84,9 +89,9 @@ class Budgets:
             raise ConfigError("[budget].nvme is set but [nvme].dirs is empty: name a folder on the drive")
         self.host_bytes, self.nvme_bytes = ranks.share_bytes(host), ranks.share_bytes(nvme)
         self.dirs: tuple[Path, ...] = tuple(folders) if self.nvme_bytes else ()
-        is_staged = bool(self.dirs) and not self._is_cpu and config.nvme.engine != "gds"
-        self.staging_bytes = staging_of(self.host_bytes, config.nvme.staging) if is_staged else 0
-        self.host_bytes = max(self.host_bytes - self.staging_bytes, 0)
+        self.staging_bytes = staging_of(self.host_bytes, config.nvme) if self.dirs and not self._is_cpu else 0
+        if self.host_bytes:
+            self.host_bytes -= self.staging_bytes
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

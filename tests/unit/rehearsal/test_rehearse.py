@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from tieroff.config import Config
 from tieroff.core.io.run_folder import load_run
+from tieroff.core.machine import load_machine
+from tieroff.rehearsal.below import Below
 
 MIB = 2**20
 LAYERS, WIDTH, ROWS = 6, 1024, 2048
@@ -217,3 +220,13 @@ def test_rehearse_names_what_a_machine_lacks(rehearsal: Rehearsal) -> None:
     found = rehearsal.run("pass", machine=MACHINE.replace("fp32_flops_per_s = 1e12", ""), status=1)
 
     assert found["error"]["type"] == "ConfigError" and "fp32_flops_per_s" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(("engine", "left_bytes"), [("auto", 6 * MIB), ("gds", 8 * MIB)])
+def test_what_a_rehearsal_has_of_the_host_is_without_the_bounce_buffers(engine: str, left_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "machine.toml").write_text(MACHINE + DRIVE)
+    machine = load_machine(tmp_path / "machine.toml")
+    native: Any = None  # no memory is asked for
+    below = Below(native, machine, tmp_path / "machine.toml", "1MiB", None, None)
+    tables = {"budget": {"host": "8MiB"}, "nvme": {"dirs": [str(tmp_path)], "staging": "2MiB", "engine": engine}}
+    assert below.adapt(Config.load(tables)).budget.host == left_bytes

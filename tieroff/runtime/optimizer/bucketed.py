@@ -23,24 +23,16 @@ from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.optimizer.update import BucketUpdate
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.mode import Mode
+from tieroff.uncompiled import refusal
 
 log = logging.getLogger("tieroff")
 
-
-_COMPILED = (
+_refuse_to_be_compiled = refusal(
+    StateError,
     "torch.compile was called on the step of an optimizer that tieroff.wrap has already: in compiled code nothing could move. "
     "Leave optimizer.step() out of what is compiled. Or compile it first: `optimizer.step = torch.compile(optimizer.step)`, "
-    "then tieroff.wrap; it is then stepped as a whole, and everything it updates must fit the device at once"
+    "then tieroff.wrap; it is then stepped as a whole, and everything it updates must fit the device at once",
 )
-
-
-def _refuse_to_be_compiled() -> None:
-    """Raises when compiled code runs, not while torch compiles; see that of `hooks/forward/slot.py`."""
-    raise StateError(_COMPILED)
-
-
-_refuse_to_be_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
-_refuse_to_be_compiled._torchdynamo_disable_msg = _COMPILED  # type: ignore[attr-defined]
 
 
 class UpdateFollower(Protocol):

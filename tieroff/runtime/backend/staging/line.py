@@ -123,7 +123,8 @@ class Line(ABC):
         self._threads = [threading.Thread(target=stage, name=name, daemon=True) for stage in stages]
         for thread in self._threads:
             thread.start()
-        # Before the I/O engine closes, which its copies need, and while threads may still wait for Python's lock in a call.
+        # At exit: before the I/O engine closes, which the copies need, and before the interpreter ends, which a thread in the
+        # middle of a call does not survive.
         atexit.register(self.close)
 
     def submit(self, job: Job) -> None:

@@ -14,7 +14,7 @@ from tieroff.storage.engines.base import Transfer
 
 log = logging.getLogger("tieroff")
 
-_LOOK_S = 0.1  # after so long one who waits looks by himself
+_LOOK_S = 0.1  # how often one who waits looks whether it is open, should another have been interrupted with the lock
 
 
 class Part(Protocol):
@@ -71,7 +71,7 @@ class Gate:
             if self._closed.acquire(timeout=max(0.0, min(left_s, _LOOK_S))):
                 self._closed.release()
                 return True
-            if self.is_open or left_s <= 0:  # open: one who was interrupted has the lock
+            if self.is_open or left_s <= 0:  # where it is open, one who was interrupted has the lock
                 return self.is_open
 
 

@@ -12,23 +12,15 @@ import torch
 
 from tieroff.errors import StateError
 from tieroff.runtime.at_work import calls_user_code
+from tieroff.uncompiled import refusal
 
 # The two ways that are right, in the order of how small a budget they allow.
-_COMPILED_OUTSIDE = (
+_refuse_to_be_compiled = refusal(
+    StateError,
     "torch.compile was called on a model that tieroff.wrap has already: in compiled code no tensor could move. Compile its "
     "blocks, which allows a small budget: `for block in model.blocks: block.compile()`, then `tieroff.wrap(model, optimizer)`. "
-    "Or compile the whole first: `model = tieroff.wrap(torch.compile(model), optimizer)`"
+    "Or compile the whole first: `model = tieroff.wrap(torch.compile(model), optimizer)`",
 )
-
-
-def _refuse_to_be_compiled() -> None:
-    """Raises when compiled code runs, not while torch compiles, where an exception means that the code is left uncompiled."""
-    raise StateError(_COMPILED_OUTSIDE)
-
-
-# What `torch.compiler.disable` sets, which would import all of torch._dynamo; the text is shown with fullgraph=True.
-_refuse_to_be_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
-_refuse_to_be_compiled._torchdynamo_disable_msg = _COMPILED_OUTSIDE  # type: ignore[attr-defined]
 
 
 class ForwardSlot:
