@@ -63,6 +63,8 @@ class Machine:
         nvme_shares_host_link: traffic to the NVMe also fills the host link.
         move_compute_s: seconds of compute that each transfer takes: on the CPU backend the thread that trains starts
             transfers and computes. 0 for other devices, which compute meanwhile, and if unknown.
+        move_host_s: seconds of the host that each transfer takes where the device computes meanwhile, 0 if unknown. See
+            `counting_moves`.
         cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.
         checksum_bytes_per_s: bytes that one core makes a checksum of per second, 0 if unknown.
         fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
@@ -99,6 +101,7 @@ class Machine:
     duplex_share: float = 1.0
     nvme_shares_host_link: bool = False
     move_compute_s: float = 0.0
+    move_host_s: float = 0.0
     cpu_update_bytes_per_s: int = 0
     checksum_bytes_per_s: int = 0
     fp32_flops_per_s: float = 0.0
@@ -171,6 +174,14 @@ class Machine:
         """Returns the bytes per second written to each of these directories, None when one of them was not measured."""
         rates = [float(self.dirs.get(os.path.abspath(folder), {}).get("write_bytes_per_s", 0)) for folder in dirs]
         return rates if rates and all(rates) else None
+
+    def counting_moves(self) -> Machine:
+        """Returns the machine as plans are to be chosen for it: what a transfer takes of the host counts as compute.
+
+        A host that issues a step's work faster than the device does it has time to spare, so no step is predicted with this.
+        But of plans that take the device equally long it finds the one of fewer, larger transfers.
+        """
+        return replace(self, move_compute_s=self.move_host_s) if self.move_host_s and not self.move_compute_s else self
 
     def with_checksums(self) -> Machine:
         """Returns the machine as it is when every transfer to and from the NVMe also makes a checksum.

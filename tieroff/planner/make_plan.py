@@ -62,7 +62,7 @@ def plan_with_timeline(
     validate_machine(machine)
     capabilities = capabilities or default_capabilities(trace)
     make = find_policy(policy)
-    problem = make_problem(trace, machine, budget, capabilities, effort)
+    problem = make_problem(trace, machine.counting_moves(), budget, capabilities, effort)
     plan = make(problem)
     if plan.peak_bytes[Tier.DEVICE] > problem.device_bytes:
         raise infeasible(problem, policy, plan.peak_bytes[Tier.DEVICE])

@@ -28,6 +28,9 @@ log = logging.getLogger("tieroff")
 
 LINKS_SHARE, CHECKSUM_SHARE = 0.3, 0.02
 """Shares of the time that go to the host link and to checksums when there are folders to measure too."""
+# What a planned step takes of the host for each of its transfers, on a GPU: (72.5 - 52.3) ms over 240 - 66 transfers, two plans
+# of benchmarks/bench_clock.py's GPT (NVIDIA H100, 2026-11-26).
+_MOVE_HOST_S = 116e-6
 _START_S = 60.0  # that another interpreter may take beside its measuring, on a machine that is busy
 
 
@@ -155,6 +158,7 @@ def compose_machine(
         nvme_write_latency_s=rates.write_latency_s if rates else 0.0,
         nvme_read_latency_s=rates.read_latency_s if rates else 0.0,
         duplex_share=links.duplex_share,
+        move_host_s=0.0 if device == "cpu" else _MOVE_HOST_S,
         # Without direct storage every byte between a GPU and a drive passes through host memory.
         nvme_shares_host_link=device != "cpu",
         checksum_bytes_per_s=checksum_bytes_per_s,

@@ -117,6 +117,20 @@ def test_one_large_tensor_moves_instead_of_many_small_ones_where_that_is_no_slow
     assert moved == ({16} if is_large else set(range(16)))
 
 
+@pytest.mark.parametrize(("move_host_s", "is_large"), [(0.0, False), (20e-6, True)], ids=["unknown", "known"])
+def test_what_transfers_take_of_a_host_beside_the_device_chooses_them_and_is_no_part_of_the_step(
+    move_host_s: float, *, is_large: bool
+) -> None:
+    trace = _many_or_few()
+    budget = {Tier.DEVICE: 2 * MIB, Tier.HOST: 100 * MIB, Tier.NVME: 0}
+    links = {"d2h_bytes_per_s": 5 * 10**9, "h2d_bytes_per_s": 5 * 10**9, "duplex_share": 1.0}
+    machine = replace(_SLOW, **links, move_host_s=move_host_s)  # type: ignore[arg-type]
+    plan, timeline = plan_with_timeline(trace, machine, budget)
+    assert {transfer.tensor for transfer in plan.transfers} == ({16} if is_large else set(range(16)))
+    assert timeline.engine_ns == 0
+    assert plan.step_ns == timeline.step_ns == trace.ideal_ns + timeline.stall_ns == simulate(plan, trace, machine).step_ns
+
+
 def _weights() -> Trace:
     """Two parameters with gradients, used forwards and backwards and updated; room for little more than one of them."""
     size = MIB
