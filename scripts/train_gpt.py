@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import tieroff
 from shared.peak import PeakMemory
 from shared.progress import Progress
+from shared.repeatable import repeat_kernels
 from tieroff.runtime.backend.cpu import settle_vector_math
 
 OnStep = Callable[[int, float, float], None]
@@ -51,6 +52,7 @@ class Options:
     seed: int = 0
     device: str = "auto"
     sample: int = 0
+    deterministic: bool = False
     config: Path | None = None
     out: Path | None = None
 
@@ -206,6 +208,8 @@ def train(options: Options, on_step: OnStep) -> Result:
         options: the run.
         on_step: called after every step with the steps done, the loss and tokens per second.
     """
+    if options.deterministic:
+        repeat_kernels()
     device = torch.device(choose_device(options.device))
     memory = PeakMemory(device)
     settle_vector_math()  # or two plain runs can differ in the last bit
@@ -282,14 +286,19 @@ def add_options(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = (
         "clip": "norm that all gradients together are clipped to; 0: they are not",
         "device": "auto, cuda or cpu",
         "sample": "bytes to generate at the end",
+        "deterministic": "kernels that give the same bits in every run; the default ones of a GPU do not",
         "config": "train within this budget, through tieroff",
         "out": "folder for metrics.json and what the engine saves",
     }
     for f in fields(Options):
-        if f.name not in leave_out:
-            kind = Path if "Path" in str(f.type) else type(f.default)
-            text = described.get(f.name, f"the model's {f.name}")
-            parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=text)
+        if f.name in leave_out:
+            continue
+        text = described.get(f.name, f"the model's {f.name}")
+        if isinstance(f.default, bool):
+            parser.add_argument(f"--{f.name}", action=argparse.BooleanOptionalAction, default=f.default, help=text)
+            continue
+        kind = Path if "Path" in str(f.type) else type(f.default)
+        parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=text)
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import tieroff
 from shared.peak import PeakMemory
 from shared.progress import Progress
+from shared.repeatable import repeat_kernels
 from tieroff.runtime.backend.cpu import settle_vector_math
 from train_gpt import (
     GPT,
@@ -266,6 +267,8 @@ def train(peer: Plain, on_step: OnStep) -> Result:
     Of several ranks: the losses of all, rank after rank, tokens of all together, and the highest peak of one.
     """
     options, device = peer.options, peer.device
+    if options.deterministic:
+        repeat_kernels()
     settle_vector_math()  # or two plain runs can differ in the last bit
     memory = PeakMemory(device)
     torch.manual_seed(options.seed)

@@ -65,7 +65,9 @@ def run(
     arguments = [sys.executable, *torchrun, str(script), *more]
     for field in fields(Options):
         value = getattr(options, field.name)
-        if value is not None:
+        if isinstance(value, bool):
+            arguments.append(f"--{field.name}" if value else f"--no-{field.name}")
+        elif value is not None:
             arguments += [f"--{field.name}", str(value)]
     metrics = options.out / "metrics.json"
     metrics.unlink(missing_ok=True)
