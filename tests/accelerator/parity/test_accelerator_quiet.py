@@ -45,9 +45,10 @@ def is_quiet(engine: Engine) -> bool:
 @pytest.mark.filterwarnings("ignore:.*was raised:tieroff.errors.BudgetWarning")
 @pytest.mark.parametrize(("workload", "tiers"), in_turn(MODELS, (HOST, NVME)))
 def test_model_computes_the_same_in_quiet_steps(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
-    workload, quiet = replace(workload, steps=STEPS), []
+    workload, quiet, said = replace(workload, steps=STEPS), [], list[str]()
 
     def note(_step: int, engine: Engine) -> None:
+        said.append(engine.explain())
         if is_quiet(engine):
             stats = engine.stats()
             quiet.append(stats.fallbacks)
@@ -57,7 +58,7 @@ def test_model_computes_the_same_in_quiet_steps(workload: Workload, tiers: Tiers
     config["plan"]["background"] = False
     plain = run_plain(workload, target.device())
     assert_equal(plain, run_wrapped(workload, config, target.backend(), note))
-    assert quiet, "expected quiet steps behind the first ones of the plan"
+    assert quiet, f"expected quiet steps behind the first ones of the plan; the last step's account: {said[-1]}"
     assert not any(quiet), "expected them to follow their plan"
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,13 +129,15 @@ def test_steps_that_run_ahead_of_the_device_are_bounded_and_right(wrapped: Loop)
 
 def test_a_planned_step_takes_its_events_from_those_before(wrapped: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Event] = []
+    make = torch.Event
 
-    class Counted(torch.Event):
-        def __init__(self, *_: object, enable_timing: bool = False) -> None:
-            if enable_timing:
-                made.append(self)
+    def counted(*args: Any, **kwargs: Any) -> torch.Event:
+        event = make(*args, **kwargs)
+        if kwargs.get("enable_timing"):
+            made.append(event)
+        return event
 
-    monkeypatch.setattr(torch, "Event", Counted)
+    monkeypatch.setattr(torch, "Event", counted)
     for _ in range(4):
         wrapped.step()
         torch.accelerator.synchronize(target.device())
