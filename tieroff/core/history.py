@@ -22,6 +22,7 @@ class StepFigures:
         moved_bytes: per link.
         fallbacks: times that it left its plan.
         began_ns: when it began, by the machine's clock, from the beginning of 1970; 0 if that is not known.
+        ahead_ns: how long the host was ahead of an accelerator, see `Stats.host_ahead_s`; None on the CPU, or unknown.
     """
 
     number: int
@@ -36,6 +37,7 @@ class StepFigures:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     fallbacks: int = 0
     began_ns: int = 0
+    ahead_ns: int | None = None
 
     @property
     def rest_ns(self) -> int:
@@ -49,6 +51,7 @@ class StepFigures:
             "compute_s": self.compute_ns,
             "stall_s": self.stall_ns,
             "recompute_s": self.recompute_ns,
+            **({"host_ahead_s": self.ahead_ns} if self.ahead_ns is not None else {}),
         }
         sizes = {
             "peak_device_bytes": self.peak_device_bytes,

@@ -136,6 +136,8 @@ def comparison(run: Run, predicted: Timeline | None) -> Table:
         _times("computing again", again_ns, step.recompute_ns if step else None),
         _times("the engine's own work", engine_ns or None, step.rest_ns if step else None),
     ]
+    if step is not None and step.ahead_ns is not None:
+        rows.append(_times("the host ahead of the device", None, step.ahead_ns))
     measured_peaks = _measured_peaks(run, step)
     for tier in Tier:
         planned = run.plan.peak_bytes.get(tier, 0)

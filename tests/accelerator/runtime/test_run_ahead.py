@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,10 @@ from tests.accelerator import sim, target
 from tests.support.parity import HOST, config_for
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.accelerator import STAMPS_AHEAD_MAX
+from tieroff.runtime.execution.clock import Clock
 
 WIDTH, LAYERS, WARM_STEPS, STEPS = 32, 6, 5, 16
-POLL_S = 0.001
+POLL_S, HELD_S = 0.001, 0.2
 
 
 class Loop:
@@ -90,6 +92,27 @@ def test_a_planned_step_is_issued_while_the_device_does_nothing(wrapped: Loop) -
     assert len(engine.explain().splitlines()) == 5  # of device memory in pieces it has nothing to say
     assert (stats.phase, stats.fallbacks) == ("planned", 0)
     assert stats.moved_bytes["d2h"] > 0
+
+
+def test_how_far_the_host_is_ahead_tells_who_sets_the_pace(wrapped: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tieroff.engine(wrapped.model)
+    with beside(wrapped.step) as thread:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+        time.sleep(HELD_S)
+    assert (engine.stats().host_ahead_s or 0.0) > HELD_S
+    assert "The host limits" not in engine.explain()
+    tick = Clock.tick
+
+    def late(self: Clock, *args: Any) -> None:
+        torch.accelerator.synchronize(target.device())  # whatever the machine does besides, the device has nothing to do here
+        tick(self, *args)
+
+    monkeypatch.setattr(Clock, "tick", late)
+    wrapped.step()
+    stats = engine.stats()
+    assert stats.phase == "planned"
+    assert stats.host_ahead_s is not None and stats.host_ahead_s < HELD_S / 4
 
 
 def test_stamps_are_given_up_to_a_bound_ahead_of_the_device() -> None:

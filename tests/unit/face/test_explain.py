@@ -50,6 +50,15 @@ def test_a_step_that_the_engine_holds_up_is_told_so_with_what_each_transfer_take
     assert "The host limits" not in explain(Explained(TRACE, FITS, slow))[2]
 
 
+def test_a_device_that_waits_for_the_host_is_told_by_how_far_that_is_ahead() -> None:
+    waited_for = replace(figures(3), ahead_ns=5_000)
+    assert "The host limits this step: it was 5 us ahead of the device" in explain(Explained(TRACE, PLAN, waited_for))[2]
+    for ahead_ns in (None, waited_for.step_ns // 20):
+        assert "The host limits" not in explain(Explained(TRACE, PLAN, replace(waited_for, ahead_ns=ahead_ns)))[2]
+    assert "The host limits" not in explain(Explained(TRACE, FITS, waited_for))[2]
+    assert waited_for.scalars()["tieroff/host_ahead_s"] == 5e-6 and "tieroff/host_ahead_s" not in figures(3).scalars()
+
+
 def test_nothing_moved_because_everything_fits() -> None:
     lines = explain(Explained(TRACE, FITS))
     assert lines[0] == "Nothing moved, because everything fits: the device holds at most 7.00 MiB of 7.00 MiB."

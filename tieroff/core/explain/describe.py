@@ -17,6 +17,7 @@ _TIERS = tuple(Tier)
 _NAMED = 3
 STALLED_SHARE = 0.05  # share of a step spent in stalls from which on a hint is given
 HOST_BOUND_SHARE = 0.25  # the same of the engine's own work
+AHEAD_SHARE = 0.01  # share of a step up to which a host that is ahead of its accelerator by no more sets its pace
 # From which share of the device memory that was taken, and from which size on, what lies unused in pieces is worth a hint.
 FRAGMENTED_SHARE, FRAGMENTED_BYTES_MIN = 0.2, 256 << 20
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
@@ -159,13 +160,11 @@ def _cost(step: Explained) -> str:
     measured = step.measured
     if measured is None:
         return f"{text}; none was measured yet."
-    ticks, transfers = max(len(step.trace.ops), 1), len(step.plan.transfers)
-    hint = ""
-    if transfers and measured.rest_ns > HOST_BOUND_SHARE * measured.step_ns:
+    ticks, limit, hint = max(len(step.trace.ops), 1), _host_limit(len(step.plan.transfers), measured), ""
+    if limit:
         hint = (
-            f" The host limits this step: {transfers} transfers take it {_time(measured.rest_ns // transfers)} each "
-            "(all of the engine's own work, divided by their number). A larger batch has more compute for the same work; a "
-            "larger [plan] min_bytes keeps small tensors on the device."
+            f" The host limits this step: {limit}. A larger batch has more compute for the same work; a larger [plan] "
+            "min_bytes keeps small tensors on the device."
         )
     if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
         hint += (
@@ -177,6 +176,19 @@ def _cost(step: Explained) -> str:
         f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)} "
         f"({_time(measured.rest_ns // ticks)} for each of {ticks} ticks).{hint}"
     )
+
+
+def _host_limit(transfers: int, measured: StepFigures) -> str:
+    """Returns by what it shows that the host sets the pace of a step with transfers; "" where it does not."""
+    if not transfers:
+        return ""
+    if measured.rest_ns > HOST_BOUND_SHARE * measured.step_ns:
+        each = _time(measured.rest_ns // transfers)
+        return f"{transfers} transfers take it {each} each (all of the engine's own work, divided by their number)"
+    if measured.ahead_ns is not None and measured.ahead_ns < AHEAD_SHARE * measured.step_ns:
+        ahead = _time(measured.ahead_ns)
+        return f"it was {ahead} ahead of the device (median), which waits for it, and {transfers} transfers take time of it"
+    return ""
 
 
 def _left_alone(step: Explained) -> str:

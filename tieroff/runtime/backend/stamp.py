@@ -21,6 +21,9 @@ class Stamp(Protocol):
     def ns(self) -> int:
         """Returns when the device came by, on the host's monotonic clock; waits for it."""
 
+    def ahead_ns(self) -> int:
+        """Returns how long after the host asked for it that was; next to nothing where the device waits for the host."""
+
 
 Time = int | Stamp
 
@@ -115,6 +118,10 @@ class Anchor(_Recorded):
             self._before = None
         return self._host_ns
 
+    def ahead_ns(self) -> int:
+        """Returns how long after the host recorded it that was."""
+        return self.ns() - self._recorded_ns
+
     def stamp(self, stream: torch.Stream) -> EventStamp:
         """Returns a stamp behind what a stream was given so far, counted from here."""
         return EventStamp(self._events, stream, self)
@@ -123,14 +130,18 @@ class Anchor(_Recorded):
 class EventStamp(_Recorded):
     """A timing event on a stream."""
 
-    __slots__ = ("_anchor", "_ns")
+    __slots__ = ("_anchor", "_ns", "_recorded_ns")
 
     def __init__(self, events: Events, stream: torch.Stream, anchor: Anchor) -> None:
         self._events, self._anchor, self._ns = events, anchor, 0
         self.event = events.record(stream)  # as the base does; a step makes hundreds
+        self._recorded_ns = time.monotonic_ns()
 
     def ns(self) -> int:
         if not self._ns:
             self.event.synchronize()
             self._ns = self._anchor.ns() + round(self._anchor.event.elapsed_time(self.event) * _NS_PER_MS)
         return self._ns
+
+    def ahead_ns(self) -> int:
+        return max(self.ns() - self._recorded_ns, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.stamp import ns_of
@@ -42,11 +43,13 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
         stall_ns = counts.stall_ns
         # What an accelerator does between two ops takes it no time. Where they have no stamps, all that is no stall is compute.
         compute_ns = times.row_ns() if times.has_ops else max(step_ns - stall_ns, 0)
+        stamps = [time for time in (ended, *(start for start, _ in counts.stalls)) if not isinstance(time, int)]
         return replace(
             counted,
             step_s=step_ns / NS_PER_S,
             compute_s=(step_ns if mode is Mode.PASS else compute_ns) / NS_PER_S,
             stall_s=stall_ns / NS_PER_S,
+            host_ahead_s=median(stamp.ahead_ns() for stamp in stamps) / NS_PER_S if stamps else None,
         )
 
     return timed

@@ -31,6 +31,8 @@ class Stats:
         settled_after: planned steps of this kind after which durations and links were found to be within 10 % of those that
             its plan was made for; 0 while they were not.
         settings: values that the engine chose by itself.
+        host_ahead_s: how long the host was ahead of an accelerator in this step, the median over the places where it had that
+            wait for a transfer, and the step's end. Next to nothing: the device waits for the host. None on the CPU.
     """
 
     step_s: float
@@ -48,6 +50,7 @@ class Stats:
     plans: int
     settled_after: int
     settings: dict[str, str]
+    host_ahead_s: float | None = None
 
     def figures(self, number: int = 0) -> StepFigures:
         """Returns what of this is kept of every step, as that of step `number`."""
@@ -63,6 +66,7 @@ class Stats:
             nvme_bytes=self.nvme_bytes,
             moved_bytes=dict(self.moved_bytes),
             fallbacks=self.fallbacks,
+            ahead_ns=None if self.host_ahead_s is None else round(self.host_ahead_s * NS_PER_S),
         )
 
     def scalars(self) -> dict[str, float]:
