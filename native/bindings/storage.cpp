@@ -37,8 +37,9 @@ struct Handle {
 
 constexpr std::int64_t kSignalCheckNs = 50'000'000;  // so that Ctrl-C ends a wait
 
-bool wait(const Handle& handle, std::optional<double> timeout_s) {
-  const tieroff::Transfer& transfer = handle.checked();
+// Waits in slices, so that Ctrl-C ends it; `wait_some(nanoseconds)` waits for at most so long, without the interpreter's lock.
+template <typename WaitSome>
+bool wait_in_slices(const WaitSome& wait_some, std::optional<double> timeout_s) {
   const std::int64_t begin_ns = tieroff::monotonic_ns();
   for (;;) {
     std::int64_t slice_ns = kSignalCheckNs;
@@ -49,12 +50,21 @@ bool wait(const Handle& handle, std::optional<double> timeout_s) {
     bool is_done = false;
     {
       const py::gil_scoped_release released;
-      is_done = transfer.wait(slice_ns);
+      is_done = wait_some(slice_ns);
     }
     if (is_done) return true;
     if (timeout_s && slice_ns == 0) return false;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
+}
+
+bool wait(const Handle& handle, std::optional<double> timeout_s) {
+  const tieroff::Transfer& transfer = handle.checked();
+  return wait_in_slices([&transfer](std::int64_t slice_ns) { return transfer.wait(slice_ns); }, timeout_s);
+}
+
+bool settle(const std::shared_ptr<Engine>& engine, double timeout_s) {
+  return wait_in_slices([&engine](std::int64_t slice_ns) { return engine->settle(slice_ns); }, timeout_s);
 }
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
@@ -158,6 +168,7 @@ void bind_engine(py::module_& module) {
              bool is_for_readers) { return submit_copy(self, target, source, size_bytes, is_for_readers, false); },
           py::arg("target"), py::arg("source"), py::arg("size_bytes"), py::arg("is_for_readers"))
       .def("copy_now", &copy_now, py::arg("numbers"))
+      .def("settle", &settle, py::arg("timeout_s"))
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def(
           "inject",

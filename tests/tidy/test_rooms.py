@@ -25,7 +25,7 @@ FLOORS = {
     "core": (
         "ranks place tensor lifetime machine trace plan sharding buckets timeline history explain schedule check seams io"
     ),
-    "storage": "memory limits native buffers completion store extents homes engines transfers space host nvme",
+    "storage": "memory limits native locks buffers completion store extents homes engines transfers space host nvme",
     "planner": (
         "native simulate problem sharding bounds layout extended layers user_code foresight "
         "policy auto policies least make_plan compare beside"

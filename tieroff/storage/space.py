@@ -17,6 +17,7 @@ from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.engines.base import Engine, Transfer
 from tieroff.storage.extents import FreeList
+from tieroff.storage.locks import let_go
 from tieroff.storage.memory import align_up
 from tieroff.storage.store import Block, By, Home
 from tieroff.storage.transfers import UNCHECKED, Action, Check, Copied, InFlight, StoreTransfer
@@ -213,16 +214,27 @@ class SpaceStore(ABC):
             finally:
                 self._lock.release()
 
+    def free_lock(self) -> None:
+        """After an exception that may have come between any two instructions of this thread: other threads can go on."""
+        let_go(self._lock)
+
     def repair(self) -> None:
         """After an exception that may have come between any two instructions of this thread: frees the lock, ends transfers.
 
         Call it where no call of this store is under way in this thread.
+
+        Raises:
+            StoreError: a transfer that only the engine knows of did not end within CLOSE_TIMEOUT_S (ETIMEDOUT).
         """
-        while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.release()
+        self.free_lock()
         for transfer in self.in_flight.all():
             transfer.repair()
             transfer.wait_ended(CLOSE_TIMEOUT_S)
+        is_ours = not self._is_closed and os.getpid() == self._pid
+        if is_ours and not self.engine.settle(CLOSE_TIMEOUT_S):  # nor those that the exception kept this store from noting
+            raise StoreError(
+                f"transfers have not ended {CLOSE_TIMEOUT_S:g} s after an exception; the drive may hang", errno=errno.ETIMEDOUT
+            )
         with self._lock:
             if not self._is_closed:
                 self._recount()

@@ -177,8 +177,11 @@ class Store(Protocol):
     def home(self, size_bytes: int) -> Home:
         """Returns a new home. Raises StoreError as allocate does."""
 
+    def free_lock(self) -> None:
+        """After an exception between any two instructions of this thread: frees a lock that one of its frames held."""
+
     def repair(self) -> None:
-        """After an exception between any two instructions of this thread: frees what its frames held, and ends transfers."""
+        """After such an exception: frees what frames of this thread held, and ends transfers."""
 
     def close(self) -> None:
         """Ends all transfers (what has not started is cancelled) and leaves no thread, descriptor or file of its own.

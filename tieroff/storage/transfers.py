@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tieroff.errors import StoreError
 from tieroff.storage.engines.base import Transfer
+from tieroff.storage.locks import let_go
 
 READS_MAX = 4
 """How often a home is read until two reads agree."""
@@ -149,8 +150,7 @@ class StoreTransfer:
 
     def repair(self) -> None:
         """Frees the lock that a frame of this thread still holds which an exception interrupted."""
-        while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.release()
+        let_go(self._lock)
 
     def _decide(self) -> bool:
         if self._read_again is None:

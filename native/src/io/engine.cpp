@@ -14,6 +14,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "tieroff/errors.hpp"
 #include "tieroff/io/thread_lane.hpp"
@@ -27,6 +28,7 @@ constexpr std::size_t kChunkBytesMin = 4096;
 constexpr std::size_t kChunkBytesMax = std::size_t{1} << 30;  // one call moves less than 2 GiB
 // A copy of memory that takes less time than to wake the thread that would make it: some 10 us, measured on x86-64.
 constexpr std::size_t kCopiedAtOnceBytes = std::size_t{32} << 10;
+constexpr std::size_t kSubmittedMin = 64;
 
 }  // namespace
 
@@ -35,10 +37,30 @@ struct Engine::State {
   std::shared_ptr<Signal> signal = std::make_shared<Signal>();
   std::unique_ptr<Lane> reads;
   std::unique_ptr<Lane> writes;
-  std::mutex close_mutex;  // the second of two closers waits for the first
+  std::mutex submitted_mutex;
+  std::vector<std::weak_ptr<Transfer>> submitted;  // those that have ended may still be among them
+  std::size_t kept_count = kSubmittedMin;          // from how many on they are looked for
+  std::mutex close_mutex;                          // the second of two closers waits for the first
   std::atomic<bool> is_closed{false};
 
   Lane& lane(bool is_for_readers) { return is_for_readers ? *reads : *writes; }
+
+  void note(const std::shared_ptr<Transfer>& transfer) {
+    const std::lock_guard lock(submitted_mutex);
+    if (submitted.size() >= kept_count) {
+      std::erase_if(submitted, [](const std::weak_ptr<Transfer>& one) {
+        const std::shared_ptr<Transfer> found = one.lock();
+        return !found || found->is_done();
+      });
+      kept_count = std::max(2 * submitted.size(), kSubmittedMin);
+    }
+    submitted.push_back(transfer);
+  }
+
+  std::vector<std::weak_ptr<Transfer>> noted() {
+    const std::lock_guard lock(submitted_mutex);
+    return submitted;
+  }
 };
 
 Engine::Engine(std::size_t chunk_bytes, const MakeLane& make_lane)
@@ -76,9 +98,19 @@ std::shared_ptr<Transfer> Engine::submit(const Request& request, bool is_for_rea
     lane.check_open();
     run_copy({transfer, transfer->claim()}, state_->faults);
   } else {
+    state_->note(transfer);
     lane.submit(transfer);
   }
   return transfer;
+}
+
+bool Engine::settle(std::int64_t timeout_ns) {
+  check_process();
+  const std::int64_t stop_ns = monotonic_ns() + timeout_ns;
+  for (const std::weak_ptr<Transfer>& one : state_->noted())
+    if (const std::shared_ptr<Transfer> transfer = one.lock())
+      if (!transfer->wait(std::max<std::int64_t>(stop_ns - monotonic_ns(), 0))) return false;
+  return true;
 }
 
 std::optional<Span> Engine::copy_now(std::span<const Copy> copies) {

@@ -25,6 +25,7 @@ from tieroff.runtime.backend.staging.transfer import StagedTransfer
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines import choose
 from tieroff.storage.engines.base import OpenFile, Transfer
+from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore, Room
 
 KIB, MIB = 2**10, 2**20
@@ -101,6 +102,27 @@ def filled(size_bytes: int, seed: int) -> torch.Tensor:
 def out(backend: AcceleratorBackend, value: torch.Tensor, place: BlockPlace | HomePlace) -> None:
     backend.copy_out(value, place).wait(WAIT_S)
     place.publish()
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_copy_that_nobody_holds_is_waited_for(backend: AcceleratorBackend, store: FileStore, tier: str) -> None:
+    """As after an exception between its start and the line that notes it."""
+    host = HostStore(MIB, store.engine, slabs=backend.slabs)
+    place = BlockPlace(host if tier == "host" else store, PIECE_BYTES)
+    out(backend, filled(PIECE_BYTES, 1), place)
+    arrived = backend.empty(PIECE_BYTES)
+    thread = threading.Thread(target=backend.settle, args=(WAIT_S,))
+    with sim.held(torch.accelerator.current_stream(target.device())):
+        backend.copy_in(place, arrived)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    arrived.zero_()  # of which the race detector would tell, too
+    assert not arrived.cpu().any()
+    place.free()
+    host.close()
 
 
 def back(backend: AcceleratorBackend, place: BlockPlace | HomePlace, size_bytes: int) -> torch.Tensor:

@@ -159,6 +159,9 @@ class FaultyEngine:
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         return self.inner.joined_checksum(first, second, second_bytes)
 
+    def settle(self, timeout_s: float) -> bool:
+        return self.inner.settle(timeout_s)
+
     def close(self) -> None:
         self.release()
         self.inner.close()

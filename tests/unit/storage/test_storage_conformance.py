@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -176,6 +177,39 @@ def test_an_exception_in_a_finalizer_that_frees_does_no_harm(store: SpaceStore) 
     store.repair()  # it takes back what was never queued
     assert store.used_bytes == kept.extent_bytes
     store.free(kept)
+
+
+def test_a_read_that_an_exception_kept_from_being_noted_is_over_after_repair(store: SpaceStore, engine: Engine) -> None:
+    """The caller's memory has another use then. Engines that take faults begin late, so that it shows."""
+    size, injector = MIB, Injector()
+    native = getattr(engine, "native", None)
+    source, target = Memory(size).set(noise(size, 1)), Memory(size)
+    block, is_over = store.allocate(size), threading.Event()
+    store.write(block, source.address, source).wait(30)
+
+    def release() -> None:
+        while native is not None and not is_over.wait(0.02):
+            native.release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        for at in itertools.count():
+            if native is not None:
+                native.inject("copy" if isinstance(store, HostStore) else "read", hang=True)
+            was_interrupted = injector.run(lambda: store.read(block, target.address, target), at)
+            store.repair()
+            target.set(bytes(size))
+            if native is not None:
+                native.clear_faults()
+            time.sleep(0.03)
+            assert target.get() == bytes(size), injector.where
+            if not was_interrupted:
+                break
+    finally:
+        is_over.set()
+        thread.join()
+    assert at > 20
 
 
 @pytest.mark.parametrize("shift", [0, 1])

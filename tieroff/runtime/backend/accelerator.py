@@ -171,6 +171,10 @@ def copy_by_engine(
     return _EngineCopy(thread.submit(begin), what, size_bytes)
 
 
+def _nothing() -> None:
+    """What a thread does whose end alone is waited for."""
+
+
 class AcceleratorBackend:
     """One device that is not the host.
 
@@ -315,6 +319,16 @@ class AcceleratorBackend:
 
     def gave(self, device: torch.Tensor) -> bool:
         return True
+
+    def settle(self, timeout_s: float) -> None:
+        for threads in (self._writers, self._readers):
+            threads.submit(_nothing).result(timeout_s)  # behind all that they were given
+        if self._staging is not None and not self._staging.settle(timeout_s):
+            raise StoreError(
+                f"copies between {self.device} and files have not ended {timeout_s:g} s after an exception; the drive may hang",
+                errno=errno.ETIMEDOUT,
+            )
+        torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
         torch.accelerator.synchronize(self.device)

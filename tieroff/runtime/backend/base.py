@@ -97,6 +97,13 @@ class Backend(Protocol):
     def gave(self, device: torch.Tensor) -> bool:
         """True for memory to which that limit applies."""
 
+    def settle(self, timeout_s: float) -> None:
+        """After an exception: waits for copies that may be under way and that nobody has noted.
+
+        Raises:
+            StoreError: one did not end in time (ETIMEDOUT).
+        """
+
     def close(self) -> None:
         """Waits for nothing; gives back what the backend itself holds."""
 

@@ -111,6 +111,9 @@ class CpuBackend:
         """None: this is the host."""
         return None
 
+    def settle(self, timeout_s: float) -> None:
+        """Nothing to wait for: all copies are the I/O engine's."""
+
     def order_frees(self) -> None:
         """Nothing to order: work ends before the next call."""
 

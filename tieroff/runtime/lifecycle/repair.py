@@ -12,11 +12,11 @@ what is really there (memory, addresses, transfers), and decides for the copy th
 | no device copy, room below              | the copy below: the device copy was freed after it      |
 | the tensor lies on its device copy      | the device copy: somebody may have written it           |
 | the tensor lies on memory of others     | that memory                                             |
+
+Copies may also be under way that nobody has noted yet. They are waited for, since their memory may get other uses next.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
@@ -26,6 +26,7 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ON_DEVICE, State
 from tieroff.runtime.tensors import view_of
+from tieroff.storage.locks import let_go
 
 _ENDING_TIMEOUT_S = 60.0
 
@@ -46,9 +47,12 @@ def repair(custody: Custody) -> None:
     """
     executor = custody.executor
     executor.state.subclass_calls.restore()
-    _release(executor.state.lock)
+    let_go(executor.state.lock)
     executor.shards.show()
     executor.shards.is_beginning = False
+    for store in custody.stores.values():
+        store.free_lock()
+    custody.backend.settle(_ENDING_TIMEOUT_S)
     for store in custody.stores.values():
         store.repair()
     if custody.stepper is not None:
@@ -67,12 +71,6 @@ def repair(custody: Custody) -> None:
     executor.clock.is_backward_open = False
     executor.state.inside = 0
     executor.gate.depth = 0
-
-
-def _release(lock: Any) -> None:
-    """Frees a lock that an interrupted frame of this thread still holds."""
-    while lock._is_owned():
-        lock.release()
 
 
 def _reconcile(item: Item) -> None:

@@ -18,6 +18,7 @@ import aiofiles
 
 from tieroff.errors import StateError
 from tieroff.storage.engines.base import Direction, OpenFile
+from tieroff.storage.locks import let_go
 from tieroff.storage.memory import align_up, write_back
 
 _CHUNK_BYTES = 4 * 2**20
@@ -39,7 +40,7 @@ class AioTransfer:
         self.start_ns = 0
         self.stop_ns = 0
         self.checksum: int | None = None
-        self._lock = threading.Lock()  # between start() on the loop and cancel() on any thread
+        self._lock = threading.RLock()  # between start() on the loop and cancel() on any thread
         self._ended = threading.Event()
         self._pid = os.getpid()
 
@@ -62,6 +63,10 @@ class AioTransfer:
             self.errno = ECANCELED
             self._ended.set()
             return True
+
+    def free_lock(self) -> None:
+        """After an exception between any two instructions of this thread: the loop can go on."""
+        let_go(self._lock)
 
     def start(self) -> bool:
         """Returns whether it may run: it was not cancelled."""
@@ -99,7 +104,7 @@ class AioEngine:
         _logger.warning("the aiofiles engine is buffered: bytes also lie in the page cache, and it is slow")
         self._pid = os.getpid()
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._transfers: weakref.WeakSet[AioTransfer] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._executor = ThreadPoolExecutor(self.thread_count, thread_name_prefix="tieroff-aio")
@@ -181,6 +186,20 @@ class AioEngine:
             power = _crc32_product(power, power)
             second_bytes >>= 1
         return _crc32_product(first, shift) ^ second
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all that was asked for before has ended; returns False after the time-out."""
+        _check_process(self._pid)
+        stop_s = time.monotonic() + timeout_s
+        let_go(self._lock)
+        with self._lock:
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.free_lock()
+            # One that never came to the loop would not end.
+            if not transfer.cancel() and not transfer.wait(max(stop_s - time.monotonic(), 0.0)):
+                return False
+        return True
 
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""

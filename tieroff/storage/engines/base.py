@@ -111,5 +111,12 @@ class Engine(Mover, Protocol):
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         """Returns the checksum of two adjoining ranges from those of each, and the size of the second."""
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all that was asked for before has ended; returns False after the time-out.
+
+        After an exception between any two instructions there may be transfers that nobody holds. What somebody holds has to
+        have ended: what has not started may be taken back.
+        """
+
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins its threads. Idempotent."""

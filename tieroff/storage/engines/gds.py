@@ -18,6 +18,7 @@ from tieroff.storage import buffers
 from tieroff.storage.engines.base import Direction, Engine, OpenFile, Transfer
 from tieroff.storage.engines.cuda_memory import CudaMemory
 from tieroff.storage.engines.cufile import CuFile, GdsStatus, load_kvikio, open_cufile
+from tieroff.storage.locks import let_go
 from tieroff.storage.memory import align_up, write_back
 
 THREAD_COUNT = 8
@@ -180,7 +181,7 @@ class GdsEngine:
         self.bounce_bytes = thread_count * task_bytes
         self.statuses: dict[str, GdsStatus] = {}
         self._files: dict[tuple[int, int], tuple[CuFile, int]] = {}  # by device and inode: kvikio's, the store's
-        self._lock = threading.Lock()  # over the open files, for the threads
+        self._lock = threading.RLock()  # over the open files, for the threads
         self._pid = os.getpid()
         self._is_closed = False
         self._host: Engine = NativeEngine()
@@ -251,6 +252,18 @@ class GdsEngine:
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         """Returns the checksum of two adjoining ranges."""
         return self._host.joined_checksum(first, second, second_bytes)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all that was asked for before has ended; returns False after the time-out."""
+        _check_process(self._pid)
+        stop_s = time.monotonic() + timeout_s
+        let_go(self._lock)
+        for threads in self._threads.values():
+            all_there = threading.Barrier(_PER_DIRECTION)  # its threads, which come to it behind what they were asked for
+            jobs = [threads.submit(all_there.wait, timeout_s) for _ in range(_PER_DIRECTION)]
+            if any(job.exception() is not None for job in jobs):
+                return False
+        return self._host.settle(max(stop_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""

@@ -68,6 +68,10 @@ class _NativeBase:
         """Returns the checksum of two adjoining ranges."""
         return _native.crc32c_combine(first, second, second_bytes)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all that was asked for before has ended; returns False after the time-out."""
+        return self.native.settle(timeout_s)
+
     def close(self) -> None:
         """Cancels what has not started, waits for the rest and joins the threads."""
         self.native.close()

@@ -47,6 +47,9 @@ class Engine {
   // Takes back a transfer of which nothing was started; it ends with ECANCELED. False if it has started or ended.
   bool cancel(const std::shared_ptr<Transfer>& transfer);
 
+  // Waits until all that was submitted before has ended, also where nobody holds the transfer; false after `timeout_ns`.
+  bool settle(std::int64_t timeout_ns);
+
   // What is queued ends with ECANCELED, what has started is waited for, the threads are joined. Idempotent; in a forked
   // child it closes the descriptors that it inherited.
   void close();

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 
 from tieroff.runtime.backend.compute import entry_of
-from tieroff.runtime.backend.staging.transfer import Part, StagedTransfer, StreamPart
+from tieroff.runtime.backend.staging.transfer import Gate, Part, StagedTransfer, StreamPart
 from tieroff.runtime.backend.stamp import Anchor
 from tieroff.storage.engines.base import Transfer
 
@@ -114,8 +114,8 @@ class Line(ABC):
 
     def __init__(self, stream: torch.Stream, memory: torch.Tensor, name: str) -> None:
         self._stream = stream
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # nothing interrupts its put
-        self._begun: SimpleQueue[Piece | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | Gate | None] = SimpleQueue()  # nothing interrupts its put
+        self._begun: SimpleQueue[Piece | Gate | None] = SimpleQueue()
         self._slots: SimpleQueue[Slot] = SimpleQueue()  # those between whose stages no piece lies
         for part in memory.chunk(SLOTS):
             self._slots.put(Slot(part.data_ptr(), part))
@@ -130,6 +130,12 @@ class Line(ABC):
     def submit(self, job: Job) -> None:
         """Has a tensor moved, behind those that were asked for before."""
         self._jobs.put(job)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the second stage of all that was asked for has begun; returns False after the time-out."""
+        passed = Gate()
+        self._jobs.put(passed)
+        return passed.wait(timeout_s)
 
     def close(self) -> None:
         """Returns when everything that was asked for has passed, and the threads have ended; also called at exit."""
@@ -148,7 +154,10 @@ class Line(ABC):
 
     def _run_first_stage(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._begin_pieces(job)
+            if isinstance(job, Gate):
+                self._begun.put(job)
+            else:
+                self._begin_pieces(job)
             del job  # what its asker keeps: the next one may be long in coming
         self._begun.put(None)
 
@@ -180,7 +189,10 @@ class Line(ABC):
 
     def _run_second_stage(self) -> None:
         while (piece := self._begun.get()) is not None:
-            self._pass(piece)
+            if isinstance(piece, Gate):
+                piece.open()
+            else:
+                self._pass(piece)
             del piece  # as above
 
     def _pass(self, piece: Piece) -> None:

@@ -90,6 +90,10 @@ class Staging:
         line.submit(Job(transfer, mover.tensor, mover.ready, mover.anchor, move, piece_bytes))
         return transfer
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the last copy or transfer of all that was asked for has begun; returns False after the time-out."""
+        return self._out.settle(timeout_s) and self._in.settle(timeout_s)
+
     def close(self) -> None:
         """Ends the threads behind what they were asked for, and unpins the memory."""
         self._out.close()
