@@ -151,8 +151,7 @@ class SpaceStore(ABC):
         while True:
             self._check_process()
             self.in_flight.reap()
-            with self._lock:  # as `_open`: a step may ask hundreds of times
-                self._check_open()
+            with self._open():
                 self._drain()
                 block, reason = self._take(size_bytes)
                 if block is not None:
@@ -180,8 +179,7 @@ class SpaceStore(ABC):
                 offset = self.areas[index].take(extent_bytes)
                 if offset is not None:
                     self._used_bytes += extent_bytes
-                    if self._used_bytes > self._peak_bytes:
-                        self._peak_bytes = self._used_bytes
+                    self._peak_bytes = max(self._peak_bytes, self._used_bytes)
                     block = Block(size_bytes, index, offset, extent_bytes)
                     self._live.add(block)
                     return block, ""

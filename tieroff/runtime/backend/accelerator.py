@@ -65,35 +65,33 @@ _STAMPS_AT_ONCE = 64
 class _StreamCopy:
     """A copy between device and pinned memory, complete when its event is.
 
-    Attributes:
-        ended: behind it on its stream.
-
     Args:
         begun: None: nobody asks when it began; it counts as begun when it ended.
+        ended: behind it on its stream.
         compute: comes behind it in `wait`.
         keep: lives until then.
     """
 
     def __init__(self, begun: EventStamp | None, ended: EventStamp, compute: ComputeStreams, keep: tuple[object, ...]) -> None:
-        self._begun, self.ended, self._compute = begun, ended, compute
+        self._begun, self._ended, self._compute = begun, ended, compute
         self._keep: tuple[object, ...] = keep
 
     @property
     def start_ns(self) -> int:
         """When it began, by the device's clock; waits for it."""
-        return (self._begun or self.ended).ns()
+        return (self._begun or self._ended).ns()
 
     @property
     def stop_ns(self) -> int:
         """When it ended, by the device's clock; waits for it."""
-        return self.ended.ns()
+        return self._ended.ns()
 
     def done(self) -> bool:
-        return bool(self.ended.event.query())
+        return bool(self._ended.event.query())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Orders the device's compute behind the copy; the host goes on."""
-        self._compute.wait_event(self.ended.event)
+        self._compute.wait_event(self._ended.event)
         self._keep = ()
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
@@ -103,7 +101,7 @@ class _StreamCopy:
 
     def join(self) -> None:
         """Blocks the host until the bytes are there."""
-        self.ended.event.synchronize()
+        self._ended.event.synchronize()
 
 
 class Ready(Protocol):

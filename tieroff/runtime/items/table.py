@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
-
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import PLAIN, unwatch
 from tieroff.runtime.items.homes import HomeItem
@@ -98,17 +96,9 @@ def leave_place(item: HomeItem, traffic: Traffic) -> None:
 def lies_up(item: HomeItem) -> bool:
     """True for a lifted tensor that still lies on its device copy; written or not."""
     tensor = item.tensor
-    if tensor is not None and type(tensor) in PLAIN and (item.hollow is None or item.is_lifted):
-        return _lies_on_value(item, tensor) and not item.is_let_go
+    if tensor is not None and item.hollow is None and type(tensor) in PLAIN:
+        return tensor.data_ptr() == item.value_address and not item.is_let_go
     return item.is_current() and not item.is_let_go
-
-
-def _lies_on_value(item: HomeItem, tensor: torch.Tensor) -> bool:
-    """True where a lifted tensor, of which no class of another stands in the way, lies on the item's device copy."""
-    if item.hollow is None:
-        return tensor.data_ptr() == item.value_address
-    value = item.value  # a hollow tensor has no address to be asked for
-    return value is not None and tensor.untyped_storage()._cdata == value.untyped_storage()._cdata
 
 
 def not_up(items: Iterable[HomeItem]) -> list[HomeItem]:
@@ -120,8 +110,8 @@ def not_up(items: Iterable[HomeItem]) -> list[HomeItem]:
     for item in items:
         if item.stays_up and item.is_lifted and item.place is None and item.device is not None:
             tensor = item.ref()
-            if tensor is not None and type(tensor) in PLAIN and not item.is_let_go:
-                is_there = tensor.data_ptr() == item.value_address if item.hollow is None else _lies_on_value(item, tensor)
+            if tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
+                is_there = tensor.data_ptr() == item.value_address
             else:
                 is_there = lies_up(item)
             if is_there:
@@ -134,10 +124,7 @@ def are_current(items: Iterable[HomeItem]) -> bool:
     """True when `is_current` is true of each. Each step asks it of all parameters, so the usual case is written out."""
     for item in items:
         tensor = item.ref()
-        if tensor is not None and item.hollow is not None and item.is_lifted and type(tensor) in PLAIN:
-            if tensor.dtype is item.dtype and tensor.size() == item.size and _lies_on_value(item, tensor):
-                continue
-        elif tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
+        if tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
             is_there = tensor.data_ptr() == (item.value_address if item.is_lifted else item.lower_address)
             is_same = tensor.dtype is item.dtype and tensor.size() == item.size and tensor.stride() == item.stride
             if is_there and is_same and (item.value if item.is_lifted else item.lower) is not None:

@@ -420,9 +420,7 @@ class Traffic:
             await_arrival(arrival, what)
         finally:
             if start is not None:
-                # Where the device's own streams copy, compute goes on as the copy ends, whose stamp there is already.
-                ended = None if self.keep_spans else getattr(arrival, "ended", None)
-                stop = ended if ended is not None else self.now()
+                stop = self.now()
                 self.counts.stalls.append((start, stop))
                 if self.keep_spans:
                     below = item.place.tier if item.place is not None else item.tier
