@@ -221,6 +221,22 @@ def test_transfer_that_hangs_times_out_while_python_goes_on(nvme: FileStore) -> 
 
 
 @device_only
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_was_asked_for_is_waited_for_up_to_a_time_out(count: int, nvme: FileStore) -> None:
+    """One of the threads hangs, or all of a direction."""
+    sources = [Memory(MIB).set(noise(MIB, seed)) for seed in range(count)]
+    blocks = [nvme.allocate(MIB) for _ in sources]
+    driver.stand_in_hold(1)
+    writes = [nvme.write(block, source.address, source) for block, source in zip(blocks, sources, strict=True)]
+    driver.stand_in_wait_held(count)
+    assert not nvme.engine.settle(0.05)
+    assert not any(write.done() for write in writes)
+    driver.stand_in_hold(0)
+    assert nvme.engine.settle(30)
+    assert all(write.done() for write in writes)
+
+
+@device_only
 def test_transfer_that_has_not_started_can_be_cancelled(nvme: FileStore) -> None:
     sources = [Memory(MIB).set(noise(MIB, seed)) for seed in range(4)]
     blocks = [nvme.allocate(MIB) for _ in sources]

@@ -125,6 +125,21 @@ def test_a_copy_that_nobody_holds_is_waited_for(backend: AcceleratorBackend, sto
     host.close()
 
 
+def test_copies_that_do_not_end_are_an_error_for_who_waits_for_all(
+    backend: AcceleratorBackend, store: FileStore, engine: WatchedEngine
+) -> None:
+    size_bytes = (SLOTS + 1) * PIECE_BYTES
+    place, value = BlockPlace(store, size_bytes), filled(size_bytes, 1)
+    engine.inject("write", "hang", count=SLOTS)
+    copy = backend.copy_out(value, place)
+    with pytest.raises(StoreError, match="have not ended") as caught:
+        backend.settle(0.1)
+    assert caught.value.errno == errno.ETIMEDOUT
+    release(engine, copy)
+    backend.settle(WAIT_S)
+    place.free()
+
+
 def back(backend: AcceleratorBackend, place: BlockPlace | HomePlace, size_bytes: int) -> torch.Tensor:
     arrived = backend.empty(size_bytes)
     backend.copy_in(place, arrived).wait(WAIT_S)

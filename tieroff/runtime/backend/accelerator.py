@@ -37,7 +37,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
@@ -319,9 +319,8 @@ class AcceleratorBackend:
         return True
 
     def settle(self, timeout_s: float) -> None:
-        for threads in (self._writers, self._readers):
-            threads.submit(_nothing).result(timeout_s)  # behind all that they were given
-        if self._staging is not None and not self._staging.settle(timeout_s):
+        marks = [threads.submit(_nothing) for threads in (self._writers, self._readers)]  # behind all that they were given
+        if wait(marks, timeout_s).not_done or (self._staging is not None and not self._staging.settle(timeout_s)):
             raise StoreError(
                 f"copies between {self.device} and files have not ended {timeout_s:g} s after an exception; the drive may hang",
                 errno=errno.ETIMEDOUT,

@@ -118,10 +118,6 @@ class Anchor(_Recorded):
             self._before = None
         return self._host_ns
 
-    def ahead_ns(self) -> int:
-        """Returns how long after the host recorded it that was."""
-        return self.ns() - self._recorded_ns
-
     def stamp(self, stream: torch.Stream) -> EventStamp:
         """Returns a stamp behind what a stream was given so far, counted from here."""
         return EventStamp(self._events, stream, self)

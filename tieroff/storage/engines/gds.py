@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 from tieroff.errors import ConfigError, StateError
 from tieroff.storage import buffers
@@ -261,7 +261,9 @@ class GdsEngine:
         for threads in self._threads.values():
             all_there = threading.Barrier(_PER_DIRECTION)  # its threads, which come to it behind what they were asked for
             jobs = [threads.submit(all_there.wait, timeout_s) for _ in range(_PER_DIRECTION)]
-            if any(job.exception() is not None for job in jobs):
+            if wait(jobs, timeout_s).not_done or any(job.exception() is not None for job in jobs):
+                for job in jobs:
+                    job.cancel()  # all threads may hang, and would come to it when nobody waits
                 return False
         return self._host.settle(max(stop_s - time.monotonic(), 0.0))
 
