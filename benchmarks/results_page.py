@@ -201,18 +201,11 @@ def _foresight(name: str) -> str:
 
 def _host(name: str) -> str:
     found = load(name)
+    has_wall = any("wall_of_plain" in row for row in found["rows"])
     heads = (
-        "model",
-        "backend",
-        "budget",
-        "plain",
-        "step",
-        "mean",
-        "of plain",
-        "95 % interval",
-        "wall, of plain",
-        "tensors that move",
-        "losses",
+        *("model", "backend", "budget", "plain", "step", "mean", "of plain", "95 % interval"),
+        *(["wall, of plain"] if has_wall else []),
+        *("tensors that move", "losses"),
     )
     cells = [
         (
@@ -222,7 +215,7 @@ def _host(name: str) -> str:
             *(_seconds(row[key]) for key in ("plain_s", "step_s", "mean_s")),
             f"{row['of_plain'][0]:.2f}",
             "{1:.2f} to {2:.2f}".format(*row["of_plain"]),
-            f"{row['wall_of_plain']:.2f}" if "wall_of_plain" in row else "",
+            *([f"{row['wall_of_plain']:.2f}"] if has_wall else []),
             str(row["moved_tensors"]),
             "equal" if row["losses_equal"] else "DIFFERENT",
         )

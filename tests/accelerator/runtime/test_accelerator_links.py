@@ -36,3 +36,4 @@ def test_machine_has_the_memory_that_is_free_on_the_device() -> None:
         sim.set_device_bytes(8 << 30)
     assert machine.device_bytes == pytest.approx(256 << 20, rel=0.3)
     assert machine.nvme_shares_host_link
+    assert machine.move_host_s > 0 and machine.move_compute_s == 0  # the device computes while the host starts a transfer
