@@ -16,6 +16,7 @@ from torch import nn
 import tieroff
 import tieroff.api  # its imports count as imports, not as training
 from tieroff.core.tensor import Tier
+from tieroff.session import workshop
 
 ROWS, WIDTH, BLOCKS, STEPS, WARM_UP = 1024, 128, 24, 6, 4
 
@@ -33,6 +34,7 @@ def main(folder: str, budget: str, machine: str) -> None:
     blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh()) for _ in range(BLOCKS)]
     model: nn.Module = nn.Sequential(*blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    workshop.steps_wait = True  # for the plan, however busy the machine is
     if budget:
         config = {"device": "cpu", "budget": {"device": budget, "host": 0, "nvme": "1GiB"}, "nvme": {"dirs": [folder]}}
         tieroff.wrap(model, optimizer, {**config, "plan": {"min_bytes": "16KiB", "machine": machine}})

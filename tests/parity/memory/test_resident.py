@@ -99,6 +99,8 @@ def test_program_without_an_optimizer_never_imports_dynamo(tmp_path: Path) -> No
     program = f"""
 import sys, torch, tieroff
 from torch import nn
+from tieroff.session import workshop
+workshop.steps_wait = True  # for the plan, however busy the machine is
 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
 config = {{"budget": {{"device": "50%", "nvme": "16MiB"}}, "nvme": {{"dirs": [{str(tmp_path)!r}]}}}}
 tieroff.wrap(model, config={{**config, "plan": {{"min_bytes": "1KiB", "machine": {str(machine_file(tmp_path))!r}}}}})
