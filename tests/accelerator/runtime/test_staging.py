@@ -21,7 +21,7 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.backend.staging.line import SLOTS
-from tieroff.runtime.backend.staging.transfer import StagedTransfer
+from tieroff.runtime.backend.staging.transfer import Gate, StagedTransfer
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines import choose
 from tieroff.storage.engines.base import OpenFile, Transfer
@@ -352,6 +352,34 @@ def wait_until(place: int, transfer: StagedTransfer) -> bool:
     finally:
         sys.settrace(before)
     return False
+
+
+def test_who_waits_at_a_gate_comes_behind_who_opens_it() -> None:
+    """That it is open shows before its lock is free, and only the lock orders the two threads."""
+    device, held = target.device(), [torch.ones(64, device=target.device())]
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+
+    class SlowGate(Gate):
+        def open(self) -> None:
+            self.is_open = True
+            time.sleep(0.3)
+            super().open()
+
+    gate = SlowGate()
+
+    def use() -> None:
+        with torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type):
+            held[0].sum()
+        stream.synchronize()
+        gate.open()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert gate.wait(30)
+    held.clear()
+    thread.join()
+    assert sim.counters()["unordered_frees"] == 0
 
 
 def test_an_interrupted_wait_keeps_no_line_from_ending_a_transfer() -> None:

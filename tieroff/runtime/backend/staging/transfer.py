@@ -15,6 +15,7 @@ from tieroff.storage.engines.base import Transfer
 log = logging.getLogger("tieroff")
 
 _LOOK_S = 0.1  # how often one who waits looks whether it is open, should another have been interrupted with the lock
+_LET_GO_S = 1.0  # so long after that one who opens it may have the lock still, on a machine that has much else to do
 
 
 class Part(Protocol):
@@ -71,8 +72,12 @@ class Gate:
             if self._closed.acquire(timeout=max(0.0, min(left_s, _LOOK_S))):
                 self._closed.release()
                 return True
-            if self.is_open or left_s <= 0:  # where it is open, one who was interrupted has the lock
-                return self.is_open
+            if self.is_open:  # who opens it is about to let go of the lock; or one who was interrupted has it
+                if self._closed.acquire(timeout=_LET_GO_S):
+                    self._closed.release()
+                return True
+            if left_s <= 0:
+                return False
 
 
 class StagedTransfer:
