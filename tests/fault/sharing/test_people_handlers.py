@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,14 @@ def interrupt_planned_steps(handler: Handler, setting: Setting, steps: int) -> N
     """Runs planned steps with a handler before a line of each, other lines each time."""
     draw, injector = random.Random(SEED), Injector(raise_signal)
     fired: list[str] = []
+    lines: deque[int] = deque(maxlen=3)  # of the last steps: some have fewer, since nobody looks at them, or waits were shorter
 
     def step(model: Any, optimizer: Any, index: int) -> Any:
         handler.model = model
         out: list[Any] = []
-        at = draw.choice(injector.places(1)) if index > 4 else -1
+        if index:
+            lines.append(injector.seen)
+        at = draw.choice([place for place in injector.places(1) if place < min(lines)]) if index > 4 else -1
         old = copied(dict(model.named_parameters()))
         injector.run(lambda: out.append(train(model, optimizer)), at)
         if injector.where:
