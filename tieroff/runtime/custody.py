@@ -24,7 +24,7 @@ from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import are_current, bring_home, is_leaving, leave_place, lies_up, not_up, settle_below
+from tieroff.runtime.items.table import Standing, bring_home, is_leaving, leave_place, lies_up, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, refuse_lazy, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -66,6 +66,7 @@ class Custody:
         self._walk: Walk | None = None
         self._known_as: Walk | None = None  # the last one over the parameters of the fingerprint
         self._count = 0  # of parameters with a home
+        self._standing = Standing(())
         guard_forks_of(self)
 
     def below(self) -> list[HomeItem]:
@@ -256,19 +257,24 @@ class Custody:
             self._walk = Walk(self.model)
         return self._walk
 
-    def place_for(self, kind: StepKind) -> None:
+    def place_for(self, kind: StepKind, *, is_looked_at: bool = False) -> None:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
 
         Those that go to files move first and those that go to host memory last, so that host memory is free by then. Gradients
         that were kept come up where nothing moves: what backward adds to them then passes no hook of ours.
+
+        Args:
+            kind: of the step that begins.
+            is_looked_at: `has_changed` was asked, and nobody but the engine ran since.
         """
         homes, traffic = self.executor.homes, self.executor.traffic
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
         kept = homes.gradients.values() if kind.moves_nothing else ()
-        items: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values(), kept)
-        between = _TiersBetweenSteps(kind)
+        below: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
         if isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage):
-            items = not_up(items)  # few: the step before left most there
+            below = self._not_standing(is_looked_at=is_looked_at)  # few: the step before left most where they are to be
+        items = chain(below, kept)
+        between = _TiersBetweenSteps(kind)
         targets = [
             (item, tier) for item in items if not _lies(item, tier := between.of(item)) and not between.is_on_its_way(item)
         ]
@@ -324,7 +330,7 @@ class Custody:
         limit_bytes = self.executor.on_demand.room_bytes
         if isinstance(kind.stage, Recording):
             limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system
-        elif isinstance(kind.stage, Planned):
+        elif isinstance(kind.stage, Planned) and self.backend.device.type == "cpu":  # else nobody uses the limit
             copies = [item for item in self.executor.homes if item.device is not None]
             for item in [item for item in copies if item.is_given is None]:
                 item.is_given = item.device is not None and self.backend.gave(item.device)
@@ -366,7 +372,15 @@ class Custody:
         self._known_as = walk
         if len(self.executor.homes.parameters) != self._count:
             return True
-        return not are_current(self.executor.homes.parameters.values())
+        return not all(item.is_current() for item in self._not_standing() if isinstance(item, ParameterItem))
+
+    def _not_standing(self, *, is_looked_at: bool = False) -> list[HomeItem]:
+        """Returns the parameters and optimizer state that the plan moves, or that are not where it has them all the time."""
+        items = (*self.executor.homes.parameters.values(), *self.executor.homes.states.values())
+        plan = self.executor.runner.planned
+        if not self._standing.is_of(items, plan) or not (is_looked_at or self._standing.holds()):
+            self._standing = Standing(items, plan)
+        return self._standing.others
 
     def give_back(self) -> None:
         """Makes every parameter, gradient and living activation ordinary memory again."""
@@ -375,6 +389,7 @@ class Custody:
         for home in (*homes.gradients.values(), *homes.parameters.values()):
             bring_home(home, traffic)
         homes.parameters.clear()
+        self._standing = Standing(())
         self.executor.shards.close()
         self.executor.communication.close(self.model)
         self.executor.gate.mints.sweep()

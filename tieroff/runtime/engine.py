@@ -286,7 +286,7 @@ class Engine:
             if is_aside:
                 self._steps.begin_aside(args, kwargs)
             elif not has_begun(executor):
-                self._steps.begin_forward(signature, args, kwargs)
+                self._steps.begin_forward(signature, args, kwargs, walk)
             executor.gate.depth += 1
             with contextlib.ExitStack() as hooks:
                 if executor.state.mode is not Mode.PASS or self.settings.compute_dtype is not None:

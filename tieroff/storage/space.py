@@ -60,6 +60,7 @@ class SpaceStore(ABC):
         self._peak_bytes = 0
         self._is_closed = False
         self._live: set[Block] = set()
+        self._resting: dict[Block, None] = {}  # longest first: see `rest`
         self._freed: deque[Any] = deque()  # blocks, and what the subclass queues for its homes
         self._dissolving: Any = None  # what is on the way from there to there
         self._ending: list[Block] = []  # freed, with transfers that have not ended
@@ -151,8 +152,10 @@ class SpaceStore(ABC):
         while True:
             self._check_process()
             self.in_flight.reap()
-            with self._open():
-                self._drain()
+            with self._lock:
+                self._check_open()
+                if self._freed or self._ending or self._is_draining:
+                    self._drain()
                 block, reason = self._take(size_bytes)
                 if block is not None:
                     return block
@@ -169,24 +172,64 @@ class SpaceStore(ABC):
         self._freed.append(block)  # [Note: finalizers]
         self._try_drain()
 
+    def rest(self, block: Block) -> None:
+        """Nobody needs a block's bytes any more. Its room is free, and whoever had it may `resume` it while nobody took that.
+
+        What copied the block outside of this store has to be in order with what will copy it then.
+        """
+        with self._lock:
+            self._resting[block] = None
+            self._live.discard(block)
+            self._used_bytes -= block.extent_bytes
+
+    def resume(self, block: Block) -> bool:
+        """Takes a resting block again; False where its room is somebody else's by now, or of a store that is full."""
+        with self._lock:
+            if block not in self._resting or self._used_bytes + block.extent_bytes > self.capacity_bytes:
+                return False
+            self._live.add(block)
+            del self._resting[block]
+            self._count_taken(block.extent_bytes)
+            return True
+
+    def _count_taken(self, extent_bytes: int) -> None:
+        self._used_bytes += extent_bytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+
     def _take(self, size_bytes: int) -> tuple[Block | None, str]:
         extent_bytes = align_up(size_bytes, self.alignment_bytes)
         if self._used_bytes + extent_bytes > self.capacity_bytes:
             return None, "the capacity is used up"
         reason = ""
         for _attempt in range(2):
-            for index in self._area_order():
-                offset = self.areas[index].take(extent_bytes)
-                if offset is not None:
-                    self._used_bytes += extent_bytes
-                    self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-                    block = Block(size_bytes, index, offset, extent_bytes)
-                    self._live.add(block)
-                    return block, ""
+            while True:
+                for index in self._area_order():
+                    offset = self.areas[index].take(extent_bytes)
+                    if offset is not None:
+                        self._count_taken(extent_bytes)
+                        block = Block(size_bytes, index, offset, extent_bytes)
+                        self._live.add(block)
+                        return block, ""
+                if not self._end_rest():
+                    break
             reason = self._grow(extent_bytes)
             if reason:
                 break
         return None, reason
+
+    def _end_rest(self) -> bool:
+        """Gives the room of the block that rests longest to whoever asks; False where none rests."""
+        for block in self._resting:
+            if any(not transfer.done() for transfer in block.transfers):
+                self._live.add(block)  # taken until they are over
+                self._used_bytes += block.extent_bytes
+                self._ending.append(block)
+                del self._resting[block]
+            else:
+                del self._resting[block]
+                self.areas[block.area].give(block.offset, block.extent_bytes)
+            return True
+        return False
 
     def _full(self, size_bytes: int, reason: str) -> StoreError:
         path, _offset = self._where()
@@ -248,6 +291,7 @@ class SpaceStore(ABC):
         for index, area in enumerate(self.areas):
             area.rebuild((block.offset, block.extent_bytes) for block in self._live if block.area == index)
         self._used_bytes = sum(block.extent_bytes for block in self._live)
+        self._resting.clear()
         self._is_draining = False
 
     def _blocks_in(self, item: Any) -> list[Block]:
@@ -267,7 +311,10 @@ class SpaceStore(ABC):
             block.transfers = [transfer for transfer in block.transfers if not transfer.done()]
             if block.transfers:
                 still_ending.append(block)
-            else:
+            elif block in self._resting:
+                del self._resting[block]
+                self.areas[block.area].give(block.offset, block.extent_bytes)
+            elif block in self._live:  # else it rested, and its room is somebody else's
                 self._live.discard(block)  # first: what lives is taken, see `repair`
                 self.areas[block.area].give(block.offset, block.extent_bytes)
                 self._used_bytes -= block.extent_bytes

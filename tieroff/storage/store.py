@@ -16,6 +16,10 @@ By: TypeAlias = "Callable[[Engine], Mover]"
 """What moves bytes in an engine's place, see Store."""
 
 
+_NOTED_MOST = 4
+"""So many copies outside the store a block knows of before it asks which of them are over."""
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Block:
     """A place for one tensor's bytes in a store; not mapped. Made by Store.allocate.
@@ -48,7 +52,8 @@ class Block:
 
     def note(self, copy: Completion) -> None:
         """A copy made outside the store (by a device's stream) touches its bytes until it is done."""
-        self.transfers = [transfer for transfer in self.transfers if not transfer.done()]
+        if len(self.transfers) >= _NOTED_MOST:  # each is asked of its device
+            self.transfers = [transfer for transfer in self.transfers if not transfer.done()]
         self.transfers.append(copy)
 
 

@@ -20,7 +20,10 @@ from tests.accelerator import sim, target
 from tests.support.parity import HOST, config_for
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.accelerator import STAMPS_AHEAD_MAX
+from tieroff.runtime.backend.place import Place
 from tieroff.runtime.execution.clock import Clock
+from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.item import Mover
 
 WIDTH, LAYERS, WARM_STEPS, STEPS = 32, 6, 5, 16
 POLL_S, HELD_S = 0.001, 0.2
@@ -147,6 +150,27 @@ def test_steps_that_run_ahead_of_the_device_are_bounded_and_right(wrapped: Loop)
         plain.step()
     engine = tieroff.engine(wrapped.model)
     assert engine.stats().peak_host_bytes <= engine.plan.budget_bytes[Tier.HOST]
+    assert all(map(torch.equal, plain.values(), wrapped.values()))
+
+
+def test_a_planned_step_finds_the_host_memory_of_the_step_before(wrapped: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find room for each saved tensor that leaves would take the host longer than to begin its copy."""
+    made: list[ActivationItem] = []
+    make_place = ActivationItem.make_place
+
+    def counted(self: ActivationItem, traffic: Mover) -> Place:
+        made.append(self)
+        return make_place(self, traffic)
+
+    monkeypatch.setattr(ActivationItem, "make_place", counted)
+    for _ in range(STEPS):
+        wrapped.step()
+    stats = tieroff.engine(wrapped.model).stats()
+    assert stats.phase == "planned" and stats.moved_bytes_by_class["activation"] > 0
+    assert len(made) < STEPS  # the plan may be made again, and then others leave
+    plain = Loop()
+    for _ in range(WARM_STEPS + STEPS):
+        plain.step()
     assert all(map(torch.equal, plain.values(), wrapped.values()))
 
 

@@ -132,6 +132,28 @@ def test_a_spare_item_keeps_its_place_until_another_tensor_needs_the_room(traffi
     traffic.end(large)
 
 
+def test_the_place_of_a_large_item_rests_while_no_tensor_needs_it(traffic: Traffic) -> None:
+    store, size_bytes = traffic.stores[HOST], COPIED_AT_ONCE_BYTES + 1
+    item = saved(traffic, size_bytes, 7)
+    item.leave(traffic)
+    place, address = item.place, item.place.address if item.place is not None else None
+    traffic.retire(item)
+    assert store.used_bytes == 0
+    assert traffic.spare(("activation", 0), size_bytes) is item
+    item.begin_again()
+    traffic.hold(item, torch.full((size_bytes,), 8, dtype=torch.uint8))
+    item.leave(traffic)
+    assert place is not None and item.place is place and place.address == address
+    assert torch.equal(traffic.want(item), torch.full((size_bytes,), 8, dtype=torch.uint8))
+    traffic.retire(item)
+    whole = saved(traffic, store.capacity_bytes, 9)
+    whole.leave(traffic)
+    assert whole.state is State.LOWER
+    assert traffic.spare(("activation", 0), size_bytes) is item and item.place is None
+    traffic.end(item)
+    traffic.end(whole)
+
+
 def test_a_program_leaves_out_what_asks_nothing_of_the_runtime() -> None:
     out = Transfer(0, DEVICE, HOST, 1, 2, 0)
     back = Transfer(0, HOST, DEVICE, 3, 3, 0)

@@ -19,6 +19,8 @@ class Place(Protocol):
     size_bytes: int
     is_near: bool
     """In host memory, and so small that `put` and `get` copy before they return."""
+    may_rest: bool
+    """Between two steps `rest` may give its room back for as long as nobody needs it."""
 
     @property
     def address(self) -> int | None:
@@ -46,12 +48,18 @@ class Place(Protocol):
     def note(self, copy: Completion) -> None:
         """A copy that the store does not make itself uses the room until it is over."""
 
+    def rest(self) -> None:
+        """Its bytes are void, and nothing copies them."""
+
+    def resume(self) -> bool:
+        """After `rest`: it has its room again; False where that went to somebody else."""
+
     def free(self) -> None:
         """Gives the room back; the store gives it to nobody else before the copies that it knows of are over."""
 
 
 def _takes_device_memory(store: Store) -> bool:
-    return isinstance(store, FileStore) and isinstance(store.engine, GdsEngine)
+    return store.tier is Tier.NVME and isinstance(store, FileStore) and isinstance(store.engine, GdsEngine)
 
 
 class BlockPlace:
@@ -64,13 +72,14 @@ class BlockPlace:
         self._store = store
         self._block: Block | None = store.allocate(size_bytes)
         self._near = store if isinstance(store, HostStore) else None
+        self.may_rest = self._near is not None
         self.is_near = self._near is not None and size_bytes <= COPIED_AT_ONCE_BYTES
 
     @property
     def address(self) -> int | None:
-        if self._block is None or not isinstance(self._store, HostStore):
+        if self._block is None or self._near is None:
             return None
-        return self._store.address(self._block)
+        return self._near.address(self._block)
 
     def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
         assert self._block is not None
@@ -95,6 +104,14 @@ class BlockPlace:
         assert self._block is not None
         self._block.note(copy)
 
+    def rest(self) -> None:
+        assert self._near is not None and self._block is not None
+        self._near.rest(self._block)
+
+    def resume(self) -> bool:
+        assert self._near is not None and self._block is not None
+        return self._near.resume(self._block)
+
     def free(self) -> None:
         if self._block is not None:
             self._store.free(self._block)
@@ -109,6 +126,7 @@ class HomePlace:
         self.size_bytes = size_bytes
         self.takes_device_memory = _takes_device_memory(store)
         self.home: Home = store.home(size_bytes)
+        self.may_rest = False  # people may hold it
         self.is_near = isinstance(store, HostStore) and size_bytes <= COPIED_AT_ONCE_BYTES
 
     @property
@@ -141,6 +159,12 @@ class HomePlace:
 
     def note(self, copy: Completion) -> None:
         self.home.note(copy)
+
+    def rest(self) -> None:
+        raise AssertionError("a home is never void")
+
+    def resume(self) -> bool:
+        raise AssertionError("a home is never void")
 
     def free(self) -> None:
         """Nothing to do: the memory goes back when its last tensor dies."""

@@ -49,24 +49,23 @@ class Events:
 
     What waits for an event waits for the work before its last record at that moment, so an event may be recorded again as soon
     as nobody means to ask for the earlier one.
+
+    Attributes:
+        free: those that nobody asks for any more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[torch.Event] = []
+        self.free: list[torch.Event] = []
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """Returns an event behind what a stream was given so far."""
         try:
-            event = self._free.pop()
+            event = self.free.pop()
         except IndexError:
             event = torch.Event(self._device, enable_timing=True)
         event.record(stream)
         return event
-
-    def give(self, event: torch.Event) -> None:
-        """Nobody asks for this event any more."""
-        self._free.append(event)
 
 
 class _Recorded:
@@ -79,8 +78,10 @@ class _Recorded:
         self.event = events.record(stream)
 
     def __del__(self) -> None:
-        if hasattr(self, "event"):
-            self._events.give(self.event)
+        try:
+            self._events.free.append(self.event)
+        except AttributeError:
+            return  # an exception came before it had one
 
 
 class Anchor(_Recorded):

@@ -27,7 +27,7 @@ from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, is_plain
 from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.hooks.parameters.live import Stays
+from tieroff.runtime.hooks.parameters.live import Stays, is_expired
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
@@ -85,7 +85,7 @@ class SavedTensors:
         recorder = self._context.state.record.recorder
         if recorder is not None:
             recorder.follow(self._used)
-        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        self._known = {key: entry for key, entry in self._known.items() if not is_expired(entry[0].cdata)}
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ class Route:
         memory, address, value: the room's.
         lower_address: of the place.
         up, down: copies between them, as `Engine.copy_now` takes them.
-        kind_name: of the item's class.
     """
 
     __slots__ = (
@@ -46,7 +45,6 @@ class Route:
         "_lower_storage",
         "address",
         "down",
-        "kind_name",
         "lower",
         "lower_address",
         "memory",
@@ -63,7 +61,6 @@ class Route:
         self.lower_address = item.lower_address
         self.up = (self.address, self.lower_address, item.size_bytes)
         self.down = (self.lower_address, self.address, item.size_bytes)
-        self.kind_name = item.kind.value
         self._block, self._lower_storage = place.block, storage_of(lower)
 
     def is_idle(self) -> bool:

@@ -56,6 +56,7 @@ class Item:
         key: what the trace calls it: ("param", position), ("activation", ordinal), ...
         name: for messages.
         kind: its class.
+        class_name: of that; an `Enum` looks its values up.
         size_bytes: bytes that count in the tiers.
         index: its tensor in the trace that runs, or -1.
         stays_up: the plan that runs has it on the device all the time.
@@ -72,6 +73,7 @@ class Item:
     __slots__ = (
         "__weakref__",
         "arriving",
+        "class_name",
         "device",
         "index",
         "is_given",
@@ -92,7 +94,7 @@ class Item:
     def __init__(self, key: Hashable, name: str, kind: TensorClass, size_bytes: int, tier: Tier) -> None:
         self.key = key
         self.name = name
-        self.kind = kind
+        self.kind, self.class_name = kind, kind.value
         self.size_bytes = size_bytes
         self.index = -1
         self.stays_up = False

@@ -12,13 +12,16 @@ leave at the end of their own step: what is not there yet cannot be shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
+import torch
+
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import PLAIN, unwatch
+from tieroff.runtime.items.hollow import PLAIN, untouched, unwatch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import State
@@ -101,37 +104,52 @@ def lies_up(item: HomeItem) -> bool:
     return item.is_current() and not item.is_let_go
 
 
-def not_up(items: Iterable[HomeItem]) -> list[HomeItem]:
-    """Returns all but those that the plan has on the device all the time, and that lie there alone.
+class Standing:
+    """The items that a plan has on the device all the time, as a look at each of them found them: there, and nowhere else.
 
-    Each step asks it of all that there is, so the usual case of `lies_up` is written out.
+    Every step has to know whether somebody moved one of hundreds. That is asked of all at once, by functions of the
+    interpreter's own, as in hooks/forward/walk.py. No tensor is held for it.
+
+    Args:
+        items: of one engine.
+        plan: that says what stays, or None.
+
+    Attributes:
+        others: those that have to be looked at one by one.
     """
-    left: list[HomeItem] = []
-    for item in items:
-        if item.stays_up and item.is_lifted and item.place is None and item.device is not None:
-            tensor = item.ref()
-            if tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
-                is_there = tensor.data_ptr() == item.value_address
-            else:
-                is_there = lies_up(item)
-            if is_there:
-                continue
-        left.append(item)
-    return left
 
+    def __init__(self, items: Sequence[HomeItem], plan: object = None) -> None:
+        self._all, self._plan = items, plan
+        self._items, self.others = list[HomeItem](), list[HomeItem]()
+        for item in items:
+            is_alone = item.stays_up and item.is_lifted and item.place is None and item.device is not None
+            (self._items if is_alone and not item.is_let_go and item.is_current() else self.others).append(item)
+        self._is_whole = not any(item.stays_up for item in self.others)  # else some are away, and come back
+        self._parameters = [item for item in self._items if isinstance(item, ParameterItem)]
+        self._seen = self._look()
 
-def are_current(items: Iterable[HomeItem]) -> bool:
-    """True when `is_current` is true of each. Each step asks it of all parameters, so the usual case is written out."""
-    for item in items:
-        tensor = item.ref()
-        if tensor is not None and item.hollow is None and type(tensor) in PLAIN and not item.is_let_go:
-            is_there = tensor.data_ptr() == (item.value_address if item.is_lifted else item.lower_address)
-            is_same = tensor.dtype is item.dtype and tensor.size() == item.size and tensor.stride() == item.stride
-            if is_there and is_same and (item.value if item.is_lifted else item.lower) is not None:
-                continue
-        if not item.is_current():
+    def is_of(self, items: Sequence[HomeItem], plan: object) -> bool:
+        """True where these are the items of this plan, and all that it keeps stood when they were looked at."""
+        is_same = plan is self._plan and len(items) == len(self._all) and all(map(is_, items, self._all))
+        return is_same and self._is_whole
+
+    def holds(self) -> bool:
+        """True while all that stood still stand, parameters with the type and form that they had."""
+        try:
+            return self._look() == self._seen
+        except (RuntimeError, TypeError):  # a hollow tensor has no address, and one that died nothing
             return False
-    return True
+
+    def _look(self) -> tuple[list[Any], ...]:
+        with untouched():
+            tensors: Any = [item.ref() for item in self._items]
+            parameters: Any = [item.ref() for item in self._parameters]
+            where = [*map(_ADDRESS, tensors)], [*map(_PLACE, self._items)]
+            return *where, [*map(_FORM, parameters)], [*map(_STRIDE, parameters)]
+
+
+_ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
+_PLACE, _FORM = attrgetter("place"), attrgetter("dtype", "shape")
 
 
 def bring_home(item: HomeItem, traffic: Traffic) -> None:

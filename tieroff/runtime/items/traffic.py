@@ -51,7 +51,7 @@ class Traffic:
         self.stores = spill.stores
         self.counts = Counts()
         self.device_bytes = 0
-        self.keeps_rooms = False
+        self.keeps_rooms = self._keeps_spares = False
         self._recorder: Recorder | None = None
         self._rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
@@ -74,6 +74,7 @@ class Traffic:
         self.keep_spans = self.keeps_timeline and not is_quiet
         self._recorder = recorder
         self.keeps_rooms = self._is_near and is_planned
+        self._keeps_spares = is_planned
         if not is_planned:
             self.forget_spares()
         self.counts = Counts()
@@ -197,14 +198,8 @@ class Traffic:
         copied = store.copy_all(copies, [route.place.block for _, route in moved] if link == "d2h" else ())
         if copied is None:
             return False
-        by_class, moved_bytes = self.counts.by_class, 0
-        for item, route in moved:
-            size_bytes = item.size_bytes
-            moved_bytes += size_bytes
-            by_class[route.kind_name] += size_bytes
-            if self.keep_spans:
-                self.spans.append((item.index, link, copied, size_bytes))
-        self.counts.moved_bytes[link] += moved_bytes
+        for item, _ in moved:
+            self._count(item, link, copied)
         return True
 
     def _room_for(self, item: Item) -> Room:
@@ -271,10 +266,11 @@ class Traffic:
         item.leaving = item.arriving = None
 
     def retire(self, item: Item) -> None:
-        """The tensor is dead; a small item waits with its place for the tensor that takes its part in the next step."""
-        kept_bytes = 0 if item.place is None else item.size_bytes
-        is_spare = self.keeps_rooms and (item.place is None or item.place.is_near) and item.key not in self._spares
-        if not is_spare or self._spare_bytes + kept_bytes > ROOMS_BYTES_MAX:
+        """The tensor is dead; its item, with a place in host memory, waits for its like of the next step."""
+        place = item.place
+        kept_bytes = item.size_bytes if self._keeps_place(item) else 0
+        may_wait = self._keeps_spares and item.key not in self._spares and (place is None or kept_bytes or place.may_rest)
+        if not may_wait or self._spare_bytes + kept_bytes > ROOMS_BYTES_MAX:
             self.end(item)
             return
         self._await_end(item)
@@ -282,13 +278,24 @@ class Traffic:
             self.free_device(item)
         self._spares[item.key] = item
         self._spare_bytes += kept_bytes
+        if place is not None and not kept_bytes:
+            self.held.has_changed = True
+            place.rest()
+
+    def _keeps_place(self, item: Item) -> bool:
+        """True of a spare item with a small place, which stays its own; others rest."""
+        return self.keeps_rooms and item.place is not None and item.place.is_near
 
     def spare(self, key: Hashable, size_bytes: int) -> Item | None:
         """Returns the item that waits under this key, if it is of this size; its caller makes it stand for another tensor."""
         item = self._spares.pop(key, None)
         if item is None:
             return None
-        self._spare_bytes -= 0 if item.place is None else item.size_bytes
+        if self._keeps_place(item):
+            self._spare_bytes -= item.size_bytes
+        elif item.place is not None:
+            self.held.has_changed = True
+            item.place = item.place if item.place.resume() else None
         if item.size_bytes == size_bytes:
             return item
         self.end(item)
@@ -308,7 +315,7 @@ class Traffic:
             self.device_bytes -= item.size_bytes
 
     def let_go(self, item: Item) -> None:
-        """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
+        """Stops counting and holding an item whose tensor lives on by itself."""
         self.release(item)
         self._forget_room(item)
         self.held.has_changed = True
@@ -412,8 +419,9 @@ class Traffic:
         if self._is_waiting:
             await_arrival(arrival, what)
             return
-        # A copy that has ended by now stalls nothing. What is over when a device gets here, its stamps will say.
-        start: Time | None = self.backend.stamp()
+        # A copy that has ended by now stalls nothing. What is over when a device gets here, its stamps will say. Making and
+        # reading two costs the host a third of a copy: where nobody reads each wait, those that are over have none.
+        start: Time | None = None if not self.keep_spans and arrival.done() else self.backend.stamp()
         if start is None and not arrival.done():
             start = time.monotonic_ns()
         try:
@@ -434,6 +442,6 @@ class Traffic:
 
     def _count(self, item: Item, link: str, arrival: Timed) -> None:
         self.counts.moved_bytes[link] += item.size_bytes
-        self.counts.by_class[item.kind.value] += item.size_bytes
+        self.counts.by_class[item.class_name] += item.size_bytes
         if self.keep_spans:
             self.spans.append((item.index, link, arrival, item.size_bytes))

@@ -34,7 +34,7 @@ class EarlyBegin:
         if custody.stepper is not None:
             custody.stepper.early.check_forward()
         args, kwargs = to_device(custody.backend.device, args, kwargs)
-        self._steps.begin_forward(signature_of(module, args, kwargs, walk.trained), args, kwargs)
+        self._steps.begin_forward(signature_of(module, args, kwargs, walk.trained), args, kwargs, walk)
         executor.shards.is_beginning = True
         executor.state.inside += 1  # until the forward: an exception between the two leaves it
 

@@ -156,12 +156,12 @@ class Steps:
         signature = signature_of(self._custody.model, args, kwargs, watch.trained)
         return self.kinds.serving(signature) is kind and self._planning.may_follow(kind)
 
-    def begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward begins: of a new step, or one more of the step that runs."""
+    def begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], walk: Walk) -> None:
+        """A forward begins: of a new step, or one more of the one that runs; `walk`: over the model as it is now."""
         self.come_back()
         self._mend()
         with self._custody.executor.state.lock:  # other threads may read parameters
-            self._begin_forward(signature, args, kwargs)
+            self._begin_forward(signature, args, kwargs, walk)
 
     def begin_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of which `stays_aside` is true begins."""
@@ -187,9 +187,8 @@ class Steps:
         if self._kind is not None and not self._is_updated and self._was_skipped():
             self._finish_step(self._kind)
 
-    def _begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], walk: Walk) -> None:
         custody, executor, shapes = self._custody, self._custody.executor, shapes_of((args, kwargs))
-        walk: Walk | None = None
         executor.gradients.sweep()
         custody.is_asleep = False
         self._end_skipped()
@@ -197,12 +196,11 @@ class Steps:
             if self._traced is not None:
                 self._traced.next_inputs((args, kwargs))
             self._end_last_op()
-            walk = self.check_model()
+            walk = self.check_model(walk)
             self._start_step(signature, shapes, is_passed_through=is_given_gradients((args, kwargs)))
             self._watch_inputs((args, kwargs))
         if executor.state.mode is not Mode.PASS:
             self._note_input(shapes)
-            walk = walk or custody.walk()
             executor.saved_tensors.fixed = storages_of((args, kwargs)) | storages_of(walk.buffers()) | walk.storages()
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
 
@@ -227,13 +225,13 @@ class Steps:
             self._custody.backend.keep_freed(0)
             on_demand.release_all()
 
-    def check_model(self) -> Walk:
+    def check_model(self, walk: Walk | None = None) -> Walk:
         """Adopts what somebody changed from outside: parameters replaced, converted, assigned, frozen or not.
 
         Returns:
-            What the model holds.
+            What the model holds: `walk`, where that is still so.
         """
-        walk = self._custody.walk()
+        walk = walk or self._custody.walk()
         self._custody.hook_gradients(walk)
         if not self._custody.has_changed(walk) or walk.has_substitutes or self._custody.take_assigned(walk):
             return walk
@@ -265,7 +263,7 @@ class Steps:
         if custody.stepper is not None:
             custody.stepper.state.take_over()
         self._planning.fit(kind)
-        custody.place_for(kind)
+        custody.place_for(kind, is_looked_at=True)
         recorder = None
         if isinstance(kind.stage, Recording):
             recorder = self._plans.recorder()

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.items.parameter import ParameterItem
 
-_expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, without two calls in Python for each
+is_expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, without two calls in Python for each
 
 
 class Stays:
@@ -40,13 +40,13 @@ class LiveValues:
         """Remembers that `value` is a device value of the item."""
         key = value.untyped_storage()._cdata
         known = self._found.get(key)
-        if known is None or known[1] is not item or _expired(known[0].cdata):
+        if known is None or known[1] is not item or is_expired(known[0].cdata):
             self._found[key] = (StorageWeakRef(value.untyped_storage()), item)
 
     def on(self, storage: torch.UntypedStorage) -> ParameterItem | Stays | None:
         """Returns the item whose value lies on a storage, or None."""
         found = self._found.get(storage._cdata)
-        if found is None or _expired(found[0].cdata):
+        if found is None or is_expired(found[0].cdata):
             return None
         return found[1]
 
@@ -63,4 +63,4 @@ class LiveValues:
 
     def sweep(self) -> None:
         """Forgets values that died."""
-        self._found = {key: entry for key, entry in self._found.items() if not _expired(entry[0].cdata)}
+        self._found = {key: entry for key, entry in self._found.items() if not is_expired(entry[0].cdata)}
