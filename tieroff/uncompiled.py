@@ -43,6 +43,18 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def left_to_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function that is called too often for `uncompiled`: it runs as it is, with all that it calls, at no price.
+
+    What compiled code calls is otherwise compiled with it, also the engine's own.
+    """
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
+    return function
+
+
 def refusal(error: type[Exception], message: str) -> Callable[[], None]:
     """Returns what code calls that torch.compile must not get: it raises the error when the compiled code runs.
 

@@ -18,7 +18,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import tieroff
 from tests.support.parity import BACKENDS
-from tieroff.errors import InfeasiblePlanError, StateError
+from tieroff.errors import InfeasiblePlanError, StateError, StoreError
+from tieroff.runtime.hooks.parameters.gate import Gate
 
 MIB = 1 << 20
 WIDTH = 32
@@ -69,6 +70,13 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
+class InTwoGraphs(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        torch._dynamo.graph_break()
+        return x + self.down(torch.nn.functional.gelu(up))
+
+
 def build(how: str, backend: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, WIDTH))
@@ -77,6 +85,10 @@ def build(how: str, backend: Any) -> nn.Module:
             model[at].compile(backend=backend)
         elif how == "wrapped":
             model[at] = torch.compile(model[at], backend=backend)  # type: ignore[assignment]
+        elif how == "forward":
+            model[at].forward = torch.compile(model[at].forward, backend=backend)
+        elif how == "decorated":
+            model[at].__class__ = type("Decorated", (Block,), {"forward": torch.compile(Block.forward, backend=backend)})
     if how == "whole":
         return torch.compile(model, backend=backend)  # type: ignore[return-value]
     return model
@@ -160,7 +172,7 @@ def check_equal(make: Callable[[], nn.Module], folder: Path, backend: str, **pla
 
 @pytest.mark.parametrize("cover", [["activations", "parameters", "gradients", "optimizer"], ["activations", "optimizer"]])
 @pytest.mark.parametrize("backend", ["cpu", "delayed"])
-@pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "forward", "decorated", "whole"])
 def test_compiled_modules_run_the_plain_runs_graphs(how: str, backend: str, cover: list[str], tmp_path: Path) -> None:
     made: list[Graphs] = []
 
@@ -227,14 +239,120 @@ def test_inductor_gives_the_plain_runs_bits(backend: str, tmp_path: Path, monkey
     assert losses != train(eager, torch.optim.AdamW(eager.parameters()))
 
 
-def test_memory_of_compiled_code_is_in_the_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "count"), [(Block, 2), (InTwoGraphs, 4)])  # one op of each graph of the two blocks
+def test_memory_of_compiled_code_is_in_the_trace(kind: type[Block], count: int, tmp_path: Path) -> None:
     graphs = Graphs(scratch_bytes=8 * MIB)
-    model = build("wrapped", graphs.backend)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind(), nn.Linear(WIDTH, WIDTH))
+    for at in (1, 2):
+        model[at].compile(backend=graphs.backend)
     train(model, wrap(model, tmp_path, budget="64MiB"))
     ops = tieroff.engine(model).trace.ops
     for phase in ("forward", "backward"):
         taken = [op.name for op in ops if op.phase == phase and op.transient_bytes >= 7 * MIB]
-        assert len(taken) == 2, (phase, taken)  # one op of each of the two blocks
+        assert len(taken) == count, (phase, taken)
+    tieroff.unwrap(model)
+
+
+def test_nothing_is_compiled_twice_where_nothing_moves(tmp_path: Path) -> None:
+    graphs = Graphs()
+    model = build("in place", graphs.backend)
+    train(model, wrap(model, tmp_path, budget="100%", policy="auto"))
+    assert tieroff.engine(model).stats().phase == "nothing moved"
+    assert len(graphs.sizes) == 2
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("where", ["the program", "a thread"])
+def test_blocks_called_beside_the_step_run_the_plain_runs_graphs(where: str, tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        values: list[Any] = train(model, optimizer)
+        x = torch.ones(4, WIDTH)
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                values.append((model if where == "a thread" else model[1])(x))  # type: ignore[index]
+
+        if where == "a thread":
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+        else:
+            evaluate()
+        return values
+
+    plain_graphs, graphs = Graphs(), Graphs()
+    plain = build("in place", plain_graphs.backend)
+    *expected, value = run(plain, torch.optim.AdamW(plain.parameters()))
+    torch._dynamo.reset()
+    model = build("in place", graphs.backend)
+    *losses, got = run(model, wrap(model, tmp_path))
+    assert losses == expected
+    assert torch.equal(got, value)
+    assert graphs.sizes == plain_graphs.sizes
+    tieroff.unwrap(model)
+
+
+def test_threads_that_evaluate_and_save_beside_compiled_steps(tmp_path: Path) -> None:
+    model = build("in place", Graphs().backend)
+    optimizer = wrap(model, tmp_path)
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+
+    def beside(act: Callable[[], Any]) -> None:
+        try:
+            while not is_over.is_set():
+                with torch.no_grad():
+                    act()
+        except BaseException as error:
+            errors.append(error)
+
+    x = torch.ones(4, WIDTH)
+    threads = [threading.Thread(target=beside, args=(act,)) for act in (lambda: model(x), model.state_dict)]
+    train(model, optimizer)
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        train(model, optimizer)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    tieroff.unwrap(model)
+
+
+def test_compiled_method_that_reads_parameters_computes_the_same(tmp_path: Path) -> None:
+    class ByMethod(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.compiled = torch.compile(super().forward, backend=Graphs().backend)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.compiled(x)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), ByMethod(), nn.Linear(WIDTH, WIDTH))
+
+    model, _ = check_equal(make, tmp_path, "cpu")
+    tieroff.unwrap(model)
+
+
+def test_error_of_a_fetch_for_compiled_code_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = build("in place", Graphs().backend), build("none", None)
+    optimizer = wrap(model, tmp_path)
+    value_for, refused = Gate.value_for, model[2].up.weight  # type: ignore[index]
+
+    def refuse(gate: Gate, home: Tensor) -> Tensor:
+        if home is refused:
+            raise StoreError("a drive failed")
+        return value_for(gate, home)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gate, "value_for", refuse)
+        with pytest.raises(StoreError, match="a drive failed"):
+            model(torch.randn(16, WIDTH))
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters()))
     tieroff.unwrap(model)
 
 

@@ -2,13 +2,14 @@
 
 Inside compiled code nothing of ours runs: an item access that fetches would end the compiled graph there, and the graphs that
 are left compute other last bits than the one that the plain run compiles. So for the time of a call its modules have
-plain dicts of fetched values.
+plain dicts of fetched values. They have them in every call, also where nothing needs fetching: for dicts of another class, code
+would be compiled again. Threads take turns, since each call gives the modules their own dicts back.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,8 @@ from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.forward.inputs import leaves_of
-from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.hooks.parameters.access import FetchingDict
+from tieroff.runtime.hooks.forward.slot import ForwardSlot, behind_slots
+from tieroff.runtime.hooks.parameters.access import QuietDict
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.items.hollow import unwatch
 
@@ -32,10 +33,16 @@ def find_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         return
     inside: set[torch.nn.Module] = set()
     for module in model.modules():
-        is_compiled = isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        if is_compiled and module not in inside:
+        is_optimized = isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        if module not in inside and (is_optimized or is_compiled(getattr(module, "forward", None))):
             inside.update(module.modules())
             yield module
+
+
+def is_compiled(function: object) -> bool:
+    """Returns whether this is what `torch.compile` makes of a function: of a module's forward, by assignment or a decorator."""
+    function = behind_slots(function)
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def advice_of(model: torch.nn.Module) -> str:
@@ -65,6 +72,7 @@ class CompiledCall:
     def __init__(self, module: torch.nn.Module, gate: Gate, context: StepContext) -> None:
         self._module, self._gate, self._context = module, gate, context
         self._plain: dict[torch.nn.Module, dict[str, Any]] = {}
+        self._turn = threading.RLock()
         self._slot: ForwardSlot | None = None
         self._inner = module._compiled_call_impl
         if self._inner is None:
@@ -75,7 +83,9 @@ class CompiledCall:
     @property
     def is_current(self) -> bool:
         """False when the module was compiled again since."""
-        return self._slot is not None or self._module._compiled_call_impl == self._called
+        if self._slot is not None:
+            return self._slot.is_in_place
+        return self._module._compiled_call_impl == self._called
 
     def remove(self) -> None:
         """Gives the module its own call back."""
@@ -91,29 +101,34 @@ class CompiledCall:
 
     @calls_user_code
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        gate = self._gate
-        is_outside = not gate.depth and current_graph_task() == -1
-        if is_outside or functorch_is_active():
+        if functorch_is_active():
             return inner(*args, **kwargs)
-        own: dict[torch.nn.Module, FetchingDict] = {}
-        homes: list[torch.Tensor] = []
-        if gate.is_open:
-            own = {m: p for m in self._module.modules() if isinstance(p := m.__dict__["_parameters"], FetchingDict)}
-            homes = [home for fetching in own.values() for home in dict.values(fetching) if home is not None]
+        # A signal handler that interrupted the engine cannot wait: another thread may wait for what it interrupted.
+        has_turn = self._turn.acquire(blocking=not self._gate.is_interrupting())
         try:
-            given = {module: self._fetch(module, fetching) for module, fetching in own.items()}
+            return self._with_plain_dicts(inner, args, kwargs) if has_turn else inner(*args, **kwargs)
+        finally:
+            if has_turn:
+                self._turn.release()
+
+    @calls_user_code
+    def _with_plain_dicts(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gate, recorder = self._gate, self._context.state.record.recorder
+        is_outside = not gate.depth and current_graph_task() == -1
+        own = {m: p for m in self._module.modules() if isinstance(p := m.__dict__.get("_parameters"), QuietDict)}
+        homes = [home for parameters in own.values() for home in dict.values(parameters) if home is not None]
+        given: dict[torch.nn.Module, dict[str, Any]] = {}
+        try:
+            for module, parameters in own.items():
+                given[module] = self._fetch(module, parameters)
             for home in homes:
                 unwatch(home)  # compiled code is guarded by the class, too
-            if self._context.state.record.recorder is None:
+            if recorder is None or is_outside or gate.beside.count or gate.is_apart():
                 return inner(*args, **kwargs)
-            return self._recorded(self._context.state.record.recorder, homes, functools.partial(inner, *args, **kwargs))
+            return self._recorded(recorder, homes, inner, args, kwargs)
         finally:
-            for module, fetching in own.items():
-                module.__dict__["_parameters"] = fetching
-                for name, value in self._plain[module].items():
-                    if value is not given[module].get(name):
-                        fetching[name] = value  # assigned by the module's own forward
-                self._plain[module].clear()
+            for module, parameters in own.items():
+                self._give_back(module, parameters, given.get(module))
             self._watch_again(homes)
 
     def _watch_again(self, homes: list[torch.Tensor]) -> None:
@@ -125,7 +140,9 @@ class CompiledCall:
                     item.watch(self._context.traffic)
 
     @calls_user_code
-    def _recorded(self, recorder: Recorder, homes: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+    def _recorded(
+        self, recorder: Recorder, homes: list[torch.Tensor], inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Runs compiled code, which reads its parameters and makes tensors that no recorder sees; so does its backward."""
         parameters, casts = self._context.homes.parameters, self._gate.casts
         for item in (parameters.get(id(home)) for home in homes if not casts.applies_to(home)):  # a cast is there by itself
@@ -133,23 +150,50 @@ class CompiledCall:
                 recorder.read(item.key)
         recorder.begin_unseen()
         try:
-            out = run()
+            out = inner(*args, **kwargs)
         finally:
             recorder.end_unseen()
-        tensors = [leaf for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor)]
-        for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
-            if "CompiledFunction" in node.name():
-                node.register_prehook(lambda grads: recorder.begin_unseen())
-                node.register_hook(lambda *grads: recorder.end_unseen())
+        for node in _compiled_nodes(out, (args, kwargs)):
+            node.register_prehook(lambda grads: recorder.begin_unseen())
+            node.register_hook(lambda *grads: recorder.end_unseen())
         return out
 
-    def _fetch(self, module: torch.nn.Module, fetching: FetchingDict) -> dict[str, Any]:
+    def _fetch(self, module: torch.nn.Module, parameters: QuietDict) -> dict[str, Any]:
         """Puts a dict of fetched values in the place of a module's parameters; returns a copy of it.
 
         It is the same dict each time, since compiled code is guarded by what it saw.
         """
-        given = {name: fetching[name] for name in fetching}
+        given = {name: parameters[name] for name in parameters}
         plain = self._plain.setdefault(module, {})
+        if plain.keys() != given.keys():
+            plain.clear()
         plain.update(given)
         module.__dict__["_parameters"] = plain
         return given
+
+    def _give_back(self, module: torch.nn.Module, parameters: QuietDict, given: dict[str, Any] | None) -> None:
+        """Gives a module its own dict back; `given` is what it had meanwhile, None where the fetch raised."""
+        module.__dict__["_parameters"] = parameters
+        plain = self._plain.get(module, {})
+        if given is not None:
+            for name, value in plain.items():
+                if value is not given.get(name):
+                    parameters[name] = value  # assigned by the module's own forward
+        for name in plain:  # it keeps its size, since another thread may go through it, and no cast
+            plain[name] = dict.get(parameters, name)
+
+
+def _compiled_nodes(out: Any, given: Any) -> list[torch.autograd.graph.Node]:
+    """Returns the backward of each graph that a call ran: several where its code breaks the graph."""
+    seen: set[Any] = {None, *(leaf.grad_fn for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor))}
+    found: list[torch.autograd.graph.Node] = []
+    left = [leaf.grad_fn for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor)]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in node.name():
+            found.append(node)
+        left.extend(following for following, _ in node.next_functions)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class ForwardSlot:
             _refuse_to_be_compiled()
         return self._around(self.inner, args, kwargs)
 
+    @property
+    def is_in_place(self) -> bool:
+        """False when the module got another method since, past this one."""
+        return any(slot is self for slot in _slots_of(self._module.__dict__.get(self._method)))
+
     def remove(self) -> None:
         """Gives the module its own method back."""
         self._is_removed = True
@@ -73,3 +78,14 @@ class ForwardSlot:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, self._method)
+
+
+def behind_slots(method: object) -> object:
+    """Returns the method that slots stand in for, or what is given if it is no slot."""
+    return next((slot.inner for slot in reversed([*_slots_of(method)])), method)
+
+
+def _slots_of(method: object) -> Iterator[ForwardSlot]:
+    while isinstance(method, ForwardSlot):
+        yield method
+        method = method.inner

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tieroff.runtime.hooks.forward.compiled import is_compiled
 from tieroff.runtime.hooks.forward.inputs import modules_in
 from tieroff.runtime.items.hollow import own_class, untouched
 
@@ -42,7 +43,9 @@ class Walk:
             self.plain = [p for p in parameters if p.layout is torch.strided and own_class(p) in _PLAIN]
             self.trained = bytes([p.requires_grad for p in parameters])
         self.has_substitutes = not all(type(p) is torch.nn.Parameter or isinstance(p, torch.nn.Parameter) for p in self.used)
-        self._has_optimized = any(type(module).__name__ == "OptimizedModule" for module in modules)
+        self._has_optimized = any(type(module).__name__ == "OptimizedModule" for module in modules) or any(
+            is_compiled(getattr(kind, "forward", None)) for kind in {type(module) for module in modules}
+        )
         self._modules = modules  # held: what is freed gives its identity to the next one
         self._dicts = [module.__dict__ for module in modules]
         self._seen = self._look() if self.is_readable else None
@@ -55,7 +58,9 @@ class Walk:
     @property
     def has_compiled(self) -> bool:
         """True where calls of a module are compiled."""
-        return self._has_optimized or any(call is not None for call in map(_COMPILED_CALL, self._modules))
+        if self._has_optimized or any(call is not None for call in map(_COMPILED_CALL, self._modules)):
+            return True
+        return any(is_compiled(own["forward"]) for own in self._dicts if "forward" in own)
 
     def buffers(self) -> list[torch.Tensor]:
         """Returns the buffers that the modules have now: a forward may give them others."""

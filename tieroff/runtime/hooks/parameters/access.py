@@ -12,6 +12,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.mint import home_of
+from tieroff.uncompiled import left_to_python
 
 
 class QuietDict(dict[str, Any]):
@@ -38,6 +39,7 @@ class FetchingDict(QuietDict):
 
     __slots__ = ()
 
+    @left_to_python
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         gate = self.gate
