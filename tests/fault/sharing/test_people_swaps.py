@@ -93,3 +93,30 @@ def test_swapping_a_parameter(moment: str, way: str, make: Any, setting: str, tm
     assert_same(plain.seen, wrapped.seen)
     if moment == "in forward" and "floor" in setting:
         assert WatchedParameter in swapping.classes
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_parameter_made_of_one_in_forward(setting: str, tmp_path: Path) -> None:
+    classes: set[type] = set()
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        def scaled(_module: Any, inputs: Any) -> torch.Tensor:
+            weight = dict(model.named_parameters())["first.weight"]  # no use of it, which would be noticed
+            classes.add(type(weight))
+            made = nn.Parameter(weight)
+            assert type(made) is nn.Parameter
+            out: torch.Tensor = inputs[0] * made.mean()
+            return out
+
+        optimizer.zero_grad()
+        handle = model.second.register_forward_pre_hook(scaled)
+        loss = model(torch.randn(4, 8)).square().mean()
+        handle.remove()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    plain = follow(trained, step, STEPS)
+    assert_same(plain.seen, follow(trained, step, STEPS, Setting(tmp_path, **SETTINGS[setting])).seen)
+    if "floor" in setting:
+        assert WatchedParameter in classes

@@ -192,6 +192,23 @@ class WatchedParameter(torch.nn.Parameter):
             watch(self)
 
 
+_new: Any = torch.nn.Parameter.__new__
+
+
+def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """Makes a parameter of a tensor, which shares its memory: of one of ours as of a tensor that is up.
+
+    `Parameter.__new__` asks for the tensor's class before it calls any function of it. Weight norm does this, for one.
+    """
+    if isinstance(data, _Below):
+        return data.__torch_function__(functools.partial(_new, cls), (), (data, requires_grad))
+    if type(data) is WatchedParameter:
+        data = data.data  # whoever has the new one may write
+    return _new(cls, data, requires_grad)
+
+
+torch.nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
+
 _watched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
 
 

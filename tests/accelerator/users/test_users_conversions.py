@@ -1,0 +1,72 @@
+"""Parameters that were elsewhere, or of another type, for a while, and parameters made of those that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import target
+from tests.accelerator.users.loops import STEPS, Program, Usage, check
+
+
+def elsewhere_and_back(p: Program) -> None:
+    """With each way comes another node that accumulates gradients; these lie below when more is added to them."""
+    p.wrap()
+    for index in range(STEPS):
+        if index == 1:
+            p.model.cpu()
+            p.model.to(target.device())
+        if index == 2:
+            p.model.double().float()
+        p.loss(index).backward()
+        loss = p.loss(index + STEPS)
+        loss.backward()
+        p.update(loss)
+
+
+def weight_norm_in_mid_training(p: Program) -> None:
+    p.wrap()
+    p.steps(3)
+    nn.utils.parametrizations.weight_norm(p.model.second)
+    p.optimizer.param_groups[0]["params"] = p.parameters
+    p.steps(6, 3)
+
+
+def parameters_of_parameters(p: Program) -> None:
+    """They share memory: a write of one is seen in the other."""
+    p.wrap()
+    p.steps(4)
+    made = [nn.Parameter(parameter, requires_grad=False) for parameter in p.parameters]
+    assert {type(parameter) for parameter in made} == {nn.Parameter}
+    made[0].mul_(0.5)
+    p.model.inside = lambda model, x: x * nn.Parameter(model.third.weight).mean()
+    p.steps(4, 4)
+    p.note(*made)
+    del made
+    p.steps(4, 8)
+
+
+USAGES = {
+    "elsewhere_and_back": elsewhere_and_back,
+    "weight_norm": weight_norm_in_mid_training,
+    "parameters_of_parameters": parameters_of_parameters,
+}
+
+
+@pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
+def test_training_goes_on_the_same(usage: Usage, tmp_path: Path) -> None:
+    check(usage, tmp_path)
+
+
+def test_a_parameter_is_made_of_a_tensor_as_before() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    data = torch.ones(2)
+    for kind in (nn.Parameter, Own):
+        made = kind(data, requires_grad=False)
+        assert (type(made), made.data_ptr(), made.requires_grad) == (kind, data.data_ptr(), False)
+    assert nn.Parameter().shape == (0,)
