@@ -145,6 +145,7 @@ class Custody:
                 continue
             if item is not None:
                 item.detach(traffic)
+            if not self._gradient_hooks.still_hang_on(parameter):  # it was elsewhere, or of another type, meanwhile
                 self._gradient_hooks.hang_on(parameter)
             self._take(position, name, parameter, mapped)
         self.may_be_hollow = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
