@@ -105,7 +105,7 @@ def test_a_parameter_made_of_one_in_forward(setting: str, tmp_path: Path) -> Non
             classes.add(type(weight))
             made = nn.Parameter(weight)
             assert type(made) is nn.Parameter
-            out: torch.Tensor = inputs[0] * made.mean()
+            out: torch.Tensor = inputs[0] * made.detach().mean()  # else the graph would hold it, and with it the memory
             return out
 
         optimizer.zero_grad()
