@@ -88,13 +88,13 @@ def build(
             resources, links = part.resources(config, backend, links, lambda: _open(config, backend, budgets, links))
         joined.pop_all()
     try:
-        is_staged = resources.io is not None and resources.io.name != "gds"
-        backend.use_staging(budgets.staging_bytes if is_staged else 0)
         layers = layers_to_recompute(config, ranks) if plan is None else ()
         settings = _settings(config, resources, layers)
         plans = _plan_source(plan, config, resources, budgets, links, ranks)
         foresight = Correlation() if config.plan.policy != "demand" else None
         resident = Resident(model, backend, part.engines if part is not None else ()) if device.type == "cpu" else None
+        is_staged = resources.io is not None and resources.io.name != "gds"
+        backend.use_staging(budgets.staging_bytes if is_staged else 0)
         engine = Engine(model, settings, resources, plans, foresight, _write_report)
         backend.return_freed()  # where parameters lay that went below
     except BaseException:

@@ -193,6 +193,10 @@ class AcceleratorBackend:
         self._joined: torch.Stream | None = None
         self._written: list[torch.Event] = []  # by other streams; see [Note: other streams than compute's]
         self._staging: Staging | None = None
+        self._engines = 0
+        self._start_threads()
+
+    def _start_threads(self) -> None:
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
 
@@ -202,9 +206,10 @@ class AcceleratorBackend:
         return False
 
     def use_staging(self, size_bytes: int) -> None:
-        """Makes the pinned memory through which bytes pass on their way to files; 0 makes none."""
-        if size_bytes:
+        """Makes the pinned memory through which bytes pass on their way to files; several engines use the first one's."""
+        if size_bytes and self._staging is None:
             self._staging = Staging(size_bytes, self.slabs, self._out, self._in)
+        self._engines += 1
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -329,10 +334,15 @@ class AcceleratorBackend:
 
     def close(self) -> None:
         torch.accelerator.synchronize(self.device)
+        self._engines = max(self._engines - 1, 0)
+        if self._engines:
+            return
         self._writers.shutdown()
         self._readers.shutdown()
+        self._start_threads()  # none starts before it has something to do
         if self._staging is not None:
             self._staging.close()
+            self._staging = None
 
     def _ready(self, *, after_writes: bool = False) -> torch.Event:
         """Returns an event behind all that compute has been given so far; `after_writes`: and what other streams wrote."""

@@ -37,7 +37,10 @@ class Backend(Protocol):
     def copies_near(self) -> bool: ...
 
     def use_staging(self, size_bytes: int) -> None:
-        """Makes the host memory through which bytes pass on their way to files; 0 makes none."""
+        """An engine begins to use this backend: makes the host memory through which bytes pass on their way to files.
+
+        0 makes none. `close` ends this use.
+        """
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         """Returns uninitialised device memory as a 1-d uint8 tensor; freed when its storage's last reference dies."""
@@ -105,7 +108,7 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Waits for nothing; gives back what the backend itself holds."""
+        """An engine uses this backend no more; when none does, what the backend itself holds is given back."""
 
 
 def await_arrival(arrival: Completion, what: str) -> None:
