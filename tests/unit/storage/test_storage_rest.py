@@ -21,6 +21,8 @@ PAGE = mmap.PAGESIZE
 class Copy:
     """A copy outside of the store."""
 
+    start_ns = stop_ns = 0
+
     def __init__(self) -> None:
         self.is_over = False
 

@@ -195,6 +195,7 @@ class WatchedParameter(torch.nn.Parameter):
 _new: Any = torch.nn.Parameter.__new__
 
 
+@functools.wraps(_new)
 def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     """Makes a parameter of a tensor, which shares its memory: of one of ours as of a tensor that is up.
 
