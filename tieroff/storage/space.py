@@ -284,6 +284,10 @@ class SpaceStore(ABC):
         """Derives what is taken from the blocks that live."""
         lost = self._blocks_in(self._dissolving) if self._dissolving is not None else []
         self._dissolving = None
+        copied = [block for block in self._resting if any(not transfer.done() for transfer in block.transfers)]
+        self._live.update(copied)  # taken until the copies are over
+        self._ending += copied
+        self._resting.clear()
         self._ending = [block for block in {id(b): b for b in (*self._ending, *lost)}.values() if block in self._live]
         for block in list(self._live):
             if sys.getrefcount(block) <= _REFERENCES_OF_NOBODY:  # the call that took it never returned
@@ -291,7 +295,6 @@ class SpaceStore(ABC):
         for index, area in enumerate(self.areas):
             area.rebuild((block.offset, block.extent_bytes) for block in self._live if block.area == index)
         self._used_bytes = sum(block.extent_bytes for block in self._live)
-        self._resting.clear()
         self._is_draining = False
 
     def _blocks_in(self, item: Any) -> list[Block]:

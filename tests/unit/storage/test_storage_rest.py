@@ -112,6 +112,19 @@ def test_a_block_whose_copy_goes_on_rests_and_gives_its_room_when_it_is_over(sto
     assert not store.resume(block)
 
 
+def test_repair_keeps_the_room_of_a_resting_block_until_its_copy_is_over(store: HostStore) -> None:
+    """Copies of another device are none that whoever repairs has waited for."""
+    block, copy = store.allocate(2 * PAGE), Copy()
+    block.note(copy)
+    store.rest(block)
+    store.repair()
+    others = [store.allocate(PAGE) for _ in range(6)]
+    assert {other.offset for other in others}.isdisjoint({block.offset, block.offset + PAGE})
+    assert not copy.is_over
+    store.allocate(2 * PAGE)
+    assert copy.is_over
+
+
 def test_a_full_store_has_no_room_for_what_rested(store: HostStore) -> None:
     block = store.allocate(4 * PAGE)
     store.rest(block)
