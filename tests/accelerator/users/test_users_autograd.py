@@ -270,3 +270,20 @@ def test_an_evaluation_between_forward_and_backward_leaves_what_backward_saved(t
         return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())))
 
     check(usage, tmp_path, policy="auto", device="70%", make=make)
+
+
+def test_figures_of_a_step_after_which_another_backward_ran(tmp_path: Path) -> None:
+    """Its events come after the update, and the last one's op runs until the next step begins."""
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(STEPS):
+            p.loss(index).backward()
+            p.optimizer.step()
+            p.optimizer.zero_grad()
+            loss = p.model.second(p.rows(index).requires_grad_()).square().sum()
+            loss.backward()
+            p.optimizer.zero_grad()
+            assert p.engine is None or p.engine.stats().compute_s >= 0
+
+    check(usage, tmp_path, planned=0, device="35%")

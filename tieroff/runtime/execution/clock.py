@@ -134,8 +134,13 @@ class StepTimes:
         return [stamp.ns() for stamp in self._stops] if self._starts else self.host_stops_ns
 
     def durations_ns(self) -> list[int]:
-        """Returns per op of a step that is over how long its compute took."""
+        """Returns per op of a step that is over how long its compute took.
+
+        A graph that outlives the update has events after it: the last op may run until the next step, and counts as nothing.
+        """
         starts_ns, stops_ns = self.starts_ns, self.stops_ns
+        if len(stops_ns) == len(starts_ns) - 1:
+            stops_ns = [*stops_ns, starts_ns[-1]]
         durations = [max(b - a, 0) for a, b in zip(starts_ns, stops_ns, strict=True)]
         for op, start, stop in self._beside:
             start_ns, stop_ns = ns_of(start), ns_of(stop)
@@ -147,7 +152,7 @@ class StepTimes:
 
     def row_ns(self) -> int:
         """Returns how long a step that is over took in the program: its ops, and waits for collectives beside them."""
-        if self.is_by_host and not self._beside and not self.communicated:
+        if self.is_by_host and not self._beside and not self.communicated and not self.is_running:
             return sum(self.host_stops_ns) - sum(self.host_starts_ns)
         durations = self.durations_ns()
         for one in self.communicated:
