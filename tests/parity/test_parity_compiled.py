@@ -14,6 +14,7 @@ import torch
 import tqdm
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 
 import tieroff
@@ -140,6 +141,23 @@ def test_compiling_a_wrapped_optimizers_step_says_what_to_write_instead(tmp_path
             step()
     optimizer.zero_grad()
     assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters()))
+    tieroff.unwrap(model)
+
+
+def test_compiled_autograd_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = wrap(model, tmp_path, min_bytes=0)
+    compiled: list[Any] = []
+
+    def compiler(graph: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    with compiled_autograd._enable(compiler), pytest.raises(StateError, match="cannot train under compiled autograd"):
+        model(torch.ones(4, 8))
+    assert not compiled
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
     tieroff.unwrap(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -33,6 +34,20 @@ def is_followed() -> bool:
     That is under a `FakeTensorMode`, where nothing is computed (`torch.export`), and under `torch.jit.trace`.
     """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or torch._C._is_tracing()
+
+
+def refuse_compiled_autograd() -> None:
+    """Returns where backward is run by autograd itself.
+
+    Raises:
+        StateError: it would be compiled, and the engine's hooks with it.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.compiled_autograd_enabled:
+        raise StateError(
+            "a wrapped model cannot train under compiled autograd: what it saves for backward is moved by hooks, which no "
+            "compiled backward may have; switch it off round this model (forwards may be compiled: see docs/what-works.md)"
+        )
 
 
 def refused_hooks(error: BaseException) -> StateError | None:

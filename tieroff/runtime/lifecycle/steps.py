@@ -22,7 +22,7 @@ import torch
 from tieroff.core.seams import PlanSource
 from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
-from tieroff.runtime.execution.autograd import current_graph_task
+from tieroff.runtime.execution.autograd import current_graph_task, refuse_compiled_autograd
 from tieroff.runtime.execution.experience import Experience, Shapes
 from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of, storages_of
 from tieroff.runtime.hooks.forward.walk import Walk
@@ -158,6 +158,7 @@ class Steps:
 
     def begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], walk: Walk) -> None:
         """A forward begins: of a new step, or one more of the one that runs; `walk`: over the model as it is now."""
+        refuse_compiled_autograd()
         self.come_back()
         self._mend()
         with self._custody.executor.state.lock:  # other threads may read parameters
