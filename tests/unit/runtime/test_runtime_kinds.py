@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -32,8 +35,9 @@ def trace() -> Trace:
     return Trace(ops, tensors)
 
 
-def recorded(written_by_hooks: frozenset[int] = frozenset()) -> Recorded:
-    return Recorded(KEYS, tuple(map(str, KEYS)), trace(), {}, frozenset(), written_by_hooks, {}, False, 0)
+def recorded(written_by_hooks: frozenset[int] = frozenset(), **fields: Any) -> Recorded:
+    plain = Recorded(KEYS, tuple(map(str, KEYS)), trace(), {}, frozenset(), written_by_hooks, {}, False, 0)
+    return replace(plain, **fields)
 
 
 def plan(residencies: tuple[Residency, ...], transfers: tuple[Transfer, ...]) -> Plan:
@@ -90,6 +94,28 @@ def test_what_stays_through_user_code_is_copied_out_after_it() -> None:
     executable = make_executable(everything, trace(), recorded())
     assert executable.stays_after_backward == {GRADIENT}
     assert executable.copied_from == {PARAMETER: 2, GRADIENT: executable.update_at}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_late"),
+    [
+        ({}, False),
+        ({"used_below": {GRADIENT: False}}, False),
+        ({"used_below": {GRADIENT: True}}, True),
+        ({"index": {("gradient", 0): GRADIENT}, "norms": {("gradient", 0): frozenset()}}, True),
+    ],
+)
+def test_what_user_code_writes_before_it_leaves_is_copied_out_as_the_update_begins(fields: Any, is_late: bool) -> None:
+    """A copy that goes on meanwhile is void, and reads what is written."""
+    leaves = plan(
+        (Residency(GRADIENT, DEVICE, 2, 3), Residency(GRADIENT, HOST, 2, 5)), (Transfer(GRADIENT, DEVICE, HOST, 2, 3, 0),)
+    )
+    executable = make_executable(leaves, trace(), recorded(**fields))
+    assert executable.update_at == 3
+    assert executable.copied_from == {GRADIENT: 3 if is_late else 2}
+    at_update = executable.program[3]
+    assert at_update is not None
+    assert at_update.outs_first == ((GRADIENT,) if is_late else ()) and at_update.waits == at_update.leaves == (GRADIENT,)
 
 
 def test_what_is_there_for_the_update_stays_and_is_fetched_again_if_it_had_to_leave() -> None:

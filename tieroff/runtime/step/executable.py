@@ -65,7 +65,7 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
     tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
     update_at = recorded.update_at
     stays = tuple(stays_for_update(plan, trace, tiers, update_at))
-    adapted = copied_after_user_code(without_early_copies(plan, recorded), stays, update_at)
+    adapted = copied_after_user_code(without_early_copies(plan, recorded), stays, recorded)
     adapted = brought_back_for_update(adapted, stays, tiers, update_at)
     ticks = make_schedule(adapted).ticks
     copied_from: dict[int, int] = {}
@@ -139,13 +139,17 @@ def stays_for_update(plan: Plan, trace: Trace, tiers: Mapping[int, Tier], update
             yield residency
 
 
-def copied_after_user_code(plan: Plan, stays: tuple[Residency, ...], update_at: int) -> Plan:
+def copied_after_user_code(plan: Plan, stays: tuple[Residency, ...], recorded: Recorded) -> Plan:
     """Returns the plan with the copies out that begin before user code runs, of what stays through it, as the update begins.
 
     User code may write a tensor that stays, so a copy from before is void. One under way would have the tensor leave, and the
-    update wait for it to come back.
+    update wait for it to come back. What leaves as the update begins is copied before, unless user code of the recorded step
+    measured or wrote it there: on an accelerator the void copy would read while that writes.
     """
-    lasting = {r.tensor: r for r in stays if r.stop > update_at}
+    update_at = recorded.update_at
+    written = {tensor for tensor, is_written in recorded.used_below.items() if is_written}
+    written.update(recorded.index[key] for key in recorded.norms if key in recorded.index)
+    lasting = {r.tensor: r for r in stays if r.stop > update_at or r.tensor in written}
 
     def late(transfer: Transfer) -> Transfer:
         stay = lasting.get(transfer.tensor)
