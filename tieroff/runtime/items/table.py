@@ -108,7 +108,7 @@ class Standing:
     """The items that a plan has on the device all the time, as a look at each of them found them: there, and nowhere else.
 
     Every step has to know whether somebody moved one of hundreds. That is asked of all at once, by functions of the
-    interpreter's own, as in hooks/forward/walk.py. No tensor is held for it.
+    interpreter's own, as in hooks/forward/walk.py. No memory is held for it.
 
     Args:
         items: of one engine.

@@ -315,7 +315,7 @@ class Traffic:
             self.device_bytes -= item.size_bytes
 
     def let_go(self, item: Item) -> None:
-        """Stops counting and holding an item whose tensor lives on by itself."""
+        """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
         self.release(item)
         self._forget_room(item)
         self.held.has_changed = True
