@@ -220,7 +220,7 @@ class SpaceStore(ABC):
     def _end_rest(self) -> bool:
         """Gives the room of the block that rests longest to whoever asks; False where none rests."""
         for block in self._resting:
-            if any(not transfer.done() for transfer in block.transfers):
+            if block.is_touched:
                 self._live.add(block)  # taken until they are over
                 self._used_bytes += block.extent_bytes
                 self._ending.append(block)
@@ -284,7 +284,7 @@ class SpaceStore(ABC):
         """Derives what is taken from the blocks that live."""
         lost = self._blocks_in(self._dissolving) if self._dissolving is not None else []
         self._dissolving = None
-        copied = [block for block in self._resting if any(not transfer.done() for transfer in block.transfers)]
+        copied = [block for block in self._resting if block.is_touched]
         self._live.update(copied)  # taken until the copies are over
         self._ending += copied
         self._resting.clear()

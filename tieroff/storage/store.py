@@ -50,6 +50,11 @@ class Block:
     is_home: bool = False
     is_freed: bool = False
 
+    @property
+    def is_touched(self) -> bool:
+        """True while a transfer that it knows of may still touch its bytes."""
+        return any(not transfer.done() for transfer in self.transfers)
+
     def note(self, copy: Completion) -> None:
         """A copy made outside the store (by a device's stream) touches its bytes until it is done."""
         if len(self.transfers) >= _NOTED_MOST:  # each is asked of its device

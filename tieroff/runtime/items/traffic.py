@@ -421,8 +421,9 @@ class Traffic:
             return
         # A copy that has ended by now stalls nothing. What is over when a device gets here, its stamps will say. Making and
         # reading two costs the host a third of a copy: where nobody reads each wait, those that are over have none.
-        start: Time | None = None if not self.keep_spans and arrival.done() else self.backend.stamp()
-        if start is None and not arrival.done():
+        is_over = not self.keep_spans and arrival.done()
+        start: Time | None = None if is_over else self.backend.stamp()
+        if start is None and not is_over and not arrival.done():
             start = time.monotonic_ns()
         try:
             await_arrival(arrival, what)
