@@ -40,7 +40,7 @@ from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PASS
 from tieroff.runtime.step.stats import Stats
 from tieroff.runtime.telling import Telling
 
@@ -289,7 +289,7 @@ class Engine:
                 self._steps.begin_forward(signature, args, kwargs, walk)
             executor.gate.depth += 1
             with contextlib.ExitStack() as hooks:
-                if executor.state.mode is not Mode.PASS or self.settings.compute_dtype is not None:
+                if executor.state.mode is not PASS or self.settings.compute_dtype is not None:
                     hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks()))
                 out = inner(*args, **kwargs)
             executor.gate.check_casts()
@@ -314,7 +314,7 @@ class Engine:
 
     def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         saved = self.executor.saved_tensors
-        own_pack = saved.pack if self.executor.state.mode is not Mode.PASS else saved.pack_casts
+        own_pack = saved.pack if self.executor.state.mode is not PASS else saved.pack_casts
         pack, unpack = with_hooks_around(own_pack, saved.unpack)
         # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
         return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)

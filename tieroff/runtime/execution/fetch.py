@@ -11,9 +11,9 @@ from tieroff.runtime.execution.autograd import modes_here, training_phase, unsee
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 
 
 class ParameterFetch:
@@ -42,14 +42,14 @@ class ParameterFetch:
             context.clock.tick(item.key, lambda: f"param:{item.name}", None)
         if context.runner.leaves_alone(item):
             return item.living  # as a rule it is there
-        if context.state.mode is Mode.PLANNED and not torch.is_inference_mode_enabled():
+        if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():
             return self._home_by_plan(item)
         with context.state.lock, torch.inference_mode(False):
             self._refresh(item)
             item.lift(context.traffic)
             item.may_be_written = self._may_be_written(item)
             context.state.record.bind(item)
-            if context.state.mode is not Mode.PLANNED and context.state.mode is not Mode.PASS:
+            if context.state.mode is not PLANNED and context.state.mode is not PASS:
                 context.clock.watch_backward()
                 context.on_demand.keep_read(item)
             else:
@@ -118,7 +118,7 @@ class ParameterFetch:
     def outside(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device value of a parameter that is used outside of the step: no plan knows of it."""
         state = self._context.state
-        mode, state.mode = state.mode, Mode.IDLE
+        mode, state.mode = state.mode, IDLE
         try:
             return self._valid(item)
         finally:
@@ -136,13 +136,13 @@ class ParameterFetch:
             self._refresh(item)
             if item.stays_below:
                 item.lift(context.traffic)  # drops what was fetched
-            if item.is_lifted or (item.state is State.LOWER and item.stays_below):
+            if item.is_lifted or (item.state is LOWER and item.stays_below):
                 context.clock.resume()
                 with untouched():
                     return item.living.detach()
             device = context.traffic.want(item)
             context.state.record.bind_copy(device, item.key, is_new=True)
-            if context.state.mode is not Mode.PLANNED:
+            if context.state.mode is not PLANNED:
                 context.clock.watch_backward()
                 context.on_demand.keep_read(item)
             context.clock.resume()
@@ -151,7 +151,7 @@ class ParameterFetch:
     def _refresh(self, item: ParameterItem) -> None:
         """What was written since the last copy counts, also through `.data` while a copy of it was brought up ahead."""
         item.refresh(self._context.traffic)
-        is_copy = item.state in (State.BOTH, State.ARRIVING) and not item.is_lifted and item.is_shown_below
+        is_copy = item.state in (BOTH, ARRIVING) and not item.is_lifted and item.is_shown_below
         if is_copy and self._may_be_written(item):
             self._context.traffic.send(item, Event.DROP)
 
@@ -161,9 +161,9 @@ class ParameterFetch:
         A trace shows it; while there is none that holds, every parameter counts as written.
         """
         state = self._context.state
-        if state.kind is None or state.mode is Mode.IDLE:
+        if state.kind is None or state.mode is IDLE:
             return item.key in self._written
         stage = state.kind.stage
-        if isinstance(stage, Measuring) or (isinstance(stage, Planned) and state.mode is not Mode.DEMAND):
+        if isinstance(stage, Measuring) or (isinstance(stage, Planned) and state.mode is not DEMAND):
             return item.key in stage.recorded.written
         return not isinstance(stage, Unplanned) or item.key not in self._context.on_demand.experience.clean

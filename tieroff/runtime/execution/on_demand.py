@@ -26,10 +26,10 @@ from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import ARRIVING, BOTH, LEAVING, LOWER
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned, Unplanned
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, PASS, PLANNED
 
 # How many fetched parameters are kept at hand: enough for a weight and its bias.
 _READ_KEPT = 2
@@ -62,7 +62,7 @@ class OnDemand:
     def has_room(self) -> bool:
         """True while things may stay beyond the moment."""
         state = self._state
-        if self.room_bytes <= 0 or state.mode is not Mode.DEMAND or state.record.recorder is not None:
+        if self.room_bytes <= 0 or state.mode is not DEMAND or state.record.recorder is not None:
             return False
         return state.kind is not None and isinstance(state.kind.stage, Unplanned | Planned)
 
@@ -122,7 +122,7 @@ class OnDemand:
     @property
     def _predicts(self) -> bool:
         """False in a step that follows its plan: the plan says what comes next, and noting it would cost 4 us a tensor."""
-        return self._state.mode is not Mode.PLANNED
+        return self._state.mode is not PLANNED
 
     def used(self, key: Hashable) -> None:
         """Forward used a parameter."""
@@ -158,7 +158,7 @@ class OnDemand:
         self._ticks += ticks
         while self._incomplete and self._incomplete[0][1] <= self._ticks:
             item, _ = self._incomplete.popleft()
-            if item.device is not None and item.state is not State.ARRIVING:
+            if item.device is not None and item.state is not ARRIVING:
                 self.release(item)
 
     def release(self, *items: Item) -> None:
@@ -178,14 +178,14 @@ class OnDemand:
 
     def unpacked(self, item: ActivationItem) -> None:
         """Backward has a saved tensor, and as a rule it was the last to ask for it."""
-        if not self.has_room or item.state is State.BOTH:
+        if not self.has_room or item.state is BOTH:
             item.leave(self._traffic)
         else:
             self.release(item)  # it dies soon, and need not be copied before
 
     def left(self, items: Iterable[HomeItem]) -> None:
         """Another thread read these while they could not move; the step's own thread, which may use them now, lets them go."""
-        if self._state.mode is not Mode.PLANNED and self._state.mode is not Mode.PASS:
+        if self._state.mode is not PLANNED and self._state.mode is not PASS:
             self._left.extend(item for item in items if item.device is not None and item not in self._left)
 
     def release_reachable(self) -> None:
@@ -236,7 +236,7 @@ class OnDemand:
         kept: set[int] = set()
         for item in items:
             kept.add(id(item))
-            if item.state is not State.LOWER or item.place is None or item.stays_below:
+            if item.state is not LOWER or item.place is None or item.stays_below:
                 continue
             self._make_room(item.size_bytes, kept)
             if traffic.device_bytes + item.size_bytes > self.room_bytes:
@@ -264,7 +264,7 @@ class OnDemand:
         traffic = self._traffic
         while self._kept and traffic.device_bytes > self.room_bytes:
             # What was fetched and not used yet goes last.
-            item = next((i for i in self._kept.values() if i.state is not State.ARRIVING), next(iter(self._kept.values())))
+            item = next((i for i in self._kept.values() if i.state is not ARRIVING), next(iter(self._kept.values())))
             self.claim(item)
             self._drop(item)
         excess_bytes = traffic.device_bytes - self.room_bytes // 2
@@ -292,4 +292,4 @@ def _goes_at_once(item: Item) -> bool:
     """True for an item whose copy below is valid: its device copy goes without a wait."""
     if isinstance(item, HomeItem) and item.was_written():
         return False
-    return item.state is State.BOTH or (item.state is State.LEAVING and item.leaving is not None and item.leaving.done())
+    return item.state is BOTH or (item.state is LEAVING and item.leaving is not None and item.leaving.done())

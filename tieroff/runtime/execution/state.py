@@ -11,7 +11,7 @@ from tieroff.core.seams import Recorder, Subject
 from tieroff.runtime.items.hollow import SubclassCalls
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.step.kinds import StepKind
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import IDLE
 
 
 class StepRecord:
@@ -97,7 +97,7 @@ class StepState:
     )
 
     def __init__(self) -> None:
-        self.mode = Mode.IDLE
+        self.mode = IDLE
         self.inside = 0
         self.subclass_calls = SubclassCalls()
         self.kind: StepKind | None = None

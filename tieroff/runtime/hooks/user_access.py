@@ -39,10 +39,10 @@ from tieroff.runtime.items.hollow import (
 )
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import ON_DEVICE, State
+from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, with_local
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PLANNED
 from tieroff.units import format_bytes
 
 # They give an address, which outlives every reference to the memory.
@@ -103,7 +103,7 @@ class UserAccess:
         self._on_host.count = 0
         for item in self._context.homes:
             item.pins = 0
-            if item.device is None and item.state is State.LOWER and not item.is_shown_below:
+            if item.device is None and item.state is LOWER and not item.is_shown_below:
                 guard_class(item)
 
     @contextlib.contextmanager
@@ -219,7 +219,7 @@ class UserAccess:
                 if is_outside:  # what the step uses meanwhile is the step's
                     raised = [item for item in raised if context.on_demand.is_stray(item)]
                 self._unpin(items, raised, is_in_pass)
-                for item in raised if context.state.mode is not Mode.PLANNED else unplanned:
+                for item in raised if context.state.mode is not PLANNED else unplanned:
                     if item.device is not None and not is_outside:
                         context.on_demand.keep_read(item)  # the plan says when the others leave
 
@@ -348,10 +348,10 @@ def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 def _on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
     """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
     traffic.settle(item)
-    if item.state in (State.BOTH, State.LOWER) and item.lower is not None and not item.was_written():
+    if item.state in (BOTH, LOWER) and item.lower is not None and not item.was_written():
         traffic.flush()
         below = item.lower.detach()
         return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
     with untouched():
-        is_hidden = item.state is State.DEVICE and not item.is_lifted  # it began to leave, and could not
+        is_hidden = item.state is DEVICE and not item.is_lifted  # it began to leave, and could not
         return (item.valid_value if is_hidden else item.living).detach().cpu()

@@ -9,7 +9,7 @@ from typing import Any
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import BlockPlace, Place
 from tieroff.runtime.items.item import Item, Mover
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import DEVICE
 
 
 class ActivationItem(Item):
@@ -33,7 +33,7 @@ class ActivationItem(Item):
 
     def begin_again(self) -> None:
         """Stands for another storage of the same size from here on."""
-        self.state, self.is_kept = State.DEVICE, False
+        self.state, self.is_kept = DEVICE, False
         self.lives += 1
 
     def views(self) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from tieroff.runtime.items.hollow import PLAIN, unwatch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
 
@@ -93,7 +93,7 @@ def fetch_all(traffic: Traffic, items: Iterable[Item]) -> None:
     ready: list[tuple[HomeItem, Route]] = []
     copies: list[int] = []
     for item in items:
-        if item.state is not State.LOWER:
+        if item.state is not LOWER:
             continue
         route = _route_of(item)
         if route is not None and isinstance(item, HomeItem) and _may_come(item, route):
@@ -107,7 +107,7 @@ def fetch_all(traffic: Traffic, items: Iterable[Item]) -> None:
         return
     for item, route in ready:
         traffic.hold(item, route.memory)
-        item.state = State.BOTH
+        item.state = BOTH
         item.value, item.value_address = route.value, route.address
         item.note()
         if traffic.is_watching:
@@ -137,7 +137,7 @@ def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
         route = item.route
         if (
             route is None
-            or item.state is not State.BOTH
+            or item.state is not BOTH
             or item.is_lifted
             or item.readers
             or item.lower is not route.lower
@@ -151,7 +151,7 @@ def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
         unwatch(tensor)  # its user is an optimizer's step
         tensor.data = route.value
         item.is_lifted = True
-        item.state = State.DEVICE  # the device copy counts from here on, wherever an exception may come
+        item.state = DEVICE  # the device copy counts from here on, wherever an exception may come
         item.note()
     return left
 
@@ -175,7 +175,7 @@ def store_all(traffic: Traffic, items: Iterable[Item]) -> None:
             traffic.store(item)
         return
     for item, _ in ready:
-        item.state = State.BOTH
+        item.state = BOTH
 
 
 def _is_only_above(item: HomeItem, route: Route) -> bool:
@@ -183,7 +183,7 @@ def _is_only_above(item: HomeItem, route: Route) -> bool:
     tensor = item.tensor
     return (
         tensor is not None
-        and item.state is State.DEVICE
+        and item.state is DEVICE
         and item.is_lifted
         and item.device is route.memory
         and type(tensor) in PLAIN
@@ -195,13 +195,13 @@ def _is_only_above(item: HomeItem, route: Route) -> bool:
 
 def leave_all(traffic: Traffic, items: Sequence[Item]) -> None:
     """Sends items below; as their own `leave` does."""
-    store_all(traffic, [item for item in items if item.state is State.DEVICE and _may_go(item)])
+    store_all(traffic, [item for item in items if item.state is DEVICE and _may_go(item)])
     for item in items:
-        if item.state is not State.BOTH or not _may_go(item) or not item.is_as_left():
+        if item.state is not BOTH or not _may_go(item) or not item.is_as_left():
             item.leave(traffic)
             continue
         traffic.free_device(item)
-        item.state = State.LOWER
+        item.state = LOWER
 
 
 def _may_go(item: Item) -> TypeGuard[HomeItem]:

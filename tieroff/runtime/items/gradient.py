@@ -25,7 +25,7 @@ from tieroff.runtime.items.hollow import Guard, guard_class, is_below
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER, Event
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.tensors import owners_by
 
@@ -59,7 +59,7 @@ class Waiting:
 
 
 # States in which the copy below is valid.
-_HAS_BELOW = (State.LOWER, State.ARRIVING, State.BOTH)
+_HAS_BELOW = (LOWER, ARRIVING, BOTH)
 
 
 class GradientItem(HomeItem):
@@ -90,7 +90,7 @@ class GradientItem(HomeItem):
             return False
         self.ref, self.version = weakref.ref(tensor), tensor._version
         self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
-        self.guard, self.pins, self.readers, self.state = guard, 0, 0, State.DEVICE
+        self.guard, self.pins, self.readers, self.state = guard, 0, 0, DEVICE
         self.waiting = self.outer_ref = None
         return True
 
@@ -143,7 +143,7 @@ class GradientItem(HomeItem):
         self._arrived_version = self.valid_value._version
 
     def about_to_show(self) -> None:
-        if self.waiting is not None and self.state is State.BOTH:
+        if self.waiting is not None and self.state is BOTH:
             with self.guard.multiplying() if self.guard is not None else contextlib.nullcontext():
                 self.waiting.apply(self.valid_value, self._arrived_version)
 

@@ -38,7 +38,7 @@ from tieroff.runtime.items.hollow import (
     version_of,
 )
 from tieroff.runtime.items.item import Item, Mover
-from tieroff.runtime.items.residency import ON_DEVICE, Event, State
+from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER, ON_DEVICE, Event
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import is_dense
 from tieroff.runtime.tensors import bytes_of, is_storage_held, owners_by, storage_of, view_of
@@ -295,9 +295,9 @@ class HomeItem(Item):
     def touch(self, traffic: Mover) -> None:
         """The device copy may have been written, whether or not a version says so (fused kernels move none)."""
         if self.is_lifted and self.device is not None:
-            if self.state is State.BOTH:
-                self.state = State.DEVICE
-            elif self.state is not State.DEVICE:  # else there is no other copy that it could make old
+            if self.state is BOTH:
+                self.state = DEVICE
+            elif self.state is not DEVICE:  # else there is no other copy that it could make old
                 traffic.send(self, Event.TOUCH)
             self.note()
 
@@ -317,7 +317,7 @@ class HomeItem(Item):
                 with torch.no_grad(), _disable_current_modes():
                     data_of(tensor).copy_(self.value)
             self.note()
-        elif self.state in ON_DEVICE or self.state is State.ARRIVING:
+        elif self.state in ON_DEVICE or self.state is ARRIVING:
             # The home below was written: the device copy is old, the home is what counts.
             traffic.send(self, Event.DROP)
             self.note()
@@ -368,7 +368,7 @@ class HomeItem(Item):
         """User code gave the tensor its own memory below again, where its bytes count: what is up is void."""
         traffic.settle(self)
         traffic.release(self)
-        self.value, self.is_lifted, self.state = None, False, State.LOWER
+        self.value, self.is_lifted, self.state = None, False, LOWER
         self.times_assigned += 1
         self.note()
 
@@ -382,7 +382,7 @@ class HomeItem(Item):
             traffic.hold(self, bytes_of(tensor))
         self._set_value(tensor.detach())
         self.times_assigned += 1
-        self.state, self.is_lifted = State.DEVICE, True
+        self.state, self.is_lifted = DEVICE, True
         self.note()
 
     def take(self, traffic: Mover) -> None:
@@ -397,7 +397,7 @@ class HomeItem(Item):
                 self.hollow = self.hollow.as_strided(self.size, self.stride)
                 self.lower = self.place = self.route = None  # of the other geometry
         self.times_assigned += 1
-        self.state, self.is_lifted = State.DEVICE, True
+        self.state, self.is_lifted = DEVICE, True
         self.note()
 
     def _is_value_newer(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.rooms import Room
-from tieroff.runtime.items.residency import Event, State
+from tieroff.runtime.items.residency import DEVICE, Event
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
 
@@ -102,7 +102,7 @@ class Item:
         self.device: torch.Tensor | None = None
         self.is_given: bool | None = None
         self.place: Place | None = None
-        self.state = State.DEVICE
+        self.state = DEVICE
         self.leaving: Completion | None = None
         self.arriving: Completion | None = None
         self.outer_ref: Callable[[], torch.Tensor | None] | None = None

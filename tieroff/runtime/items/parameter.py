@@ -12,13 +12,13 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.items.hollow import Guard, may_be_watched, set_data, unwatch, watch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import ARRIVING, BOTH, LEAVING
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable, with_local
 from tieroff.storage.completion import Completion
 
 # There is a copy below and one on the device, or one is on its way to the other.
-_DOUBLED = frozenset({State.BOTH, State.LEAVING, State.ARRIVING})
+_DOUBLED = frozenset({BOTH, LEAVING, ARRIVING})
 
 
 class ParameterItem(HomeItem):

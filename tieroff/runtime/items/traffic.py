@@ -18,7 +18,7 @@ from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.rooms import ROOMS_BYTES_MAX, Room
 from tieroff.runtime.backend.stamp import Time
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.residency import ON_DEVICE, Do, Event, State, transition
+from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LEAVING, LOWER, ON_DEVICE, STALE, Do, Event, transition
 from tieroff.runtime.items.spill import Spill
 from tieroff.storage.completion import Completion, Timed
 from tieroff.storage.host.pool import HostStore
@@ -105,7 +105,7 @@ class Traffic:
         for do in todo:
             if do is Do.AWAIT_OUT:
                 self._await_out(item)
-                if event is Event.DROP and item.state is not State.BOTH:
+                if event is Event.DROP and item.state is not BOTH:
                     return  # the copy out failed for good or was stale: the device copy stays
             elif do is Do.START_OUT:
                 self._start_out(item)
@@ -121,12 +121,12 @@ class Traffic:
         """Makes memory that the program holds the item's device copy; what lies below is old."""
         self.settle(item)
         self.hold(item, device)
-        item.state = State.DEVICE
+        item.state = DEVICE
 
     def want(self, item: Item) -> torch.Tensor:
         """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
         if item.state not in ON_DEVICE:
-            if item.state is State.LOWER:
+            if item.state is LOWER:
                 self.counts.faults += 1
                 self.fetch(item)
             self._settle_in(item)
@@ -137,26 +137,26 @@ class Traffic:
         """Begins a copy of the device's bytes below, if there is no valid one."""
         item.refresh(self)
         state = item.state
-        if state is State.STALE or (state is State.DEVICE and not self._put(item)):
+        if state is STALE or (state is DEVICE and not self._put(item)):
             self.send(item, Event.STORE)
 
     def leave(self, item: Item) -> None:
         """Frees the item's device copy now, after a copy out if the lower copy is not valid."""
-        if item.state is State.ARRIVING:
+        if item.state is ARRIVING:
             self._settle_in(item)
         state = item.state
-        if state is State.STALE or (state is State.DEVICE and not self._put(item)):
+        if state is STALE or (state is DEVICE and not self._put(item)):
             self.send(item, Event.STORE)
-        if item.state is State.BOTH:
+        if item.state is BOTH:
             self.free_device(item)
-            item.state = State.LOWER
+            item.state = LOWER
         else:
             self.send(item, Event.DROP)
 
     def fetch(self, item: Item) -> None:
         """Begins a copy to the device of what lies below."""
         place = item.place
-        if not self.keeps_rooms or place is None or not place.is_near or item.state is not State.LOWER:
+        if not self.keeps_rooms or place is None or not place.is_near or item.state is not LOWER:
             self._forget_room(item)
             self.send(item, Event.FETCH)
             return
@@ -168,9 +168,9 @@ class Traffic:
         copy = place.get(room.address, room.memory)
         self._count(item, "h2d", copy)
         if isinstance(copy, StoreTransfer):
-            item.arriving, item.state = copy, State.ARRIVING
+            item.arriving, item.state = copy, ARRIVING
         else:
-            item.state = State.BOTH
+            item.state = BOTH
             item.arrived()
 
     def _put(self, item: Item) -> bool:
@@ -186,9 +186,9 @@ class Traffic:
         copy = item.place.put(source.data_ptr(), source)
         self._count(item, "d2h", copy)
         if isinstance(copy, StoreTransfer):
-            item.leaving, item.state = copy, State.LEAVING
+            item.leaving, item.state = copy, LEAVING
         else:
-            item.state = State.BOTH
+            item.state = BOTH
         return True
 
     def copy_all(self, moved: Sequence[tuple[Item, Route]], copies: Sequence[int], link: str) -> bool:
@@ -322,7 +322,7 @@ class Traffic:
         if item.place is not None:
             item.place.free()
             item.place = None
-        item.state = State.DEVICE
+        item.state = DEVICE
 
     # -- the four moves ------------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class Traffic:
             return
         try:
             self._wait(item, arrival, f"copying {item.name} out")
-            if item.state is State.LEAVING:  # not STALE: then these bytes are no news
+            if item.state is LEAVING:  # not STALE: then these bytes are no news
                 assert item.place is not None
                 item.place.publish()
         except StoreError as error:

@@ -10,7 +10,7 @@ from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.stamp import ns_of
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PASS, PLANNED, Mode
 from tieroff.runtime.step.stats import Stats
 from tieroff.units import NS_PER_S
 
@@ -47,7 +47,7 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
         return replace(
             counted,
             step_s=step_ns / NS_PER_S,
-            compute_s=(step_ns if mode is Mode.PASS else compute_ns) / NS_PER_S,
+            compute_s=(step_ns if mode is PASS else compute_ns) / NS_PER_S,
             stall_s=stall_ns / NS_PER_S,
             host_ahead_s=median(stamp.ahead_ns() for stamp in stamps) / NS_PER_S if stamps else None,
         )
@@ -56,10 +56,10 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
 
 
 def _what_it_was(kind: StepKind, mode: Mode) -> str:
-    if mode is Mode.PASS:
+    if mode is PASS:
         return "nothing moved"
     if isinstance(kind.stage, Recording):
         return "traced"
     if isinstance(kind.stage, Measuring):
         return "measured"
-    return "planned" if isinstance(kind.stage, Planned) and mode is Mode.PLANNED else "on demand"
+    return "planned" if isinstance(kind.stage, Planned) and mode is PLANNED else "on demand"

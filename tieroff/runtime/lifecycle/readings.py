@@ -18,7 +18,7 @@ from tieroff.runtime.lifecycle.figures import figures_of
 from tieroff.runtime.lifecycle.measured import timeline_of
 from tieroff.runtime.lifecycle.planning import Observed, StepPlanning
 from tieroff.runtime.step.kinds import Planned, Ran, StepKind
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PLANNED
 from tieroff.runtime.step.stats import Stats
 
 # Steps whose figures are kept.
@@ -77,7 +77,7 @@ class Readings:
         executor = self._custody.executor
         executor.clock.pause()
         stage, timeline = None, None
-        if isinstance(kind.stage, Planned) and executor.state.mode is Mode.PLANNED and executor.traffic.keep_spans:
+        if isinstance(kind.stage, Planned) and executor.state.mode is PLANNED and executor.traffic.keep_spans:
             stage, timeline = kind.stage, timeline_of(kind.stage, self._custody, recompute_ns)
         figures = figures_of(kind, self._custody, recompute_ns)
         self._unread = _Unread(kind, stage, number, executor.clock.times.begun, figures, timeline)

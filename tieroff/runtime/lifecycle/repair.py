@@ -24,7 +24,7 @@ from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import lies_on, restore_class, set_data
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.residency import ON_DEVICE, State
+from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
 from tieroff.runtime.tensors import view_of
 from tieroff.storage.locks import let_go
 
@@ -90,7 +90,7 @@ def _give_up(item: HomeItem) -> None:
     item.leaving = item.arriving = item.device = item.value = None
     if isinstance(item, GradientItem):
         item.waiting = None
-    item.is_lifted, item.state = False, State.LOWER if item.place is not None else State.DEVICE
+    item.is_lifted, item.state = False, LOWER if item.place is not None else DEVICE
 
 
 def _await(item: Item) -> None:
@@ -105,25 +105,25 @@ def _put_below(item: Item) -> None:
     if isinstance(item, HomeItem):
         item.is_lifted = item.is_shown_below or _is_up(item)
         item.freed()  # gives the tensor its place below, or makes it hollow
-    item.device, item.state = None, State.LOWER
+    item.device, item.state = None, LOWER
 
 
 def _put_on_device(item: Item) -> None:
     """The device copy counts; a copy below does too where none was on its way and nobody could write since."""
-    device, was_both = item.device, item.state is State.BOTH and item.leaving is None
+    device, was_both = item.device, item.state is BOTH and item.leaving is None
     assert device is not None
     item.leaving = item.arriving = None
     if not isinstance(item, HomeItem):
-        item.state = State.BOTH if was_both else State.DEVICE
+        item.state = BOTH if was_both else DEVICE
         return
     if item.value is None:
         item.value = view_of(device, item.dtype, item.size, item.stride, 0)
     item.is_lifted = _is_up(item)
     if not item.is_lifted and not item.is_shown_below:
         item.value_version = item.value._version  # nobody reaches it: it is as it came, whether or not that was noted
-    item.state = State.BOTH if was_both and not item.is_lifted else State.DEVICE
+    item.state = BOTH if was_both and not item.is_lifted else DEVICE
     tensor = item.tensor
-    if not item.is_lifted and item.state is State.DEVICE and tensor is not None:
+    if not item.is_lifted and item.state is DEVICE and tensor is not None:
         set_data(tensor, item.value)
         restore_class(item)
         item.is_lifted = True

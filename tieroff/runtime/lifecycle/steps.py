@@ -37,7 +37,7 @@ from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.likeness import is_like, is_within, structure_of
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 from tieroff.runtime.step.recorded import Recorded
 
 log = logging.getLogger("tieroff")
@@ -200,7 +200,7 @@ class Steps:
             walk = self.check_model(walk)
             self._start_step(signature, shapes, is_passed_through=is_given_gradients((args, kwargs)))
             self._watch_inputs((args, kwargs))
-        if executor.state.mode is not Mode.PASS:
+        if executor.state.mode is not PASS:
             self._note_input(shapes)
             executor.saved_tensors.fixed = storages_of((args, kwargs)) | storages_of(walk.buffers()) | walk.storages()
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
@@ -337,13 +337,13 @@ class Steps:
             self._end_last_op()
             if not has_closure:  # else a step begins, which has pages of the one before
                 self._custody.backend.keep_freed(0)
-            self._custody.executor.state.mode = Mode.IDLE
+            self._custody.executor.state.mode = IDLE
 
     def _diverge_in_update(self) -> None:
         """A step is updated whose kind never was: its optimizer state lies below."""
         self.come_back()
         executor = self._custody.executor
-        if executor.state.mode in (Mode.PLANNED, Mode.PASS):
+        if executor.state.mode in (PLANNED, PASS):
             executor.clock.diverge(lambda: "an update")
             executor.gate.intercept(True)
 
@@ -404,12 +404,12 @@ class Steps:
         if self._is_stranger and kind.mismatches > self._mismatches:
             kind.mismatches = self._mismatches  # which says nothing of the kind's own steps
             kind.strangers += 1
-        if mode is Mode.PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
+        if mode is PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
             self.readings.observe(kind, kind.stage)
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
         is_whole = self._custody.stepper is None or ("end",) in keys or kind.is_passed_through
-        if mode is not Mode.DEMAND or not is_whole or self._is_void or self._custody.has_changed(self._custody.walk()):
+        if mode is not DEMAND or not is_whole or self._is_void or self._custody.has_changed(self._custody.walk()):
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)

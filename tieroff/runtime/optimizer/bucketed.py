@@ -22,7 +22,7 @@ from tieroff.runtime.optimizer.in_backward import AppliedGradient, EarlyUpdates
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.optimizer.update import BucketUpdate
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PASS
 from tieroff.uncompiled import refusal
 
 log = logging.getLogger("tieroff")
@@ -193,7 +193,7 @@ class BucketedStep:
         self._update_one.restore()
 
     def _moves_nothing(self) -> bool:
-        return self._context.state.mode is Mode.PASS
+        return self._context.state.mode is PASS
 
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = functools.partial(raw_step(self.optimizer), self.optimizer)

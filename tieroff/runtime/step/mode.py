@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Final
 
 
 class Mode(Enum):
@@ -22,3 +23,10 @@ class Mode(Enum):
     DEMAND = auto()
     PLANNED = auto()
     PASS = auto()
+
+
+# A step asks thousands of times, and to look into an `Enum` takes 0.2 us in Python 3.11.
+IDLE: Final = Mode.IDLE
+DEMAND: Final = Mode.DEMAND
+PLANNED: Final = Mode.PLANNED
+PASS: Final = Mode.PASS

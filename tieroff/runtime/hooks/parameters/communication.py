@@ -25,14 +25,14 @@ from tieroff.runtime.execution.clock import Beside, StepTimes
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.fsdp2 import communicating
 from tieroff.runtime.step.communication import BESIDE, OVER, Kind
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, PLANNED
 
 Call = Callable[[], Any]
 
 if TYPE_CHECKING:
     from tieroff.runtime.hooks.parameters.pending import Pending
 
-_STEPS = (Mode.DEMAND, Mode.PLANNED)
+_STEPS = (DEMAND, PLANNED)
 
 
 class Begun(NamedTuple):
