@@ -24,7 +24,7 @@ from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import Standing, bring_home, is_leaving, leave_place, lies_up, settle_below
+from tieroff.runtime.items.table import Standing, bring_home, bytes_elsewhere, is_leaving, leave_place, lies_up, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, refuse_lazy, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -332,13 +332,16 @@ class Custody:
         if isinstance(kind.stage, Recording):
             limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system
         elif isinstance(kind.stage, Planned) and self.backend.device.type == "cpu":  # else nobody uses the limit
-            copies = [item for item in self.executor.homes if item.device is not None]
-            for item in [item for item in copies if item.is_given is None]:
-                item.is_given = item.device is not None and self.backend.gave(item.device)
-            elsewhere_bytes = sum([item.size_bytes for item in copies if not item.is_given])
-            elsewhere_bytes += kind.stage.recorded.scratch_bytes
-            limit_bytes = kind.stage.plan.peak_bytes[Tier.DEVICE] - elsewhere_bytes
+            scratch_bytes = kind.stage.recorded.scratch_bytes
+            limit_bytes = kind.stage.plan.peak_bytes[Tier.DEVICE] - self._bytes_elsewhere(kind.stage) - scratch_bytes
         self.backend.keep_freed(max(limit_bytes, 0))
+
+    def _bytes_elsewhere(self, planned: Planned) -> int:
+        """Returns the bytes that lie on the device in memory which the backend did not give, right after `place_for`."""
+        gave, homes, standing = self.backend.gave, self.executor.homes, self._standing
+        if standing.plan is not planned:
+            return bytes_elsewhere(homes, gave)
+        return standing.bytes_elsewhere(gave) + bytes_elsewhere(chain(standing.others, homes.gradients.values()), gave)
 
     def _send_below(self, item: HomeItem, tier: Tier) -> None:
         if item.tensor is None:
@@ -395,6 +398,7 @@ class Custody:
         self.executor.communication.close(self.model)
         self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
+        self.executor.runner.begin(None)
         self.executor.saved_tensors.bring_home()
 
 

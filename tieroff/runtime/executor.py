@@ -30,7 +30,7 @@ from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Planned, StepKind
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 
 
 class Executor:
@@ -81,16 +81,16 @@ class Executor:
         state.record.begin(recorder)
         planned = kind.stage if isinstance(kind.stage, Planned) else None
         if planned is None:
-            state.mode = Mode.DEMAND
+            state.mode = DEMAND
         else:
-            state.mode = Mode.PASS if planned.plan.moves_nothing else Mode.PLANNED
+            state.mode = PASS if planned.plan.moves_nothing else PLANNED
         self.guard.begin()
         self.scaled.begin(kind.recorded)
-        is_quiet = may_be_quiet and state.mode is Mode.PLANNED and self.runner.has_seen(planned)
+        is_quiet = may_be_quiet and state.mode is PLANNED and self.runner.has_seen(planned)
         is_quiet = is_quiet and not self.shards and self.gate.casts.dtype is None
         # What ranks waited for in their last step is read from what each of them did in it.
         is_quiet = is_quiet and not is_one_of_several()
-        self.traffic.begin_step(is_planned=state.mode is Mode.PLANNED, is_quiet=is_quiet, recorder=recorder)
+        self.traffic.begin_step(is_planned=state.mode is PLANNED, is_quiet=is_quiet, recorder=recorder)
         if not self.runner.follows(planned):
             self.traffic.forget_spares()  # another plan may have their tensors elsewhere
         self.clock.begin(is_whole=not is_quiet)
@@ -99,7 +99,7 @@ class Executor:
         self.gradients.begin_planned()
         self.gate.begin()
         self.gate.fetch.begin(kind)
-        self.gate.live.sweep()
+        self.gate.live.begin()
         self.on_demand.begin(self.homes.parameters.values())
 
     def alone(self) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ class Executor:
     def begin_aside(self) -> None:
         """A new step begins of the kind that ran last, in which nothing moves, and nothing has moved since."""
         state = self.state
-        state.mode, state.saw_backward = Mode.PASS, False
+        state.mode, state.saw_backward = PASS, False
         self.guard.begin()
         self.traffic.begin_step()
         self.clock.begin()
@@ -118,7 +118,7 @@ class Executor:
         """The step's last op is over."""
         state = self.state
         self.clock.pause()
-        if state.kind is not None and state.mode is Mode.PLANNED:
+        if state.kind is not None and state.mode is PLANNED:
             self.runner.measure()
             if self.runner.is_at_end:
                 self.runner.reached_end()
@@ -144,7 +144,7 @@ class Executor:
         self.runner.stop()
         self.gate.end()
         self.gradients.end()
-        self.state.mode = Mode.IDLE
+        self.state.mode = IDLE
 
     def claim(self) -> None:
         """The calling thread runs the steps from here on.
@@ -202,7 +202,7 @@ class Executor:
         state, spill = self.state, self.traffic.spill
         mode, fills_in_order = state.mode, spill.fills_in_order
         # What the plan keeps on the device for the whole step leaves too, so tiers fill as while nothing is planned.
-        state.mode, spill.fills_in_order = Mode.IDLE, True
+        state.mode, spill.fills_in_order = IDLE, True
         with state.lock:
             self.runner.lower_late()
         self.gate.depth += 1

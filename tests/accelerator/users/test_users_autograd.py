@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tieroff
 from tests.accelerator import target
-from tests.accelerator.users.loops import SEED, STEPS, WIDTH, Program, Usage, check
+from tests.accelerator.users.loops import ROWS, SEED, STEPS, WIDTH, Program, Usage, check
 
 
 def assign_gradients(p: Program, gradients: Any) -> None:
@@ -287,3 +288,37 @@ def test_figures_of_a_step_after_which_another_backward_ran(tmp_path: Path) -> N
             assert p.engine is None or p.engine.stats().compute_s >= 0
 
     check(usage, tmp_path, planned=0, device="35%")
+
+
+class Products(nn.Module):
+    """Saves parameters of one size, and activations of that size beside them, in the one order or in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(ROWS, WIDTH) / 4) for _ in range(8))
+        self.is_reversed = self.is_swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in reversed(self.weights) if self.is_reversed else self.weights:
+            x = torch.tanh(weight * x if self.is_swapped else x * weight)
+        return x
+
+
+@pytest.mark.parametrize("change", ["is_reversed", "is_swapped"])
+def test_a_parameter_is_not_kept_as_it_is_where_another_tensor_was_saved(change: str, tmp_path: Path) -> None:
+    """It would follow its home below, where the device cannot read it."""
+    were_quiet = []
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps(21)
+        setattr(p.model, change, True)
+        kept = p.loss(30)
+        if p.engine is not None:
+            were_quiet.append(not p.engine.executor.clock.times.is_whole)  # such a step does not see at once that it is another
+            tieroff.sleep(p.model)
+        kept.backward()
+        p.update(kept)
+
+    check(usage, tmp_path, make=Products, device="80%", policy="auto", planned=0)
+    assert were_quiet == [True]

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.hooks.packed import LeftAlone, PackedBefore
-from tieroff.runtime.items.parameter import ParameterItem
+from tieroff.core.tensor import TensorClass
 
 CONFIG = {
     "device": "cpu",
@@ -351,14 +349,3 @@ def test_a_parameter_that_stays_leaves_with_a_step_that_leaves_its_plan() -> Non
     tieroff.sleep(model)
     assert engine.device_bytes == 0
     tieroff.unwrap(model)
-
-
-def test_a_place_in_the_order_says_what_may_be_kept_there_as_it_is() -> None:
-    """A parameter kept as it is in another one's place would follow its home below, where a device cannot read it."""
-    one, other = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
-    item = ParameterItem(0, "one", one, Tier.HOST)
-    of_parameter = PackedBefore.of(LeftAlone(one, -1, item), one, is_new=False)
-    of_activation = PackedBefore.of(LeftAlone(torch.ones(4, 4), 3), torch.ones(4, 4), is_new=True)
-    assert of_parameter is not None and of_activation is not None
-    assert [of_parameter.may_be(t) for t in (one, one.t(), other, other.t(), one.exp())] == [True, True, False, False, False]
-    assert [of_activation.may_be(t) for t in (one, one.t(), one.exp())] == [False, True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
 
@@ -28,14 +29,15 @@ class AfterBackward:
                 context.state.record.bind(gradient)
         # Right before the update a copy that nobody lifted leaves too: the home below may be written.
         is_last = context.runner.is_before_update
-        for item in context.runner.looked_after(context.homes.parameters.values()):
-            if item.device is not None and (item.is_lifted or is_last) and self._leaves(item):
+        for item in context.runner.movable(context.homes):
+            if item.device is None:
+                continue
+            if item.kind is TensorClass.PARAMETER and (item.is_lifted or is_last) and self._leaves(item):
                 item.leave(context.traffic)
-        for state in context.runner.looked_after(context.homes.states.values()):
-            if state.device is not None and not state.is_lifted and state.is_shown_below:
-                state.refresh(context.traffic)
-                state.lift(context.traffic)
-                state.touch(context.traffic)
+            elif item.kind is TensorClass.OPTIMIZER and not item.is_lifted and item.is_shown_below:
+                item.refresh(context.traffic)
+                item.lift(context.traffic)
+                item.touch(context.traffic)
 
     def _leaves(self, item: HomeItem) -> bool:
         runner = self._context.runner

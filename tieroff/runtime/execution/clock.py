@@ -18,7 +18,7 @@ from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 
 log = logging.getLogger("tieroff")
 
@@ -200,37 +200,39 @@ class Clock:
         """
         state = self._state
         mode = state.mode
-        if mode is Mode.IDLE or mode is Mode.PASS:
+        if mode is IDLE or mode is PASS:
             return
         with state.lock:
             times, stamp, is_still = self.times, None, False
-            if len(times.host_stops_ns) < len(times.host_starts_ns):
-                if times.is_stamped:
+            starts_ns, stops_ns, is_stamped = times.host_starts_ns, times.host_stops_ns, times.is_stamped
+            if len(stops_ns) < len(starts_ns):
+                if is_stamped:
                     stamp = self._stamp()
                     times.stop(stamp)
                 else:
-                    times.host_stops_ns.append(time.monotonic_ns())  # as `stop`
+                    stops_ns.append(time.monotonic_ns())  # as `stop`
             if self.under_way:
                 self._look()
-            if mode is Mode.PLANNED:
-                self._runner.measure()  # before what died in the op that ends is given back
-                is_still = not self._activations.dead
+            if mode is PLANNED:
+                runner, activations = self._runner, self._activations
+                runner.measure()  # before what died in the op that ends is given back
+                is_still = not activations.dead
                 if not is_still:
-                    self._activations.drain()
-                if not self._runner.advance(key):
+                    activations.drain()
+                if not runner.advance(key):
                     self.diverge(name)
-                is_still = is_still and self._runner.is_still
+                is_still = is_still and runner.is_still
             else:
                 self._activations.drain()
                 self._on_demand.tick()
                 state.record.event(key, name, training_phase() if phase is None else phase)
             if self.under_way:  # it may have ended while the event waited for transfers
                 self._look()
-            if times.is_stamped:
+            if is_stamped:
                 # Where the engine did nothing in between, an op begins as the other ends, and the device is asked once.
                 times.start(stamp if is_still and stamp is not None else self._stamp())
             else:
-                times.host_starts_ns.append(time.monotonic_ns())  # as `start`
+                starts_ns.append(time.monotonic_ns())  # as `start`
 
     def _look(self) -> None:
         self.under_way = [one for one in self.under_way if not one.look()]
@@ -243,8 +245,12 @@ class Clock:
     def resume(self) -> None:
         """Compute of the running op begins here."""
         times = self.times
-        if len(times.host_stops_ns) < len(times.host_starts_ns):
-            times.start_again(self._stamp() if times.is_stamped else None)
+        if len(times.host_stops_ns) >= len(times.host_starts_ns):
+            return
+        if times.is_stamped:
+            times.start_again(self._stamp())
+        else:
+            times.host_starts_ns[-1] = time.monotonic_ns()  # as `start_again`
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -261,7 +267,7 @@ class Clock:
     def diverge(self, name: Callable[[], str]) -> None:
         """The step is another one than was planned: it goes on without its plan."""
         state, runner = self._state, self._runner
-        state.mode = Mode.DEMAND
+        state.mode = DEMAND
         runner.stop()
         self._traffic.backend.keep_freed(0)  # the memory that the next op needs is unknown
         self._traffic.counts.fallbacks += 1

@@ -11,7 +11,6 @@ from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.hollow import Guard
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.step.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,5 @@ class StepContext:
         """Moves every home to its lower tier, with its latest value, except those that the plan keeps on the device."""
         with self.state.lock:  # other threads may read
             self.on_demand.release_reachable()
-            is_planned = self.state.mode is Mode.PLANNED
-            for item in [item for item in self.homes if item.device is not None and not (is_planned and item.stays_up)]:
+            for item in [item for item in self.runner.movable(self.homes) if item.device is not None]:
                 self.runner.lower(item)

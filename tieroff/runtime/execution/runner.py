@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable
+from operator import is_
 from typing import TypeGuard
 
 from tieroff.core.tensor import Tier
@@ -11,13 +12,13 @@ from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER
 from tieroff.runtime.items.table import begin_to_leave, is_leaving
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Planned
 from tieroff.runtime.step.likeness import suits
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PLANNED
 from tieroff.runtime.step.program import Actions, Program
 from tieroff.runtime.step.quiet import NOTHING
 
@@ -50,6 +51,9 @@ class PlanRunner:
         self.alone_gradients: frozenset[int] = frozenset()
         self.quiet = NOTHING
         self._items: list[Item | None] = []  # by index in the trace
+        self._movers: list[HomeItem] = []  # homes that the plan does not keep on the device for the whole step
+        # The homes that the last plan's step began with, and what `_items` and `_movers` were then.
+        self._begun: tuple[list[HomeItem], list[Item | None], list[HomeItem]] = [], [], []
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.is_still = False
@@ -73,7 +77,6 @@ class PlanRunner:
         is_same = self.follows(planned)
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.planned, self._late = planned, []
-        self._items = [None] * len(planned.trace.tensors) if planned is not None else []
         self._keys, self._program, self.quiet = (), (), NOTHING
         self.alone_activations = self.alone_gradients = frozenset()
         if planned is not None:
@@ -82,12 +85,18 @@ class PlanRunner:
             self._births, self._transients = planned.executable.births, planned.executable.transients
             self.alone_activations = planned.executable.alone_activations
             self.alone_gradients = planned.executable.alone_gradients
-        items = self._items
-        for item in homes:
-            if is_same and item.index >= 0:  # most steps follow the plan of the one before, which has said all about its homes
-                items[item.index] = item
-            else:
+        self._take_homes([*homes], planned, is_same=is_same)
+
+    def _take_homes(self, homes: list[HomeItem], planned: Planned | None, *, is_same: bool) -> None:
+        """Gives homes their tensors; most steps have the plan and homes of the one before, which has said all about them."""
+        known, items, movers = self._begun
+        if not is_same or len(homes) != len(known) or not all(map(is_, homes, known)):
+            self._items = items = [None] * len(planned.trace.tensors) if planned is not None else []
+            self._movers = movers = []
+            for item in homes:
                 self.assign(item)
+            self._begun = homes, items, movers
+        self._items, self._movers = items.copy(), movers.copy()
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
@@ -106,9 +115,10 @@ class PlanRunner:
             return False
         self.cursor = cursor + 1
         actions = self._program[cursor]
-        self.is_still = actions is None and not self._late
         if self._late:
             self._copy_late()
+        elif actions is None:
+            self.is_still = True
         if actions is not None:
             self._act(actions)
         return True
@@ -131,7 +141,7 @@ class PlanRunner:
         else:
             self._move_one_by_one(leaves, issues)
         if arrivals:
-            traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is State.ARRIVING])
+            traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is ARRIVING])
 
     def _move_one_by_one(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
         items, traffic = self._items, self._traffic
@@ -150,7 +160,7 @@ class PlanRunner:
                     begin_to_leave(item, traffic)
                 else:
                     traffic.store(item)
-            elif item.state is State.LOWER and not item.stays_below:
+            elif item.state is LOWER and not item.stays_below:
                 traffic.fetch(item)
 
     def _move_at_once(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
@@ -163,22 +173,22 @@ class PlanRunner:
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended, and of those after it whose events are quiet."""
-        done, traffic = self.cursor - 1, self._traffic
-        if self.planned is None or done < 0:
+        done, traffic, quiet = self.cursor - 1, self._traffic, self.quiet
+        if done < 0:  # also where there is no plan
             return
-        quiet = self.quiet
         if quiet.following:
-            count = traffic.device_bytes + max(quiet.transients[done], self.unborn_bytes + quiet.peaks[done])
+            most, transients = self.unborn_bytes + quiet.peaks[done], quiet.transients[done]
+            count = traffic.device_bytes + (most if most > transients else transients)
             self.unborn_bytes += quiet.births[done]
         else:
             self.unborn_bytes = unborn_bytes = self.unborn_bytes + self._births[done]
             count = traffic.device_bytes + self._transients[done]
             if unborn_bytes > 0:
                 count += unborn_bytes
+            if traffic.keep_spans:
+                traffic.held.note(count)
         if count > self.peak_bytes:
             self.peak_bytes = count
-        if traffic.keep_spans:
-            traffic.held.note(count)
 
     @property
     def is_at_end(self) -> bool:
@@ -199,7 +209,7 @@ class PlanRunner:
 
     def took(self, item: Item, wait_ticks: int = 0) -> None:
         """The engine got a tensor of the step, which its own op may still write for `wait_ticks` more."""
-        if self.planned is None or self._state.mode is not Mode.PLANNED or item.state is not State.DEVICE:
+        if self.planned is None or self._state.mode is not PLANNED or item.state is not DEVICE:
             return
         if self.planned.executable.copied_from.get(item.index, self.cursor) >= self.cursor:
             return
@@ -225,17 +235,21 @@ class PlanRunner:
         planned = self.planned
         if planned is None:
             return
-        item.index = planned.recorded.index.get(item.key, -1)
-        if item.index >= 0:
-            self._items[item.index] = item
-            tier = planned.executable.tiers.get(item.index)
-            item.stays_up = tier is None
-            item.tier = item.tier if tier is None else tier
+        item.index = index = planned.recorded.index.get(item.key, -1)
+        if index >= 0:
+            self._items[index] = item
+            tier = planned.executable.tiers.get(index)
+            if tier is None:
+                item.stays_up = True
+                return
+            item.tier = tier
+        if isinstance(item, HomeItem):
+            self._movers.append(item)
 
     def tier_of(self, key: Hashable) -> Tier | None:
         """Returns the lower tier that the plan which runs gives a tensor; None where it gives it none, or none runs."""
         planned = self.planned
-        if planned is None or self._state.mode is not Mode.PLANNED:
+        if planned is None or self._state.mode is not PLANNED:
             return None
         return planned.executable.tiers.get(planned.recorded.index.get(key, -1))
 
@@ -252,27 +266,31 @@ class PlanRunner:
 
     def keeps(self, item: Item) -> bool:
         """True when the plan that runs leaves the item on the device for the whole step."""
-        return item.stays_up and self._state.mode is Mode.PLANNED
+        return item.stays_up and self._state.mode is PLANNED
 
     def leaves_alone(self, item: HomeItem) -> bool:
         """True for one on the device that the plan has there all the time, so that its use asks nothing of the engine."""
-        is_up = item.is_lifted and item.state is State.DEVICE and item.device is not None  # else the care for it has ended
-        return is_up and item.stays_up and self._state.mode is Mode.PLANNED
+        is_up = item.is_lifted and item.state is DEVICE and item.device is not None  # else the care for it has ended
+        return is_up and item.stays_up and self._state.mode is PLANNED
 
     def looked_after(self, items: Iterable[HomeItem]) -> list[HomeItem]:
         """Returns those of the items that `leaves_alone` is False of."""
-        if self._state.mode is not Mode.PLANNED:
+        if self._state.mode is not PLANNED:
             return list(items)
         return [  # the same, in line: an update asks for all that it uses
             item
             for item in items
-            if not (item.stays_up and item.is_lifted and item.state is State.DEVICE and item.device is not None)
+            if not (item.stays_up and item.is_lifted and item.state is DEVICE and item.device is not None)
         ]
+
+    def movable(self, homes: Iterable[HomeItem]) -> Iterable[HomeItem]:
+        """Returns those of all homes that may be sent below in the step that runs: its plan keeps the others where they are."""
+        return self._movers if self.planned is not None and self._state.mode is PLANNED else homes
 
     @property
     def is_before_update(self) -> bool:
         """True between the last event of backward and the first of the update."""
-        if self.planned is None or self._state.mode is not Mode.PLANNED:
+        if self.planned is None or self._state.mode is not PLANNED:
             return False
         following, update_at = self.quiet.following, self.planned.executable.update_at
         return self.cursor <= update_at <= (following[self.cursor] if following else self.cursor)
@@ -280,7 +298,7 @@ class PlanRunner:
     def is_late(self, item: Item) -> TypeGuard[HomeItem]:
         """True for an item that is idle until the step ends, and leaves in the next one: see [Note: late evictions]."""
         planned = self.planned
-        if planned is None or not planned.executable.late or self._state.mode is not Mode.PLANNED:
+        if planned is None or not planned.executable.late or self._state.mode is not PLANNED:
             return False
         is_idle = planned.executable.late.get(item.index, self.cursor + 1) <= self.cursor
         return is_idle and isinstance(item, HomeItem) and not item.is_shown_below
@@ -301,13 +319,13 @@ class PlanRunner:
 
     def stays_for_update(self, item: HomeItem) -> bool:
         """True for an item that the plan has on the device while user code runs; lifted, it counts as written from here."""
-        if self._state.mode is not Mode.PLANNED or self.planned is None:
+        if self._state.mode is not PLANNED or self.planned is None:
             return False
         if item.index not in self.planned.executable.stays_after_backward:
             return False
-        if item.state is State.ARRIVING:
+        if item.state is ARRIVING:
             self._traffic.settle(item)  # brought back for what user code does next
-        if item.state not in (State.DEVICE, State.BOTH):  # user code must not write under a copy that is under way
+        if item.state not in (DEVICE, BOTH):  # user code must not write under a copy that is under way
             return False
         item.lift(self._traffic)
         item.touch(self._traffic)

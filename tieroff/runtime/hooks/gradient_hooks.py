@@ -10,7 +10,7 @@ import torch
 
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import IDLE
 
 
 class GradientFollower(Protocol):
@@ -84,10 +84,11 @@ class GradientHooks:
             return torch.autograd.graph.get_gradient_edge(parameter).node is hooked.node
 
     def _arrived(self, home: torch.Tensor) -> None:
-        if not self._is_open:
+        gradients = self._gradients
+        if id(home) in gradients.quiet:  # none, once all is given back
+            gradients.arrived_quietly(home)
             return
-        if id(home) in self._gradients.quiet:
-            self._gradients.arrived_quietly(home)
+        if not self._is_open:
             return
         self._context.state.inside += 1
         lock, follower = self._context.state.lock, self.follower
@@ -96,10 +97,10 @@ class GradientHooks:
                 follower.before_gradient()  # before the tick of this gradient
         item = self._context.homes.parameter(home)
         if item is not None:
-            self._gradients.arrived(item)
+            gradients.arrived(item)
         else:
-            self._gradients.stays(home)
-        if follower is not None and self._context.state.mode is not Mode.IDLE:
+            gradients.stays(home)
+        if follower is not None and self._context.state.mode is not IDLE:
             with lock:
                 follower.gradient_arrived(home)
         self._context.state.inside -= 1

@@ -15,7 +15,7 @@ from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_gradient
 from tieroff.runtime.movable import why_unmovable
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 from tieroff.runtime.step.quiet import NOTHING, Quiet
 
 
@@ -28,11 +28,13 @@ class Gradients:
 
     def __init__(self, context: StepContext, settings: Settings, shards: Shards) -> None:
         self._context, self._shards = context, shards
+        self._state, self._clock = context.state, context.clock
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
         self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
         self._alone: list[torch.Tensor] = []  # parameters whose gradients the plan that runs leaves alone
         self.quiet: frozenset[int] = frozenset()
+        self._is_told = False  # another model's step is to know of all memory
         self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
         context.clock.at_divergence.append(self)
 
@@ -40,7 +42,7 @@ class Gradients:
         """A gradient reached the home of a moved parameter."""
         context, state = self._context, self._context.state
         state.saw_backward = state.saw_gradient = True
-        if state.mode is Mode.IDLE or state.mode is Mode.PASS:
+        if state.mode is IDLE or state.mode is PASS:
             return
         if not isinstance(item, ShardItem):
             self._took_place(item)
@@ -79,20 +81,20 @@ class Gradients:
             if known is not None and not known.is_shown_below and not is_reduced and _may_be_reduced():
                 self._keep_until_reduced(known)
                 context.state.record.bind(known)
-            elif known is not None and context.state.mode is Mode.DEMAND:
+            elif known is not None and context.state.mode is DEMAND:
                 known.leave(context.traffic)  # at once: hooks of users run next, and may write it
                 context.state.record.bind(known)
             context.clock.resume()
 
     def arrived_quietly(self, home: torch.Tensor) -> None:
         """A gradient reached a parameter of `quiet`."""
-        context, state = self._context, self._context.state
+        state, clock = self._state, self._clock
         state.saw_backward = state.saw_gradient = True
-        if not context.clock.is_backward_open:
-            context.clock.watch_backward()
+        if not clock.is_backward_open:
+            clock.watch_backward()
         self._alone.append(home)
-        if context.traffic.tell_held is not None and home.grad is not None:
-            context.traffic.took(home.grad)
+        if self._is_told and home.grad is not None:
+            self._context.traffic.took(home.grad)
 
     def left_plan(self) -> None:
         """The step goes on without its plan: what that left alone moves like all others."""
@@ -107,6 +109,7 @@ class Gradients:
     def begin_planned(self) -> None:
         """The plan of a step, if it has one, begins."""
         quiet = self._context.runner.quiet
+        self._is_told = self._context.traffic.tell_held is not None
         if quiet is not self._quiet_of[0]:
             items = [item for item in self._context.homes.parameters.values() if item.position in quiet.gradients]
             self._quiet_of = quiet, frozenset(id(item.leaf) for item in items)
@@ -145,7 +148,7 @@ class Gradients:
         """A gradient reached a parameter that does not move. FSDP2's would keep the memory of all that came with it."""
         state = self._context.state
         state.saw_backward = state.saw_gradient = True
-        if home in self._shards and state.mode in (Mode.DEMAND, Mode.PLANNED) and self._are_covered:
+        if home in self._shards and state.mode in (DEMAND, PLANNED) and self._are_covered:
             part_gradient(home, self._context.traffic.backend.copied)
 
     def _keep_until_reduced(self, known: GradientItem) -> None:

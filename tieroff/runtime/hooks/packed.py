@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
+from tieroff.core.place import place_here
 from tieroff.errors import StateError
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.items.activation import ActivationItem
@@ -96,43 +97,35 @@ class Kept:
         return self.tensor
 
 
-class PackedBefore(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PackedBefore:
     """A saved tensor that needs nothing of the engine, as it was in the step before; see [Note: by order] in saved.py.
 
     Attributes:
         size_bytes: of its storage.
         is_left_alone: see [Note: left alone] in step/executable.py; of nothing that ever moves otherwise.
         ordinal: of its activation; -1: it is of none.
-        parameter: whose value it is a view of, or None.
         is_new: nothing of its storage had been saved before: an event of the step.
+        parameter: whose value it is a view of, or None.
+        home: that parameter itself.
     """
 
     size_bytes: int
     is_left_alone: bool
-    ordinal: int
-    parameter: ParameterItem | None
-    is_new: bool
+    ordinal: int = -1
+    is_new: bool = False
+    parameter: ParameterItem | None = None
+    home: torch.Tensor | None = None
 
     @classmethod
     def of(cls, packed: object, tensor: torch.Tensor, *, is_new: bool) -> PackedBefore | None:
         """Returns what is remembered of a saved tensor that needs nothing of the engine; None of any other."""
         if type(packed) is LeftAlone:
-            size_bytes = tensor.untyped_storage().nbytes()
-            return cls(size_bytes, True, packed.ordinal, packed.parameter, is_new)
+            size_bytes, parameter = tensor.untyped_storage().nbytes(), packed.parameter
+            return cls(size_bytes, True, packed.ordinal, is_new, parameter, parameter.ref() if parameter is not None else None)
         if type(packed) is Kept and packed.tensor is not tensor:  # else its bytes do not say everything
-            return cls(tensor.untyped_storage().nbytes(), False, -1, None, False)
+            return cls(tensor.untyped_storage().nbytes(), is_left_alone=False)
         return None
-
-    def may_be(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor may be kept as it is in the place of what was left alone: see `LeftAlone.tensor`.
-
-        In a parameter's place it has to be that one: another one may be moved, and the result of an op that saves it would keep
-        itself alive. In an activation's place a parameter may be moved, too.
-        """
-        if self.parameter is None:
-            return type(tensor) is torch.Tensor
-        home = self.parameter.ref()
-        return tensor is home or tensor._base is home
 
 
 class LeftAlone(Kept):
@@ -147,10 +140,10 @@ class LeftAlone(Kept):
     __slots__ = ("__weakref__", "ordinal", "packed", "parameter")
 
     def __init__(self, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> None:
-        # A tensor that needs a gradient may be the result of the op that saves it, which would keep itself alive through it.
-        self.tensor = tensor.detach() if parameter is None and tensor.requires_grad else tensor
+        self.tensor = tensor
         self.version = tensor._version
-        self.ordinal, self.parameter = ordinal, parameter
+        self.ordinal = ordinal
+        self.parameter = parameter
         self.packed: Packed | PackedParameter | None = None
 
     def become(self, item: ActivationItem) -> Packed:
@@ -193,3 +186,33 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
         and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
         and tensor.device.type != "meta"
     )
+
+
+def is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """True when nothing was written between the two, which share a storage.
+
+    Equal numbers do not say so: parts of one storage may count their versions apart (`unsafe_chunk`, in every GRU), and
+    one of them may have been written, as often as the other, after the other had been saved.
+    """
+    version = tensor._version
+    if known._version != version:
+        return False
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((tensor,), (version + 1,))
+    try:
+        return known._version != version
+    finally:
+        set_version((tensor,), (version,))
+
+
+def label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
+    """Returns what is saved here, for people, such as "layers.3.mlp.fc1: saved by GELU, made by addmm (model.py:41)".
+
+    Args:
+        path: of the module whose parameter was used last.
+        maker: the op that made the tensor, if autograd knows.
+    """
+    place = place_here()
+    by = "" if maker is None else f", made by {maker.name().partition('Backward')[0].lower()}"
+    line = f" ({place.line})" if place.line else ""
+    return f"{path or 'the model'}: saved by {place.kind or 'the loop'}{by}{line}"

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tieroff.core.place import module_of, place_here
+from tieroff.core.place import module_of
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.backend.rooms import Room
@@ -25,7 +26,16 @@ from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
-from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, is_plain
+from tieroff.runtime.hooks.packed import (
+    Kept,
+    LeftAlone,
+    Packed,
+    PackedBefore,
+    PackedParameter,
+    is_plain,
+    is_same_version,
+    label_here,
+)
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.live import Stays, is_expired
 from tieroff.runtime.hooks.parameters.sharded import Gathered
@@ -33,11 +43,11 @@ from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.hollow import PLAIN, is_below
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import DEVICE, LOWER
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Measuring
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import DEMAND, IDLE, PLANNED
 from tieroff.runtime.step.quiet import NOTHING
 from tieroff.runtime.tensors import alias_of, bytes_of, unseen, view_of
 
@@ -53,19 +63,20 @@ class SavedTensors:
 
     def __init__(self, context: StepContext, gate: Gate, activations: LiveActivations, settings: Settings) -> None:
         self._context, self._gate, self._activations = context, gate, activations
-        self._state = context.state
+        self._state, self._clock, self._live = context.state, context.clock, gate.live
         is_covered = TensorClass.ACTIVATION in settings.covers
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
         # By storage: whether it lives, its item and how many that had stood for.
         self._known: dict[int, tuple[StorageWeakRef, ActivationItem, int]] = {}
-        self._alone: dict[int, list[weakref.ref[LeftAlone]]] = {}  # by storage, in this step
-        self._all_alone: list[weakref.ref[LeftAlone]] = []
+        self._alone: dict[int, list[weakref.ref[LeftAlone]]] = {}  # activations in this step, by storage
+        self._alone_parameters: list[weakref.ref[LeftAlone]] = []
         self._count = 0  # of storages that were packed in this step
         self._written = WrittenActivations()
         self._order: list[PackedBefore | None] = []  # of the steps that follow one plan; None: to be looked at
         self._place = 0  # in that order
         self._ordered_for: Executable | None = None  # the plan
         self._quiet = NOTHING
+        self._is_told = False  # another model's step is to know of all memory
         self.fixed: set[int] = set()
         self.gathered: Gathered | None = None
         self.is_closed = False
@@ -74,13 +85,13 @@ class SavedTensors:
     def begin(self) -> None:
         """A step begins."""
         self.left_plan()  # graphs that outlived the step before
-        self._alone = {}
         self._count = self._place = 0
         planned = self._context.runner.planned
-        executable = planned.executable if planned is not None and self._context.state.mode is Mode.PLANNED else None
+        executable = planned.executable if planned is not None and self._context.state.mode is PLANNED else None
         if executable is None or executable is not self._ordered_for:
             self._order, self._ordered_for = [], executable
         self._quiet = self._context.runner.quiet
+        self._is_told = self._context.traffic.tell_held is not None
         self._written.begin()
         recorder = self._context.state.record.recorder
         if recorder is not None:
@@ -92,7 +103,7 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: does not modify its input."""
         state = self._state
-        if state.mode is not Mode.PLANNED:
+        if state.mode is not PLANNED:
             state.inside += 1  # not in a `finally`: see `StepState.inside`
             packed = self._pack_by_looks(tensor)
             state.inside -= 1
@@ -100,7 +111,7 @@ class SavedTensors:
         place, order = self._place, self._order
         self._place = place + 1
         before = order[place] if place < len(order) else None
-        if before is not None and type(tensor) in PLAIN:
+        if before is not None:
             packed = self._pack_as_before(tensor, before)
             if packed is not None:
                 return packed
@@ -125,30 +136,36 @@ class SavedTensors:
 
         Whether its bytes say everything is asked where the engine takes them over.
         """
+        kind, home = type(tensor), before.home
+        if kind not in PLAIN:
+            return None
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a wrapper of a functorch transform
             return None
         if storage.nbytes() != before.size_bytes:
             return None
+        if home is not None:
+            # It has to be that one: another may be moved, and the result of an op that saves it would keep itself alive.
+            return self._leave_parameter(tensor, before.parameter) if tensor is home or tensor._base is home else None
         if not before.is_left_alone:
             return Kept(alias_of(tensor)) if is_plain(tensor) else None
-        key, ordinal, parameter = storage._cdata, before.ordinal, before.parameter
-        if not before.may_be(tensor):
+        key, ordinal = storage._cdata, before.ordinal
+        if kind is not torch.Tensor or key in self._live.found:
+            return None  # a parameter may be moved, too
+        if not before.is_new:
+            return self._leave_alone(key, tensor, ordinal) if key in self._alone else None
+        is_quiet = ordinal in self._quiet.packs and not self._is_told
+        if ordinal != self._count or not (is_quiet or is_plain(tensor)):
             return None
-        if before.is_new:
-            if ordinal != self._count or self._gate.live.on(storage) is not None:
-                return None
-            if ordinal not in self._quiet.packs and not is_plain(tensor):
-                return None
-            self._count = ordinal + 1
-            self._state.inside += 1
-            packed = self._pack_new(tensor, storage, ordinal)
-            self._state.inside -= 1
-            return packed
-        if parameter is None and key not in self._alone:
-            return None
-        return self._leave_alone(key, tensor, ordinal, parameter)
+        self._count = ordinal + 1
+        if is_quiet:
+            self._alone[key] = []
+            return self._leave_alone(key, tensor, ordinal)
+        self._state.inside += 1
+        packed = self._pack_new(tensor, storage, ordinal)
+        self._state.inside -= 1
+        return packed
 
     def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
@@ -181,7 +198,7 @@ class SavedTensors:
         context, key = self._context, storage._cdata
         if ordinal not in self._quiet.packs:
             context.clock.tick(("pack", storage.nbytes()), lambda: f"pack:{ordinal}", None)
-        if ordinal in context.runner.alone_activations and context.state.mode is Mode.PLANNED:
+        if ordinal in context.runner.alone_activations and context.state.mode is PLANNED:
             self._alone[key] = []
             if context.traffic.tell_held is not None:
                 context.traffic.took(tensor)
@@ -205,7 +222,7 @@ class SavedTensors:
             return PackedParameter(tensor, parameter)
         context = self._context
         if type(parameter) is ParameterItem and self._gate.casts.dtype is None and context.runner.leaves_alone(parameter):
-            return self._leave_alone(0, tensor, -1, parameter)
+            return self._leave_parameter(tensor, parameter)
         context.on_demand.saved(parameter)
         return PackedParameter(tensor, parameter)
 
@@ -224,7 +241,7 @@ class SavedTensors:
         Views may count their versions apart (`unsafe_chunk`: the gates of LSTM and GRU cells, of which each is written and then
         saved). As in the plain run, all that were saved have what the storage holds when backward comes.
         """
-        if item.state is not State.DEVICE and not any(_is_same_version(view.probe, tensor) for view in item.views()):
+        if item.state is not DEVICE and not any(is_same_version(view.probe, tensor) for view in item.views()):
             with self._context.state.lock:
                 self._context.traffic.recall(item, bytes_of(tensor))
 
@@ -236,27 +253,30 @@ class SavedTensors:
                 return saved
         return None
 
-    def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> LeftAlone:
-        alone = LeftAlone(tensor, ordinal, parameter)
-        ref = weakref.ref(alone)
-        self._all_alone.append(ref)
-        if parameter is None:
-            self._alone[key].append(ref)
+    def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int) -> LeftAlone:
+        # One that needs a gradient may be the result of the op that saves it, which would keep itself alive through it.
+        alone = LeftAlone(tensor.detach() if tensor.requires_grad else tensor, ordinal)
+        self._alone[key].append(weakref.ref(alone))
+        return alone
+
+    def _leave_parameter(self, tensor: torch.Tensor, parameter: ParameterItem | None) -> LeftAlone:
+        alone = LeftAlone(tensor, -1, parameter)
+        self._alone_parameters.append(weakref.ref(alone))
         return alone
 
     def alone(self) -> list[torch.Tensor]:
         """Returns a tensor of each activation that is left alone."""
-        living = [saved for ref in self._all_alone if (saved := ref()) is not None]
-        alive = [saved.tensor for saved in living if saved.packed is None and saved.parameter is None]
+        living = [saved for ref in chain.from_iterable(self._alone.values()) if (saved := ref()) is not None]
+        alive = [saved.tensor for saved in living if saved.packed is None]
         return list({tensor.untyped_storage()._cdata: tensor for tensor in alive}.values())
 
     def left_plan(self) -> None:
         """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""
         items = dict[int, ActivationItem]()
         self._quiet = NOTHING
-        self._all_alone = [ref for ref in self._all_alone if ref() is not None]  # most steps leave none
-        while self._all_alone:
-            alone = self._all_alone[-1]()  # it stays until it is dealt with
+        left = [ref for ref in chain(self._alone_parameters, *self._alone.values()) if ref() is not None]  # none, in most steps
+        while left:
+            alone = left[-1]()  # it stays until it is dealt with
             if alone is not None and alone.packed is None and alone.parameter is not None:
                 self._hand_over(alone, alone.parameter)
             elif alone is not None and alone.packed is None and is_plain(alone.tensor):
@@ -267,7 +287,8 @@ class SavedTensors:
                 packed = alone.become(item)
                 self._known[storage._cdata] = (StorageWeakRef(storage), item, item.lives)
                 self._activations.watch(packed, item)
-            self._all_alone.pop()
+            left.pop()
+        self._alone, self._alone_parameters = {}, []
 
     def _hand_over(self, alone: LeftAlone, parameter: ParameterItem) -> None:
         """Takes over a view of a parameter. Of one that was given other memory since, the view alone has the value then."""
@@ -285,18 +306,24 @@ class SavedTensors:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The unpack hook: the same data each time it is asked."""
-        if type(packed) is LeftAlone:
+        kind = type(packed)
+        if kind is LeftAlone:
             if packed.packed is None:
+                tensor: torch.Tensor = packed.tensor
                 parameter, quiet = packed.parameter, self._quiet
-                if parameter is not None and is_below(packed.tensor):
-                    self._gate.fetch.up_again(parameter)
-                is_quiet = packed.ordinal in quiet.unpacks if parameter is None else parameter.position in quiet.saved
-                if is_quiet and self._context.clock.is_backward_open and packed.tensor._version == packed.version:
-                    return packed.tensor
+                if parameter is None:
+                    is_quiet = packed.ordinal in quiet.unpacks
+                else:
+                    is_quiet = parameter.position in quiet.saved
+                    if is_below(tensor):
+                        self._gate.fetch.up_again(parameter)
+                if is_quiet and self._clock.is_backward_open and tensor._version == packed.version:
+                    return tensor
                 return self._unpack_alone(packed, is_quiet=is_quiet)
             packed = packed.packed
-        if isinstance(packed, Kept):
-            return packed.get()
+        elif kind is Kept:
+            kept: torch.Tensor = packed.get()
+            return kept
         packed.check()
         self._context.state.inside += 1
         is_parameter = isinstance(packed, PackedParameter)
@@ -328,7 +355,7 @@ class SavedTensors:
         """Hooks what is saved outside of the model's forward, by a loss for example, while a step runs."""
 
         def pack(tensor: torch.Tensor) -> object:
-            return self.pack(tensor) if self._context.state.mode in (Mode.DEMAND, Mode.PLANNED) else tensor
+            return self.pack(tensor) if self._context.state.mode in (DEMAND, PLANNED) else tensor
 
         def unpack(packed: object) -> torch.Tensor:
             return packed if isinstance(packed, torch.Tensor) else self.unpack(packed)
@@ -349,20 +376,20 @@ class SavedTensors:
     def _has_order(self) -> bool:
         """True in a step whose saved tensors come as in a recorded one of its kind, or that is recorded itself."""
         state = self._context.state
-        if state.mode is Mode.PLANNED or state.record.recorder is not None:
+        if state.mode is PLANNED or state.record.recorder is not None:
             return True
-        return state.mode is Mode.DEMAND and state.kind is not None and isinstance(state.kind.stage, Measuring)
+        return state.mode is DEMAND and state.kind is not None and isinstance(state.kind.stage, Measuring)
 
     # -- activations -----------------------------------------------------------------------------------------------
 
     def _take(self, ordinal: int, storage_bytes: torch.Tensor, maker: torch.autograd.graph.Node | None) -> ActivationItem:
         """Takes a storage that autograd saves for the first time under the engine's care; `maker`: the op that made it."""
         item, context = self._item_for(ordinal, storage_bytes), self._context
-        if context.state.mode is Mode.PLANNED:
+        if context.state.mode is PLANNED:
             context.runner.born(item)
         context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
         if context.state.record.recorder is not None:
-            label = _label_here(module_of(reversed(context.state.record.names)), maker)
+            label = label_here(module_of(reversed(context.state.record.names)), maker)
             subject = Subject(item.key, f"activation:{ordinal}", item.size_bytes, item.kind, label=label)
             context.state.record.add(subject)
         return item
@@ -390,7 +417,7 @@ class SavedTensors:
         """
         context = self._context
         context.runner.took(item, 0 if is_complete else TICKS_OF_ONE_OP)
-        if context.state.mode is not Mode.DEMAND or item.state is State.LOWER:
+        if context.state.mode is not DEMAND or item.state is LOWER:
             return
         if is_complete:
             context.on_demand.release(item)
@@ -408,7 +435,7 @@ class SavedTensors:
         with context.state.lock:
             device = context.traffic.want(item)
             context.state.record.bind_copy(device, item.key, is_new=True)
-            if context.state.mode in (Mode.DEMAND, Mode.IDLE) and not self.is_closed:
+            if context.state.mode in (DEMAND, IDLE) and not self.is_closed:
                 context.on_demand.unpacked(item)
             context.on_demand.wanted(item)
             context.clock.resume()
@@ -418,33 +445,3 @@ class SavedTensors:
         """Puts what living graphs saved back on the device, for good."""
         self.is_closed = True
         self._activations.bring_home()
-
-
-def _label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
-    """Returns what is saved here, for people, such as "layers.3.mlp.fc1: saved by GELU, made by addmm (model.py:41)".
-
-    Args:
-        path: of the module whose parameter was used last.
-        maker: the op that made the tensor, if autograd knows.
-    """
-    place = place_here()
-    by = "" if maker is None else f", made by {maker.name().partition('Backward')[0].lower()}"
-    line = f" ({place.line})" if place.line else ""
-    return f"{path or 'the model'}: saved by {place.kind or 'the loop'}{by}{line}"
-
-
-def _is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """True when nothing was written between the two, which share a storage.
-
-    Equal numbers do not say so: parts of one storage may count their versions apart (`unsafe_chunk`, in every GRU), and
-    one of them may have been written, as often as the other, after the other had been saved.
-    """
-    version = tensor._version
-    if known._version != version:
-        return False
-    set_version = torch._C._autograd._unsafe_set_version_counter
-    set_version((tensor,), (version + 1,))
-    try:
-        return known._version != version
-    finally:
-        set_version((tensor,), (version,))

@@ -12,10 +12,10 @@ leave at the end of their own step: what is not there yet cannot be shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import PLAIN, untouched, unwatch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import State
+from tieroff.runtime.items.residency import BOTH, DEVICE, LEAVING
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.nvme.pages import MappedFiles
 
@@ -73,13 +73,13 @@ def begin_to_leave(item: HomeItem, traffic: Traffic) -> None:
     if item.is_held:  # asked before the copy begins, which holds its source too
         return
     traffic.store(item)
-    if item.is_lifted and item.state in (State.LEAVING, State.BOTH):
+    if item.is_lifted and item.state in (LEAVING, BOTH):
         item.hide()
 
 
 def is_leaving(item: HomeItem) -> bool:
     """True for a tensor that began to leave, and was not used since."""
-    return item.device is not None and not item.is_lifted and item.state in (State.LEAVING, State.BOTH)
+    return item.device is not None and not item.is_lifted and item.state in (LEAVING, BOTH)
 
 
 def leave_place(item: HomeItem, traffic: Traffic) -> None:
@@ -92,7 +92,7 @@ def leave_place(item: HomeItem, traffic: Traffic) -> None:
         item.place.free()
         item.place = None
     item.lower = None
-    item.state = State.DEVICE
+    item.state = DEVICE
     unwatch(item.tensor)
 
 
@@ -115,22 +115,25 @@ class Standing:
         plan: that says what stays, or None.
 
     Attributes:
+        plan: that one.
         others: those that have to be looked at one by one.
     """
 
     def __init__(self, items: Sequence[HomeItem], plan: object = None) -> None:
-        self._all, self._plan = items, plan
+        self._all, self.plan = items, plan
         self._items, self.others = list[HomeItem](), list[HomeItem]()
         for item in items:
             is_alone = item.stays_up and item.is_lifted and item.place is None and item.device is not None
             (self._items if is_alone and not item.is_let_go and item.is_current() else self.others).append(item)
         self._is_whole = not any(item.stays_up for item in self.others)  # else some are away, and come back
-        self._parameters = [item for item in self._items if isinstance(item, ParameterItem)]
+        self._refs = [item.ref for item in self._items]
+        self._parameters = [item.ref for item in self._items if isinstance(item, ParameterItem)]
+        self._bytes_elsewhere: int | None = None
         self._seen = self._look()
 
     def is_of(self, items: Sequence[HomeItem], plan: object) -> bool:
         """True where these are the items of this plan, and all that it keeps stood when they were looked at."""
-        is_same = plan is self._plan and len(items) == len(self._all) and all(map(is_, items, self._all))
+        is_same = plan is self.plan and len(items) == len(self._all) and all(map(is_, items, self._all))
         return is_same and self._is_whole
 
     def holds(self) -> bool:
@@ -140,16 +143,30 @@ class Standing:
         except (RuntimeError, TypeError):  # a hollow tensor has no address, and one that died nothing
             return False
 
+    def bytes_elsewhere(self, gave: Callable[[torch.Tensor], bool]) -> int:
+        """Returns the same of all of them, which is asked once: they lie where they lay."""
+        if self._bytes_elsewhere is None:
+            self._bytes_elsewhere = bytes_elsewhere(self._items, gave)
+        return self._bytes_elsewhere
+
     def _look(self) -> tuple[list[Any], ...]:
         with untouched():
-            tensors: Any = [item.ref() for item in self._items]
-            parameters: Any = [item.ref() for item in self._parameters]
+            tensors: Any = map(call, self._refs)
+            parameters: Any = [*map(call, self._parameters)]
             where = [*map(_ADDRESS, tensors)], [*map(_PLACE, self._items)]
-            return *where, [*map(_FORM, parameters)], [*map(_STRIDE, parameters)]
+            return *where, [*map(_DTYPE, parameters)], [*map(_SHAPE, parameters)], [*map(_STRIDE, parameters)]
 
 
 _ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
-_PLACE, _FORM = attrgetter("place"), attrgetter("dtype", "shape")
+_PLACE, _DTYPE, _SHAPE = map(attrgetter, ("place", "dtype", "shape"))
+
+
+def bytes_elsewhere(items: Iterable[HomeItem], gave: Callable[[torch.Tensor], bool]) -> int:
+    """Returns the bytes of device copies that lie in memory which the backend did not give, as `gave` says."""
+    copies = [item for item in items if item.device is not None]
+    for item in [item for item in copies if item.is_given is None]:
+        item.is_given = item.device is not None and gave(item.device)
+    return sum([item.size_bytes for item in copies if not item.is_given])
 
 
 def bring_home(item: HomeItem, traffic: Traffic) -> None:

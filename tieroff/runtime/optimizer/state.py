@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import is_, methodcaller
+from itertools import chain, repeat
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -64,10 +64,12 @@ class _SettledBucket:
         now = [*chain.from_iterable(map(_VALUES, values))]
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             return False
+        if not any(map(is_, map(_DEVICE, self.items), repeat(None))):
+            return True
         return not [item for item in self.items if item.device is None and item.place is None]
 
 
-_VALUES = methodcaller("values")
+_VALUES, _DEVICE = methodcaller("values"), attrgetter("device")
 
 
 def _tensors_in(values: dict[Any, Any]) -> dict[Any, torch.Tensor]:

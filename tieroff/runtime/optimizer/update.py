@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.at_once import show_all
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.residency import ON_DEVICE, State
+from tieroff.runtime.items.residency import LOWER, ON_DEVICE
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.shared import SharedValues
 from tieroff.runtime.optimizer.state import OptimizerState
-from tieroff.runtime.step.mode import Mode
+from tieroff.runtime.step.mode import PLANNED
 from tieroff.runtime.step.quiet import NOTHING
+
+_DEVICE = attrgetter("device")
 
 
 class Narrowed:
@@ -99,7 +103,7 @@ class BucketUpdate:
             else:
                 item.refresh(context.traffic)
         self._lifted.pop()
-        if context.state.mode is not Mode.PLANNED:
+        if context.state.mode is not PLANNED:
             context.on_demand.release(*moved)
             for item in moved:
                 context.state.record.bind(item)
@@ -185,6 +189,8 @@ class BucketUpdate:
             ids = {id(item) for item in moving}
             known = self._moving[id(bucket)] = settled, moving, [item for item in needed if id(item) not in ids]
         # An evaluation before the update, or `tieroff.sleep`, sends below what the plan has on the device.
+        if not any(map(is_, map(_DEVICE, known[2]), repeat(None))):
+            return known[1]
         return known[1] + [item for item in known[2] if item.device is None]
 
     def _items_of(self, bucket: list[torch.Tensor], *, with_gradients: bool = True) -> list[HomeItem]:
@@ -226,7 +232,7 @@ class BucketUpdate:
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)
-            if known.state is State.LOWER and not known.stays_below:
+            if known.state is LOWER and not known.stays_below:
                 context.traffic.counts.faults += 1
                 context.traffic.fetch(known)
         may_write_gradients, is_recorded = self.may_write_gradients, context.state.record.recorder is not None

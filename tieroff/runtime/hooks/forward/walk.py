@@ -6,8 +6,9 @@ parameters, where a walk takes a millisecond.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, is_not, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ _DICTS = ("_modules", "_parameters")
 _CHILDREN, _PARAMETERS = map(itemgetter, _DICTS)
 _VALUES = methodcaller("values")
 _COMPILED_CALL = attrgetter("_compiled_call_impl")
-_PROPERTIES = attrgetter("requires_grad", "dtype")
+_IS_TRAINED, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+_IS_PRESENT = partial(is_not, None)
 
 
 class Walk:
@@ -75,8 +77,8 @@ class Walk:
         with untouched():
             children = chain.from_iterable(map(_VALUES, map(_CHILDREN, self._dicts)))
             parameters = [*chain.from_iterable(map(_VALUES, map(_PARAMETERS, self._dicts)))]
-            present = [parameter for parameter in parameters if parameter is not None]
-            return [*map(id, children)], [*map(id, parameters)], [*map(_PROPERTIES, present)]
+            present = [*filter(_IS_PRESENT, parameters)]
+            return [*map(id, children)], [*map(id, parameters)], [*map(_IS_TRAINED, present)], [*map(_DTYPE, present)]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -31,36 +31,46 @@ class LiveValues:
     """Finds the parameter item whose device value lies on a given storage.
 
     The address alone is reused, so a weak reference to the storage decides.
+
+    Attributes:
+        found: by storage; also some that died.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, ParameterItem | Stays]] = {}
+        self.found: dict[int, tuple[StorageWeakRef, ParameterItem | Stays]] = {}
+        self._swept = 0  # how many were left by the last sweep
 
     def add(self, item: ParameterItem | Stays, value: torch.Tensor) -> None:
         """Remembers that `value` is a device value of the item."""
         key = value.untyped_storage()._cdata
-        known = self._found.get(key)
+        known = self.found.get(key)
         if known is None or known[1] is not item or is_expired(known[0].cdata):
-            self._found[key] = (StorageWeakRef(value.untyped_storage()), item)
+            self.found[key] = (StorageWeakRef(value.untyped_storage()), item)
 
     def on(self, storage: torch.UntypedStorage) -> ParameterItem | Stays | None:
         """Returns the item whose value lies on a storage, or None."""
-        found = self._found.get(storage._cdata)
+        found = self.found.get(storage._cdata)
         if found is None or is_expired(found[0].cdata):
             return None
         return found[1]
 
     def follow(self, item: ParameterItem) -> None:
         """A parameter was given other memory: what it lay on may be another one's by now."""
-        self._found = {key: entry for key, entry in self._found.items() if entry[1] is not item}
+        self.found = {key: entry for key, entry in self.found.items() if entry[1] is not item}
         if item.value is not None:
             self.add(item, item.value)
 
     def keep_only(self, items: Iterable[ParameterItem]) -> None:
         """Forgets the memory of parameters whose items are gone: another one, without an item, may lie there now."""
         known = {id(item) for item in items}
-        self._found = {k: entry for k, entry in self._found.items() if isinstance(entry[1], Stays) or id(entry[1]) in known}
+        self.found = {k: entry for k, entry in self.found.items() if isinstance(entry[1], Stays) or id(entry[1]) in known}
 
     def sweep(self) -> None:
         """Forgets values that died."""
-        self._found = {key: entry for key, entry in self._found.items() if not is_expired(entry[0].cdata)}
+        self.found = {key: entry for key, entry in self.found.items() if not is_expired(entry[0].cdata)}
+        self._swept = len(self.found)
+
+    def begin(self) -> None:
+        """A step begins: values that died are forgotten where there may be many."""
+        if len(self.found) > 2 * self._swept:
+            self.sweep()
