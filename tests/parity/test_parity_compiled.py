@@ -16,6 +16,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import tieroff
 from tests.support.parity import BACKENDS
@@ -391,4 +392,50 @@ def test_parameter_assigned_in_compiled_code_is_kept(tmp_path: Path) -> None:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled)
 
     model, _ = check_equal(make, tmp_path, "cpu", budget="95%")
+    tieroff.unwrap(model)
+
+
+class Choosing(Block):
+    """Torch's control flow, which runs branches of which no recorder sees the insides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.up.weight, self.down.weight
+        return x + torch.cond(x.sum() > 0, lambda a, b, c: (a @ b.t()) @ c.t(), lambda a, b, c: (a @ c) @ b, (x, up, down))
+
+
+class Dropping(Block):
+    """A checkpoint whose random numbers compiled code saves and draws again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda a: nn.functional.dropout(super(Dropping, self).forward(a), 0.3), x, use_reentrant=False)
+
+
+class OneRegion(Block):
+    """A region that is compiled once and called by all graphs."""
+
+    forward = torch.compiler.nested_compile_region(Block.forward)
+
+
+class Twice(nn.Module):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.first, self.second = kind(), kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [(Choosing, None), (Choosing, "aot_eager"), (Dropping, "aot_eager"), (OneRegion, "aot_eager")]
+)
+def test_higher_order_operators_run_in_recorded_steps(kind: type[Block], backend: str | None, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice(kind), Twice(kind), nn.Linear(WIDTH, WIDTH))
+        for at in (1, 2) if backend else ():
+            model[at].compile(backend=backend)
+        return model
+
+    model, _ = check_equal(make, tmp_path, "cpu", budget="100%", min_bytes=0)
     tieroff.unwrap(model)

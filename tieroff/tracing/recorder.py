@@ -15,7 +15,7 @@ from tieroff.core.seams import Subject
 from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, RecorderBusyError
-from tieroff.tracing.recording.arguments import is_view, tensors_in
+from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.life import End, Life
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import is_in_collective, is_large, peak_counter
@@ -71,8 +71,10 @@ class StepRecorder(TorchDispatchMode):
         self._is_unseen = False
         self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
-        # By id, since an operator's hash is a call of Python: the operator, and which arguments it writes.
-        self._written: dict[int, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {}
+        self._arguments = Arguments()
+
+    # Those of torch's control flow (cond, scan) and of what it compiled: each is one op, of which the insides are not seen.
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -205,7 +207,7 @@ class StepRecorder(TorchDispatchMode):
         if self._dead or self._resized:
             self._sweep()  # what died since the last op is not there while this one runs
         self._makers.running = func
-        inputs = self._inputs(func, args, kwargs)
+        inputs = self._arguments.of(func, args, kwargs)
         if self._is_between and not any(self._knows(tensor) for tensor, _ in inputs):
             return self._run_beside(func, args, kwargs)
         for tensor, is_written in inputs:
@@ -245,23 +247,6 @@ class StepRecorder(TorchDispatchMode):
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
         return tensor.untyped_storage()._cdata in self._alive
-
-    def _inputs(self, func: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
-        written = self._written.get(id(func))
-        if written is None:
-            schema = func._schema.arguments
-            is_written = [a.alias_info is not None and a.alias_info.is_write for a in schema]
-            names = tuple(a.name for a, w in zip(schema, is_written, strict=True) if w)
-            written = self._written[id(func)] = func, tuple(i for i, w in enumerate(is_written) if w), names
-        _, positions, names = written
-        out = []
-        for i, arg in enumerate(args):
-            if isinstance(arg, (torch.Tensor, list, tuple, dict)):
-                leaves = (arg,) if isinstance(arg, torch.Tensor) else tensors_in((arg,))
-                out += [(leaf, i in positions) for leaf in leaves]
-        if kwargs:
-            out += [(leaf, name in names) for name, arg in kwargs.items() for leaf in tensors_in((arg,))]
-        return out
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
         kind = type(tensor)

@@ -6,6 +6,34 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
+
+
+class Arguments:
+    """Which tensors an op is given, and which of them it writes."""
+
+    def __init__(self) -> None:
+        # By id, since an operator's hash is a call of Python: the operator, and which arguments it writes.
+        self._written: dict[int, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
+        """Returns an op's inputs, each with whether it is written."""
+        written = self._written.get(id(func))
+        if written is None:
+            # A higher-order operator has no schema of its own: it writes none of its inputs, as torch asks of such.
+            schema = () if isinstance(func, HigherOrderOperator) else func._schema.arguments
+            is_written = [a.alias_info is not None and a.alias_info.is_write for a in schema]
+            names = tuple(a.name for a, w in zip(schema, is_written, strict=True) if w)
+            written = self._written[id(func)] = func, tuple(i for i, w in enumerate(is_written) if w), names
+        _, positions, names = written
+        out = []
+        for i, arg in enumerate(args):
+            if isinstance(arg, (torch.Tensor, list, tuple, dict)):
+                leaves = (arg,) if isinstance(arg, torch.Tensor) else tensors_in((arg,))
+                out += [(leaf, i in positions) for leaf in leaves]
+        if kwargs:
+            out += [(leaf, name in names) for name, arg in kwargs.items() for leaf in tensors_in((arg,))]
+        return out
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
