@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tieroff.core.tensor import TensorClass
+from tieroff.core.tensor import TensorClass, Tier
 
 CONFIG = {
     "device": "cpu",
@@ -348,4 +348,22 @@ def test_a_parameter_that_stays_leaves_with_a_step_that_leaves_its_plan() -> Non
     assert kept.requires_grad
     tieroff.sleep(model)
     assert engine.device_bytes == 0
+    tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("policy", ["floor", "auto"])
+def test_a_smaller_step_by_the_same_plan_counts_no_more_memory(policy: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    tieroff.wrap(model, optimizer, {**CONFIG, "plan": {**CONFIG["plan"], "policy": policy}})
+    peaks = {}
+    for rows in (32, 32, 32, 16, 8):
+        model(torch.randn(rows, 24)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stats = tieroff.engine(model).stats()
+        peaks[rows] = stats.peak_device_bytes
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert peaks[8] <= peaks[16] <= peaks[32] == tieroff.engine(model).plan.peak_bytes[Tier.DEVICE]
     tieroff.unwrap(model)

@@ -256,8 +256,8 @@ class PlanRunner:
     def born(self, item: Item) -> None:
         """The engine takes a tensor over that the step has just made."""
         self.assign(item)
-        if item.index >= 0:
-            self.unborn_bytes -= item.size_bytes
+        if item.index >= 0 and self.planned is not None:  # what `_births` added: a smaller step has smaller tensors
+            self.unborn_bytes -= self.planned.trace.tensors[item.index].size_bytes
 
     def unassign(self, item: Item) -> None:
         """The care for an item ends in mid-step: the plan that runs does not move it again."""
