@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import tieroff
 from tieroff.core.tensor import TensorClass, Tier
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "device": "cpu",
     "budget": {"device": "75%", "host": "1MiB"},
     "plan": {"policy": "auto", "min_bytes": 0, "background": False},
