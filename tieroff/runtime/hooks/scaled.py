@@ -138,7 +138,9 @@ class ScaledGradients:
 
     def _below(self, tensor: object) -> GradientItem | None:
         item = guarded(tensor)
-        if not isinstance(item, GradientItem) or item.outer is not None or item.living.requires_grad:
+        if not isinstance(item, GradientItem) or item.guard is not self._context.guard:
+            return None  # another model's engine sees to it
+        if item.outer is not None or item.living.requires_grad:
             return None  # autograd would have to see the call
         return item if item.may_wait() else None
 

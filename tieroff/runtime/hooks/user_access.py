@@ -122,7 +122,7 @@ class UserAccess:
         answer = self._scaled.call(function, args, kwargs)
         if answer is not None:
             return answer[0]
-        shown = [item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None and item.is_shown_below]
+        shown = [item for item in self._own(leaf for leaf in leaves((args, kwargs)) if is_below(leaf)) if item.is_shown_below]
         if shown:
             return self._run_below(shown, function, args, kwargs)
         if assigns_data(function) and local_of(args[0]) is args[0]:
@@ -136,6 +136,10 @@ class UserAccess:
         if function in _ONE_BY_ONE and isinstance(args[0], (list, tuple)):
             return self._one_by_one(function, args, kwargs)
         return self._run(function, args, kwargs)
+
+    def _own(self, tensors: Iterable[Any]) -> list[HomeItem]:
+        """Returns the items of those that this engine looks after: another's bytes are no business of its traffic."""
+        return [item for tensor in tensors if (item := guarded(tensor)) is not None and item.guard is self]
 
     def value_on_host(self, item: HomeItem) -> torch.Tensor:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
@@ -151,7 +155,7 @@ class UserAccess:
 
     @calls_user_code
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = {id(item): item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None}
+        found = {id(item): item for item in self._own(leaves((args, kwargs)))}
         keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
         assert self._context is not None
         backend = self._context.traffic.backend

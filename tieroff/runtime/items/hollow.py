@@ -106,7 +106,9 @@ _items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  #
 def guarded(tensor: object) -> Any:
     """Returns the item of a tensor of a guarded class, or None; ids alone are reused."""
     item = _items.get(id(tensor))
-    return item if item is not None and (item.tensor is tensor or item.outer is tensor) else None
+    if item is None or item.guard is None:  # its model was unwrapped
+        return None
+    return item if item.tensor is tensor or item.outer is tensor else None
 
 
 class _Below:
@@ -122,8 +124,10 @@ class _Below:
         if asks_no_data(func):
             with untouched():
                 return func(*args, **kwargs)
-        found = next((item for leaf in leaves((args, kwargs)) if (item := guarded(leaf)) is not None), None)
-        if found is None or found.guard is None:  # nobody looks after it any more
+        # Each guard sees to what it looks after, and the function comes here again for what others do.
+        below = (leaf for leaf in leaves((args, kwargs)) if is_below(leaf))
+        found = next((item for leaf in below if (item := guarded(leaf)) is not None), None)
+        if found is None:  # nobody looks after it any more
             with untouched():
                 return func(*args, **kwargs)
         return found.guard.call(func, args, kwargs)
