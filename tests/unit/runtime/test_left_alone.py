@@ -369,3 +369,24 @@ def test_a_smaller_step_by_the_same_plan_counts_no_more_memory(policy: str) -> N
     assert (stats.phase, stats.fallbacks) == ("planned", 0)
     assert peaks[8] <= peaks[16] <= peaks[32] == tieroff.engine(model).plan.peak_bytes[Tier.DEVICE]
     tieroff.unwrap(model)
+
+
+def test_a_graph_that_outlives_its_step_leaves_the_device_as_the_next_one_begins() -> None:
+    losses = []
+    for budget in (None, "75%"):
+        model, optimizer = make(budget)
+        values = []
+        for step in range(7):  # names hold the graph of the step before until this one's forward is over
+            out, factor = model(batch(step)), batch(step + 20).requires_grad_()
+            loss = out.square().mean()
+            loss.backward(retain_graph=True)
+            (gradient,) = torch.autograd.grad((out * factor).sum(), factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            values += [loss.detach(), gradient.clone()]
+        losses.append(values)
+    stats, plan = tieroff.engine(model).stats(), tieroff.engine(model).plan
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert stats.peak_device_bytes <= plan.peak_bytes[Tier.DEVICE]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    tieroff.unwrap(model)

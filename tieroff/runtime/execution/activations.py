@@ -70,6 +70,13 @@ class LiveActivations:
         self._runner.unassign(item)
         self._traffic.retire(item)
 
+    def lower(self) -> None:
+        """A step begins by a plan, in which what older graphs saved and still hold has no room: it leaves the device."""
+        self.drain()
+        for item in self:
+            if item.device is not None and (item.place is not None or self._traffic.spill.has_room(item.size_bytes)):
+                item.leave(self._traffic)
+
     def end_unused(self) -> None:
         """Ends items that no graph got, since an exception came first."""
         self.drain()

@@ -32,6 +32,10 @@ class Spill:
         """Returns the first lower tier with room; the last one when none has."""
         return next((tier for tier in self._order if self._has_room(tier, size_bytes)), self._order[-1])
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Returns whether a lower tier has room."""
+        return any(self._has_room(tier, size_bytes) for tier in self._order)
+
     def demote(self, item: Item, error: StoreError) -> bool:
         """Gives an item another tier after its copy out failed; its source is intact.
 
