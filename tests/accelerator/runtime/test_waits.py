@@ -1,27 +1,40 @@
-"""Waits for copies: each one by itself in a step that is looked at, those of a tick as one in any other."""
+"""Waits for copies: each one by itself in a step that is looked at, those of a tick as one in any other.
+
+And for a copy to a drive of what has to leave: it reads what user code may write next.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.accelerator import sim, target
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
+from tieroff.runtime.backend.staging.line import SLOTS, Piece
 from tieroff.runtime.backend.stamp import ns_of
 from tieroff.runtime.items.activation import ActivationItem
+from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.spill import Spill
+from tieroff.runtime.items.table import begin_to_leave
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.engines.native import NativeEngine
 from tieroff.storage.host.pool import HostStore
+from tieroff.storage.nvme.file_store import FileStore
 
 MIB = 1 << 20
 SIZE_BYTES, COUNT = 64 << 10, 3
 LINK = 4 * MIB  # bytes per second
+VALUES = SIZE_BYTES // 4
+HELD_S = 0.2
 
 
 @pytest.fixture
@@ -105,3 +118,72 @@ def test_a_wait_for_many_in_which_one_fails_ends_and_those_after_it_are_counted(
     assert len(traffic.counts.stalls) == count + 2
     for item in items:
         traffic.end(item)
+
+
+@pytest.fixture
+def to_drive(tmp_path: Path) -> Iterator[Traffic]:
+    backend, engine = target.backend(), NativeEngine()
+    backend.use_staging(2 * SLOTS * SIZE_BYTES)
+    store = FileStore([tmp_path], 4 * MIB, engine)
+    yield Traffic(backend, Spill({Tier.NVME: store}, (Tier.NVME,)))
+    backend.close()
+    store.close()
+    engine.close()
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Has copies hold their part of the tensor for a while, as a thread does that has to wait for the interpreter."""
+    begun, copy = threading.Event(), Piece.copy
+
+    def slow(piece: Piece, to: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> Any:
+        begun.set()
+        time.sleep(HELD_S)
+        return copy(piece, to, source, stream)
+
+    monkeypatch.setattr(Piece, "copy", slow)
+    return begun
+
+
+def adopted(traffic: Traffic) -> tuple[torch.Tensor, HomeItem]:
+    tensor = torch.ones(VALUES, device=target.device())
+    item = HomeItem("state", "state", TensorClass.OPTIMIZER, tensor, Tier.NVME)
+    item.adopt(traffic)
+    return tensor, item
+
+
+def test_a_copy_under_way_keeps_nothing_on_the_device(to_drive: Traffic, begun: threading.Event) -> None:
+    """Its thread shares the memory, as somebody's alias would."""
+    tensor, item = adopted(to_drive)
+    to_drive.store(item)
+    assert begun.wait(30)
+    item.leave(to_drive)
+    assert (item.state, to_drive.device_bytes) == (State.LOWER, 0)
+    item.lift(to_drive)
+    assert torch.equal(tensor.cpu(), torch.ones(VALUES))
+    to_drive.end(item)
+
+
+def test_a_copy_under_way_is_over_before_user_code_writes_what_it_holds(to_drive: Traffic, begun: threading.Event) -> None:
+    """What somebody holds stays on the device, and is his to write."""
+    _, item = adopted(to_drive)
+    alias = item.living.view(-1)
+    to_drive.store(item)
+    assert begun.wait(30)
+    item.leave(to_drive)
+    assert item.device is not None
+    alias.mul_(2)
+    del alias
+    item.leave(to_drive)
+    item.lift(to_drive)
+    assert torch.equal(item.living.cpu(), torch.full((VALUES,), 2.0))
+    to_drive.end(item)
+
+
+def test_what_begins_to_leave_while_it_is_copied_is_hidden(to_drive: Traffic, begun: threading.Event) -> None:
+    _, item = adopted(to_drive)
+    to_drive.store(item)
+    assert begun.wait(30)
+    begin_to_leave(item, to_drive)
+    assert not item.is_lifted
+    to_drive.end(item)

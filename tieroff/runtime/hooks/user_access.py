@@ -238,6 +238,8 @@ class UserAccess:
         if context.traffic.device_bytes + size_bytes <= budget_bytes:
             return
         context.runner.lower_late()
+        for item in context.homes:
+            item.end_copy_out(context.traffic)
         held_bytes = sum(item.size_bytes for item in context.homes if item.device is not None and item.is_held)
         if held_bytes + size_bytes > budget_bytes:
             raise StateError(

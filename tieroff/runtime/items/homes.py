@@ -170,11 +170,6 @@ class HomeItem(Item):
         """True when user code gave the tensor other memory and the engine has not followed yet."""
         return self.hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
 
-    def is_elsewhere(self) -> bool:
-        """True when the tensor lies on memory that is none of the engine's, whatever the item says of itself."""
-        tensor, known = self.tensor, (self.device, self.value, self.lower, self.hollow)
-        return tensor is not None and not any(memory is not None and lies_on(tensor, memory) for memory in known)
-
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
         tensor, value = self.ref(), self.value
@@ -408,16 +403,22 @@ class HomeItem(Item):
 
     def leave(self, traffic: Mover) -> None:
         """Moves the tensor to its lower tier, with its latest value; one that somebody holds stays up."""
+        self.end_copy_out(traffic)
         if self.is_held:
             return
         self.refresh(traffic)
         traffic.leave(self)
 
+    def end_copy_out(self, traffic: Mover) -> None:
+        """Waits for a copy out of what people reach, and may write. Its threads hold that memory, as an alias does."""
+        if self.leaving is not None and self.is_lifted:
+            self.refresh(traffic)
+            traffic.settle(self)
+
     @property
     def is_held(self) -> bool:
         """True while a call or another thread uses the device copy, or something besides the engine shares its memory."""
-        tensor = self.tensor
-        device = self.device
+        tensor, device = self.tensor, self.device
         if self.pins or self.is_let_go:
             return True
         if not self.is_lifted or tensor is None or device is None:

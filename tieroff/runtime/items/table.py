@@ -70,6 +70,7 @@ def settle_below(item: HomeItem, traffic: Traffic, mapped: MappedFiles) -> None:
 
 def begin_to_leave(item: HomeItem, traffic: Traffic) -> None:
     """Begins to copy a tensor below, as if it lay there; `leave` frees its device copy. See [Note: late evictions]."""
+    item.end_copy_out(traffic)
     if item.is_held:  # asked before the copy begins, which holds its source too
         return
     traffic.store(item)

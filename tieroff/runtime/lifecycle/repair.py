@@ -75,7 +75,7 @@ def repair(custody: Custody) -> None:
 
 def _reconcile(item: Item) -> None:
     _await(item)
-    if isinstance(item, HomeItem) and item.is_elsewhere():
+    if isinstance(item, HomeItem) and _lies_elsewhere(item):
         _give_up(item)
         return
     is_there = item.device is not None and item.state in ON_DEVICE
@@ -83,6 +83,12 @@ def _reconcile(item: Item) -> None:
         _put_below(item)
     elif item.device is not None:
         _put_on_device(item)
+
+
+def _lies_elsewhere(item: HomeItem) -> bool:
+    """True when the tensor lies on memory that is none of the engine's, whatever the item says of itself."""
+    tensor, known = item.tensor, (item.device, item.value, item.lower, item.hollow)
+    return tensor is not None and not any(memory is not None and lies_on(tensor, memory) for memory in known)
 
 
 def _give_up(item: HomeItem) -> None:
