@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -160,11 +161,16 @@ class Stored:
         self.items.append(item)
 
 
-def runner_at(cursor: int, plan: Plan, traffic: Stored) -> PlanRunner:
-    """Returns a runner of a plan of ten ops without tensors, so many ticks into its step."""
+SAVED = tuple(Tensor(f"{i}", KIB, TensorClass.ACTIVATION) for i in range(3))
+
+
+def runner_at(
+    cursor: int, plan: Plan, traffic: Stored, tensors: tuple[Tensor, ...] = SAVED, written_in: Sequence[int] = ()
+) -> PlanRunner:
+    """Returns a runner of a plan of ten ops, of which some write all tensors, so many ticks into its step."""
     keys = tuple(range(10))
-    tensors = tuple(Tensor(f"{i}", KIB, TensorClass.ACTIVATION) for i in range(3))
-    trace = Trace(tuple(Op(f"op {key}", 1) for key in keys), tensors)
+    written = tuple(range(len(tensors)))
+    trace = Trace(tuple(Op(f"op {key}", 1, writes=written if key in written_in else ()) for key in keys), tensors)
     recorded = Recorded(keys, tuple(map(str, keys)), trace, {}, frozenset(), frozenset(), {}, False, 0)
     kind, state = StepKind(), StepState()
     kind.advance(Measuring(recorded))
@@ -205,6 +211,20 @@ def test_what_may_still_be_written_waits() -> None:
     runner.stop()
     assert runner.advance(8)
     assert len(traffic.items) == 2, "a step that broke off leaves nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("issued_at", "is_copied"), [((2,), False), ((4,), False), ((2, 9), False), ((5,), True), ((2, 5), True), ((6,), False)]
+)
+def test_a_gradient_of_an_earlier_backward_is_another_one(issued_at: tuple[int, ...], is_copied: bool) -> None:
+    """Where it is cleared before the next one, a plan may copy it out, and keep the one that comes."""
+    gradient = Tensor("gradient", KIB, TensorClass.GRADIENT, is_persistent=True)
+    outs = tuple(Transfer(0, Tier.DEVICE, Tier.NVME, issue_at=at, ready_by=at + 1, rank=0) for at in issued_at)
+    traffic, item = Stored(), ActivationItem(0, KIB, Tier.NVME)
+    runner = runner_at(6, Plan("test", "", 10, {}, {}, (), outs), traffic, (gradient,), written_in=(1, 4))
+    item.index, item.device = 0, torch.zeros(KIB, dtype=torch.uint8)
+    runner.took(item)
+    assert traffic.items == [item] * is_copied
 
 
 def test_another_event_than_planned_does_nothing() -> None:

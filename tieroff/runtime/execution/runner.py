@@ -29,7 +29,8 @@ class PlanRunner:
     [Note: copies out before their tensor is known]
     A plan may have a tensor copied out from the end of the op that makes it. The engine gets it later: a saved tensor when
     autograd packs it, a gradient when it reaches its parameter. At the tick of the copy there is nothing to copy yet, so the
-    copy begins in `took`; otherwise it would begin when the memory is needed, and could not overlap with compute.
+    copy begins in `took`; otherwise it would begin when the memory is needed, and could not overlap with compute. That is for
+    copies of what was written last: those of the gradient of an earlier backward are none of the one that comes now.
 
     Attributes:
         cursor: ticks that went by in the step.
@@ -211,7 +212,8 @@ class PlanRunner:
         """The engine got a tensor of the step, which its own op may still write for `wait_ticks` more."""
         if self.planned is None or self._state.mode is not PLANNED or item.state is not DEVICE:
             return
-        if self.planned.executable.copied_from.get(item.index, self.cursor) >= self.cursor:
+        copies = self.planned.executable.copied.get(item.index)
+        if copies is None or not any(at < self.cursor <= written_at for at, written_at in copies):
             return
         if wait_ticks:
             self._late.append((self.cursor + wait_ticks, threading.get_ident(), item))

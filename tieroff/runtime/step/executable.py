@@ -35,7 +35,8 @@ class Executable:
         ticks: of the plan's schedule, after both passes of this module.
         program: what the runtime does at each of them.
         tiers: tensors that move -> their lower tier.
-        copied_from: tensors that are copied out -> the first tick at which a copy is issued.
+        copied: tensors that are copied out -> per copy, its tick and the next op that writes the tensor. A gradient that was
+            cleared since the last backward is another tensor to the runtime, and to the trace the same one written again.
         births: per op, bytes of activations and gradients that come to life in it and are not left alone.
         transients: per op, bytes that it takes for itself, and those that are left alone.
         alone_activations: see [Note: left alone]; by ordinal.
@@ -49,7 +50,7 @@ class Executable:
     ticks: tuple[Tick, ...]
     program: Program
     tiers: Mapping[int, Tier]
-    copied_from: Mapping[int, int]
+    copied: Mapping[int, Sequence[tuple[int, int]]]
     births: tuple[int, ...]
     transients: tuple[int, ...]
     alone_activations: frozenset[int]
@@ -68,11 +69,12 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
     adapted = copied_after_user_code(without_early_copies(plan, recorded), stays, recorded)
     adapted = brought_back_for_update(adapted, stays, tiers, update_at)
     ticks = make_schedule(adapted).ticks
-    copied_from: dict[int, int] = {}
+    copied: dict[int, list[tuple[int, int]]] = {}
     for at, tick in enumerate(ticks):
         for transfer in (*tick.issue_first, *tick.issues):
             if transfer.source is Tier.DEVICE:
-                copied_from.setdefault(transfer.tensor, at)
+                later = (op for op in trace.lifetimes[transfer.tensor].writes if op >= at)
+                copied.setdefault(transfer.tensor, []).append((at, next(later, plan.op_count)))
     alone, program = _left_alone(trace, recorded, tiers), make_program(ticks, tiers)
     births, transients = tuple(_births(trace, alone.values())), tuple(_transients(trace, alone.values()))
     there = Alone(
@@ -85,7 +87,7 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         ticks=ticks,
         program=program,
         tiers=tiers,
-        copied_from=copied_from,
+        copied=copied,
         births=births,
         transients=transients,
         alone_activations=there.activations,
