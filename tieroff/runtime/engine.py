@@ -83,13 +83,16 @@ class Engine:
         self.stores = resources.stores
         self._resources, self._backend = resources, resources.backend
         self._plans, self._write_report = plans, write_report
-        self._custody = Custody(model, resources, settings, foresight)
-        self._steps = Steps(self._custody, plans)
-        self.executor = self._custody.executor
-        self._telling = Telling(self._custody, self._steps, plans)
-        self._compiled: dict[torch.nn.Module, CompiledCall] = {}
-        self._slots: list[ForwardSlot | RecurrentWeights | EarlyBegin | state_dicts.Handle] = []
-        self._unattached = Unattached(model)
+        with contextlib.ExitStack() as refused:
+            refused.callback(self._backend.close)  # others may use it on; `close` needs all that follows
+            self._custody = Custody(model, resources, settings, foresight)
+            self._steps = Steps(self._custody, plans)
+            self.executor = self._custody.executor
+            self._telling = Telling(self._custody, self._steps, plans)
+            self._compiled: dict[torch.nn.Module, CompiledCall] = {}
+            self._slots: list[ForwardSlot | RecurrentWeights | EarlyBegin | state_dicts.Handle] = []
+            self._unattached = Unattached(model)
+            refused.pop_all()
         try:
             self._take_over()
         except BaseException:

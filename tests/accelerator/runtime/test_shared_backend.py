@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,3 +54,19 @@ def test_two_engines_on_one_backend_and_two_more_after_them(tmp_path: Path) -> N
         assert all(map(torch.equal, plain, train(backend, config)))
         assert sim.counters()["pinned_bytes"] == pinned
         assert {thread.name for thread in threading.enumerate()} == threads
+
+
+def test_a_wrap_that_fails_ends_its_use_of_a_shared_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module) -> None:
+        raise MemoryError("nothing is left")
+
+    config, backend = config_for(NVME, tmp_path), target.backend()
+    pinned, threads = sim.counters()["pinned_bytes"], {thread.name for thread in threading.enumerate()}
+    (model, optimizer), (other, _) = layers(0), layers(1)
+    tieroff.wrap(model, optimizer, config, backend=backend)
+    monkeypatch.setattr("tieroff.runtime.engine.Unattached", refuse)
+    with pytest.raises(MemoryError):
+        tieroff.wrap(other, config=config, backend=backend)
+    tieroff.unwrap(model)
+    assert sim.counters()["pinned_bytes"] == pinned
+    assert {thread.name for thread in threading.enumerate()} == threads
