@@ -96,7 +96,7 @@ class Executor:
         self.clock.begin(is_whole=not is_quiet)
         self.runner.begin(planned, self.homes, is_quiet=is_quiet)
         self.saved_tensors.begin()
-        if state.mode is Mode.PLANNED:
+        if state.mode is PLANNED:
             self.activations.lower()
         self.gradients.begin_planned()
         self.gate.begin()
