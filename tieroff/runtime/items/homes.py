@@ -91,8 +91,7 @@ class HomeItem(Item):
         self.lower: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
         self.value_version = 0
-        self.is_lifted = True
-        self.may_be_written = self.is_let_go = False
+        self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
         self.value_address = self.lower_address = self.lower_storage = 0
         self.hollow: torch.Tensor | None = None
@@ -405,6 +404,7 @@ class HomeItem(Item):
         """Moves the tensor to its lower tier, with its latest value; one that somebody holds stays up."""
         self.end_copy_out(traffic)
         if self.is_held:
+            self.touch(traffic)  # no version says what is written through an alias
             return
         self.refresh(traffic)
         traffic.leave(self)

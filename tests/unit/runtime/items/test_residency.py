@@ -104,3 +104,23 @@ def test_what_is_written_while_a_copy_leaves_is_what_comes_back(traffic: Traffic
         assert item.state is State.LOWER
         assert tensor.tolist() == [value] * SIZE
     item.detach(traffic)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_an_alias_writes_while_its_tensor_cannot_leave_is_what_comes_back(traffic: Traffic, is_copied: bool) -> None:
+    """A gradient whose `.data` a hook has kept, which is scaled through it after backward."""
+    tensor = torch.zeros(SIZE)
+    item = HomeItem(("state", 0, "x"), "x", TensorClass.OPTIMIZER, tensor, Tier.HOST)
+    item.adopt(traffic)
+    alias = tensor.data
+    traffic.store(item)
+    if is_copied:
+        traffic.settle(item)
+    item.leave(traffic)
+    assert item.device is not None
+    alias.fill_(2)
+    del alias
+    item.leave(traffic)
+    assert item.state is State.LOWER
+    assert tensor.tolist() == [2] * SIZE
+    item.detach(traffic)
