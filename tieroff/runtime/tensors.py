@@ -56,6 +56,23 @@ def view_of(
     return out.set_(storage_bytes.untyped_storage(), offset, size, stride)
 
 
+def count_together(known: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """True when two tensors on one storage count their versions together: a write to the one shows at the other.
+
+    Equal numbers do not say so: parts of one storage may count apart (`unsafe_chunk`, in every GRU), and each may have been
+    written as often as the other.
+    """
+    if tensor.is_inference() or known._version != tensor._version:
+        return False
+    version = known._version
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((tensor,), (version + 1,))
+    try:
+        return known._version != version
+    finally:
+        set_version((tensor,), (version,))
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Returns what names a plain tensor's storage for `owners_by` while that lives."""
     return int(tensor.untyped_storage()._cdata)

@@ -107,7 +107,6 @@ class PackedBefore:
         ordinal: of its activation; -1: it is of none.
         is_new: nothing of its storage had been saved before: an event of the step.
         parameter: whose value it is a view of, or None.
-        home: that parameter itself.
     """
 
     size_bytes: int
@@ -115,14 +114,12 @@ class PackedBefore:
     ordinal: int = -1
     is_new: bool = False
     parameter: ParameterItem | None = None
-    home: torch.Tensor | None = None
 
     @classmethod
     def of(cls, packed: object, tensor: torch.Tensor, *, is_new: bool) -> PackedBefore | None:
         """Returns what is remembered of a saved tensor that needs nothing of the engine; None of any other."""
         if type(packed) is LeftAlone:
-            size_bytes, parameter = tensor.untyped_storage().nbytes(), packed.parameter
-            return cls(size_bytes, True, packed.ordinal, is_new, parameter, parameter.ref() if parameter is not None else None)
+            return cls(tensor.untyped_storage().nbytes(), True, packed.ordinal, is_new, packed.parameter)
         if type(packed) is Kept and packed.tensor is not tensor:  # else its bytes do not say everything
             return cls(tensor.untyped_storage().nbytes(), is_left_alone=False)
         return None
@@ -186,23 +183,6 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
         and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
         and tensor.device.type != "meta"
     )
-
-
-def is_same_version(known: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """True when nothing was written between the two, which share a storage.
-
-    Equal numbers do not say so: parts of one storage may count their versions apart (`unsafe_chunk`, in every GRU), and
-    one of them may have been written, as often as the other, after the other had been saved.
-    """
-    version = tensor._version
-    if known._version != version:
-        return False
-    set_version = torch._C._autograd._unsafe_set_version_counter
-    set_version((tensor,), (version + 1,))
-    try:
-        return known._version != version
-    finally:
-        set_version((tensor,), (version,))
 
 
 def label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:

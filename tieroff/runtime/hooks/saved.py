@@ -26,16 +26,7 @@ from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
-from tieroff.runtime.hooks.packed import (
-    Kept,
-    LeftAlone,
-    Packed,
-    PackedBefore,
-    PackedParameter,
-    is_plain,
-    is_same_version,
-    label_here,
-)
+from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, is_plain, label_here
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.live import Stays, is_expired
 from tieroff.runtime.hooks.parameters.sharded import Gathered
@@ -49,7 +40,7 @@ from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import DEMAND, IDLE, PLANNED
 from tieroff.runtime.step.quiet import NOTHING
-from tieroff.runtime.tensors import alias_of, bytes_of, unseen, view_of
+from tieroff.runtime.tensors import alias_of, bytes_of, count_together, unseen, view_of
 
 
 class SavedTensors:
@@ -76,7 +67,6 @@ class SavedTensors:
         self._place = 0  # in that order
         self._ordered_for: Executable | None = None  # the plan
         self._quiet = NOTHING
-        self._is_told = False  # another model's step is to know of all memory
         self.fixed: set[int] = set()
         self.gathered: Gathered | None = None
         self.is_closed = False
@@ -91,7 +81,6 @@ class SavedTensors:
         if executable is None or executable is not self._ordered_for:
             self._order, self._ordered_for = [], executable
         self._quiet = self._context.runner.quiet
-        self._is_told = self._context.traffic.tell_held is not None
         self._written.begin()
         recorder = self._context.state.record.recorder
         if recorder is not None:
@@ -136,7 +125,7 @@ class SavedTensors:
 
         Whether its bytes say everything is asked where the engine takes them over.
         """
-        kind, home = type(tensor), before.home
+        kind, parameter = type(tensor), before.parameter
         if kind not in PLAIN:
             return None
         try:
@@ -145,9 +134,10 @@ class SavedTensors:
             return None
         if storage.nbytes() != before.size_bytes:
             return None
-        if home is not None:
+        if parameter is not None:
             # It has to be that one: another may be moved, and the result of an op that saves it would keep itself alive.
-            return self._leave_parameter(tensor, before.parameter) if tensor is home or tensor._base is home else None
+            home = parameter.ref()
+            return self._leave_parameter(tensor, parameter) if tensor is home or tensor._base is home else None
         if not before.is_left_alone:
             return Kept(alias_of(tensor)) if is_plain(tensor) else None
         key, ordinal = storage._cdata, before.ordinal
@@ -155,7 +145,9 @@ class SavedTensors:
             return None  # a parameter may be moved, too
         if not before.is_new:
             return self._leave_alone(key, tensor, ordinal) if key in self._alone else None
-        is_quiet = ordinal in self._quiet.packs and not self._is_told
+        is_quiet = (
+            ordinal in self._quiet.packs and self._context.traffic.tell_held is None
+        )  # else others are told of its memory
         if ordinal != self._count or not (is_quiet or is_plain(tensor)):
             return None
         self._count = ordinal + 1
@@ -241,7 +233,7 @@ class SavedTensors:
         Views may count their versions apart (`unsafe_chunk`: the gates of LSTM and GRU cells, of which each is written and then
         saved). As in the plain run, all that were saved have what the storage holds when backward comes.
         """
-        if item.state is not DEVICE and not any(is_same_version(view.probe, tensor) for view in item.views()):
+        if item.state is not DEVICE and not any(count_together(view.probe, tensor) for view in item.views()):
             with self._context.state.lock:
                 self._context.traffic.recall(item, bytes_of(tensor))
 
@@ -259,7 +251,7 @@ class SavedTensors:
         self._alone[key].append(weakref.ref(alone))
         return alone
 
-    def _leave_parameter(self, tensor: torch.Tensor, parameter: ParameterItem | None) -> LeftAlone:
+    def _leave_parameter(self, tensor: torch.Tensor, parameter: ParameterItem) -> LeftAlone:
         alone = LeftAlone(tensor, -1, parameter)
         self._alone_parameters.append(weakref.ref(alone))
         return alone

@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.tensors import view_of
+from tieroff.runtime.tensors import count_together, view_of
 
 log = logging.getLogger("tieroff")
 
@@ -88,7 +88,7 @@ class WrittenActivations:
                 view: Any = ref()
                 if view is None or view.probe._version != view.version:
                     continue  # nobody wants it any more, or autograd will say that it was written
-                if is_written and not _count_together(view.probe, tensor) and _overlap(view, tensor):
+                if is_written and not count_together(view.probe, tensor) and _overlap(view, tensor):
                     return self._keep(known.item)
                 if checksum is not None and checksum != _checksum(storage, view, tensor):
                     return self._keep(known.item)
@@ -146,19 +146,6 @@ def _is_contiguous(view: View) -> bool:
 
 def _bytes_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * size_bytes).from_address(address)
-
-
-def _count_together(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """True when a write to the one moves the version of the other."""
-    if tensor.is_inference() or probe._version != tensor._version:
-        return False
-    version = probe._version
-    set_version = torch._C._autograd._unsafe_set_version_counter
-    set_version((tensor,), (version + 1,))
-    try:
-        return probe._version != version
-    finally:
-        set_version((tensor,), (version,))
 
 
 def _overlap(view: View, tensor: torch.Tensor) -> bool:
