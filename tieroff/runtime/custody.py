@@ -398,7 +398,6 @@ class Custody:
         self.executor.communication.close(self.model)
         self.executor.gate.mints.sweep()
         self.executor.gate.is_open = False
-        self.executor.runner.begin(None)
         self.executor.saved_tensors.bring_home()
 
 

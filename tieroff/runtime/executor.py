@@ -101,7 +101,7 @@ class Executor:
         self.gradients.begin_planned()
         self.gate.begin()
         self.gate.fetch.begin(kind)
-        self.gate.live.begin()
+        self.gate.live.sweep()
         self.on_demand.begin(self.homes.parameters.values())
 
     def alone(self) -> list[torch.Tensor]:

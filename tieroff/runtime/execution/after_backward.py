@@ -30,8 +30,6 @@ class AfterBackward:
         # Right before the update a copy that nobody lifted leaves too: the home below may be written.
         is_last = context.runner.is_before_update
         for item in context.runner.movable(context.homes):
-            if item.device is None:
-                continue
             if item.kind is TensorClass.PARAMETER and (item.is_lifted or is_last) and self._leaves(item):
                 item.leave(context.traffic)
             elif item.kind is TensorClass.OPTIMIZER and not item.is_lifted and item.is_shown_below:

@@ -39,5 +39,5 @@ class StepContext:
         """Moves every home to its lower tier, with its latest value, except those that the plan keeps on the device."""
         with self.state.lock:  # other threads may read
             self.on_demand.release_reachable()
-            for item in [item for item in self.runner.movable(self.homes) if item.device is not None]:
+            for item in self.runner.movable(self.homes):
                 self.runner.lower(item)

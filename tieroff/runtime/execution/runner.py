@@ -285,9 +285,10 @@ class PlanRunner:
             if not (item.stays_up and item.is_lifted and item.state is DEVICE and item.device is not None)
         ]
 
-    def movable(self, homes: Iterable[HomeItem]) -> Iterable[HomeItem]:
-        """Returns those of all homes that may be sent below in the step that runs: its plan keeps the others where they are."""
-        return self._movers if self.planned is not None and self._state.mode is PLANNED else homes
+    def movable(self, homes: Iterable[HomeItem]) -> list[HomeItem]:
+        """Returns those of all homes on the device that may leave in the step that runs: its plan keeps the others there."""
+        is_planned = self.planned is not None and self._state.mode is PLANNED
+        return [item for item in (self._movers if is_planned else homes) if item.device is not None]
 
     @property
     def is_before_update(self) -> bool:

@@ -34,7 +34,6 @@ class Gradients:
         self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
         self._alone: list[torch.Tensor] = []  # parameters whose gradients the plan that runs leaves alone
         self.quiet: frozenset[int] = frozenset()
-        self._is_told = False  # another model's step is to know of all memory
         self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
         context.clock.at_divergence.append(self)
 
@@ -93,7 +92,7 @@ class Gradients:
         if not clock.is_backward_open:
             clock.watch_backward()
         self._alone.append(home)
-        if self._is_told and home.grad is not None:
+        if self._context.traffic.tell_held is not None and home.grad is not None:
             self._context.traffic.took(home.grad)
 
     def left_plan(self) -> None:
@@ -109,7 +108,6 @@ class Gradients:
     def begin_planned(self) -> None:
         """The plan of a step, if it has one, begins."""
         quiet = self._context.runner.quiet
-        self._is_told = self._context.traffic.tell_held is not None
         if quiet is not self._quiet_of[0]:
             items = [item for item in self._context.homes.parameters.values() if item.position in quiet.gradients]
             self._quiet_of = quiet, frozenset(id(item.leaf) for item in items)

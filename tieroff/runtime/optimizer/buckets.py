@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -136,10 +134,7 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 def _on_one_memory(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Returns the positions of parameters that lie on the same memory; of what lies below, each has its own."""
-    if PLAIN.issuperset(map(type, params)) and all(map(is_, map(_LAYOUT, params), repeat(torch.strided))):
-        addresses = [*map(_ADDRESS, params)]  # as a rule, without a line of Python for each
-    else:
-        addresses = [p.data_ptr() if type(p) in PLAIN and p.layout is torch.strided else 0 for p in params]
+    addresses = [p.data_ptr() if type(p) in PLAIN and p.layout is torch.strided else 0 for p in params]
     if len(set(addresses)) + addresses.count(0) == len(addresses) + (0 in addresses):
         return ()
     positions: dict[int, list[int]] = {}
@@ -147,9 +142,6 @@ def _on_one_memory(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...
         if address:
             positions.setdefault(address, []).append(position)
     return tuple(tuple(found) for found in positions.values() if len(found) > 1)
-
-
-_LAYOUT, _ADDRESS = attrgetter("layout"), torch.Tensor.data_ptr
 
 
 def _joined(ranges: Sequence[range], shared: Sequence[Sequence[int]]) -> list[list[int]]:

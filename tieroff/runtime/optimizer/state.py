@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
-from operator import attrgetter, is_, methodcaller
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.table import bring_home, settle_below
+from tieroff.runtime.items.table import all_have_copies, bring_home, settle_below
 from tieroff.runtime.movable import local_of, why_unmovable
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
 from tieroff.runtime.settings import Settings
@@ -64,12 +64,10 @@ class _SettledBucket:
         now = [*chain.from_iterable(map(_VALUES, values))]
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             return False
-        if not any(map(is_, map(_DEVICE, self.items), repeat(None))):
-            return True
-        return not [item for item in self.items if item.device is None and item.place is None]
+        return all_have_copies(self.items) or not [item for item in self.items if item.device is None and item.place is None]
 
 
-_VALUES, _DEVICE = methodcaller("values"), attrgetter("device")
+_VALUES = methodcaller("values")
 
 
 def _tensors_in(values: dict[Any, Any]) -> dict[Any, torch.Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -15,13 +13,12 @@ from tieroff.runtime.items.at_once import show_all
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import LOWER, ON_DEVICE
+from tieroff.runtime.items.table import all_have_copies
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.shared import SharedValues
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.step.mode import PLANNED
 from tieroff.runtime.step.quiet import NOTHING
-
-_DEVICE = attrgetter("device")
 
 
 class Narrowed:
@@ -189,7 +186,7 @@ class BucketUpdate:
             ids = {id(item) for item in moving}
             known = self._moving[id(bucket)] = settled, moving, [item for item in needed if id(item) not in ids]
         # An evaluation before the update, or `tieroff.sleep`, sends below what the plan has on the device.
-        if not any(map(is_, map(_DEVICE, known[2]), repeat(None))):
+        if all_have_copies(known[2]):
             return known[1]
         return known[1] + [item for item in known[2] if item.device is None]
 

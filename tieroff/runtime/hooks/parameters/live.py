@@ -38,7 +38,6 @@ class LiveValues:
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[StorageWeakRef, ParameterItem | Stays]] = {}
-        self._swept = 0  # how many were left by the last sweep
 
     def add(self, item: ParameterItem | Stays, value: torch.Tensor) -> None:
         """Remembers that `value` is a device value of the item."""
@@ -68,9 +67,3 @@ class LiveValues:
     def sweep(self) -> None:
         """Forgets values that died."""
         self.found = {key: entry for key, entry in self.found.items() if not is_expired(entry[0].cdata)}
-        self._swept = len(self.found)
-
-    def begin(self) -> None:
-        """A step begins: values that died are forgotten where there may be many."""
-        if len(self.found) > 2 * self._swept:
-            self.sweep()
