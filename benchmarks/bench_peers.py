@@ -193,7 +193,7 @@ def options_for(row: Row, plain: Row, options: Options, config: Config, nvme_dir
     if row.budget is None:
         return options
     if row.peer == IN_BACKWARD:
-        config = config.model_copy(update={"plan": config.plan.model_copy(update={"update_in_backward": True})})
+        config = config.model_copy(update={"plan": config.plan.model_copy(update={"update_in_backward": 1})})
     if row.budget.share is None:
         chosen, row.budget_bytes = fit_budget(config, row.budget.size_bytes or 0, options.device, nvme_dir)
     elif plain.results:

@@ -58,6 +58,12 @@ def _to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _to_count(value: object) -> object:
+    if not isinstance(value, int):
+        raise ValueError("expected true, false or a number of backward passes")
+    return int(value)
+
+
 def _to_device(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9]*(:\d+)?", value):
         raise ValueError("expected the name of a device, with or without an index")
@@ -171,13 +177,13 @@ class Planning(_Table):
         "Modules that may run again in backward if `auto` finds that faster. Their forward must compute the same again and "
         "change nothing outside of them, as for torch.utils.checkpoint. tieroff checks this as far as it can observe it.",
     )
-    update_in_backward: bool = _key(
-        False,
-        "true or false",
+    update_in_backward: Annotated[int, Field(ge=0), BeforeValidator(_to_count)] = _key(
+        0,
+        "true, false, or the number of backward passes per update",
         "Updates parameters in backward as soon as the gradients of a bucket are final. Gradients need not be kept, and the "
-        "optimizer's transfers overlap with backward. Only for loops with one backward per step and nothing between backward "
-        "and the optimizer's step: no clipping, no GradScaler, no accumulation, no change of options. Any other loop gets an "
-        "error, after some parameters have been updated.",
+        "optimizer's transfers overlap with backward. Only for loops with nothing between backward and the optimizer's step: "
+        "no clipping, no GradScaler, no change of options. `true` is for one backward per update, `4` for four whose gradients "
+        "add up; the last of them updates. Any other loop gets an error, after some parameters have been updated.",
     )
     exact: bool = _key(
         True,

@@ -22,7 +22,8 @@ class Settings:
         compute_dtype: what parameters and inputs are cast to for computing; None leaves them as they are.
         recompute_layers: names or patterns of the modules that may run again in backward.
         device_budget: what was asked for, or None.
-        update_in_backward: whether buckets are updated as soon as their gradients are final.
+        update_in_backward: backward passes per update, of which the last updates buckets as soon as their gradients are
+            final; 0: none does.
     """
 
     covers: frozenset[TensorClass]
@@ -34,5 +35,5 @@ class Settings:
     config_toml: str = ""
     compute_dtype: torch.dtype | None = None
     recompute_layers: tuple[str, ...] = ()
-    update_in_backward: bool = False
+    update_in_backward: int = 0
     device_budget: DeviceBudget | None = None

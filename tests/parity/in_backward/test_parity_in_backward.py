@@ -50,6 +50,64 @@ def test_numbers_are_those_of_the_plain_run(name: str, budget: str, backend: str
     )
 
 
+def rounds_of(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, steps: int = 6) -> list[str]:
+    """Trains with several backward passes per update."""
+    losses = []
+    for step in range(steps):
+        for part in range(rounds):
+            x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step * rounds + part))
+            loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten()) / rounds
+            loss.backward()
+            losses.append(float(loss.detach()).hex())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("rounds", "budget", "backend", "optimizer"), pairwise([2, 3], ["50%", "100%"], list(BACKENDS), ["AdamW", "AdamW fused"])
+)
+def test_the_last_of_several_backward_passes_updates(
+    rounds: int, budget: str, backend: str, optimizer: str, tmp_path: Path
+) -> None:
+    plain, its_optimizer = make(optimizer)
+    losses = rounds_of(plain, its_optimizer, rounds)
+    model, own_optimizer = make(optimizer)
+    settings = config(tmp_path, budget)
+    settings["plan"]["update_in_backward"] = rounds
+    tieroff.wrap(model, own_optimizer, settings, backend=BACKENDS[backend]())
+    assert rounds_of(model, own_optimizer, rounds) == losses
+    engine = tieroff.engine(model)
+    assert engine.stats().phase == ("planned" if budget != "100%" else "nothing moved")
+    phases = [op.phase for op in engine.trace.ops]
+    last_forward = max(i for i, phase in enumerate(phases) if phase == "forward")
+    last_backward = max(i for i, phase in enumerate(phases) if phase == "backward")
+    assert "optimizer" in phases[last_forward:last_backward] and "optimizer" not in phases[:last_forward]
+    tieroff.unwrap(model)
+    assert is_same(model, plain)
+
+
+def test_fewer_backward_passes_than_declared_are_updated_by_the_step(tmp_path: Path) -> None:
+    plain, its_optimizer = make()
+    losses = rounds_of(plain, its_optimizer, 2)
+    model, own_optimizer = make()
+    settings = config(tmp_path)
+    settings["plan"]["update_in_backward"] = 3
+    tieroff.wrap(model, own_optimizer, settings)
+    assert rounds_of(model, own_optimizer, 2) == losses
+    tieroff.unwrap(model)
+    assert is_same(model, plain)
+
+
+def test_more_backward_passes_than_declared_are_refused(tmp_path: Path) -> None:
+    model, optimizer = make()
+    settings = config(tmp_path)
+    settings["plan"]["update_in_backward"] = 2
+    tieroff.wrap(model, optimizer, settings)
+    with pytest.raises(StateError, match=r"forward was called before optimizer\.step"):
+        rounds_of(model, optimizer, 3)
+
+
 def test_gradients_need_not_be_kept(tmp_path: Path) -> None:
     held = []
     for in_backward in (False, True):

@@ -154,7 +154,7 @@ def test_row_in_backward_has_a_config_that_says_so(tmp_path: Path) -> None:
         row = bench_peers.Row(peer, peer, DeviceBudget(size_bytes=2**26))
         options = bench_peers.options_for(row, plain_row, replace(TINY, out=tmp_path / peer), Config(), tmp_path)
         assert options.config is not None
-        assert Config.load(options.config).plan.update_in_backward is is_early
+        assert Config.load(options.config).plan.update_in_backward == is_early
 
 
 def test_checkpoint_computes_every_block_again(tmp_path: Path) -> None:

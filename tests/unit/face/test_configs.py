@@ -67,7 +67,7 @@ def test_nvme_only_config_has_no_host_tier(project: Path) -> None:
 
 def test_in_backward_config_is_the_quarter_with_updates_in_backward(project: Path) -> None:
     quarter = Config.load(project / "configs/quarter.toml")
-    plan = quarter.plan.model_copy(update={"update_in_backward": True})
+    plan = quarter.plan.model_copy(update={"update_in_backward": 1})
     assert Config.load(project / "configs/in_backward.toml") == quarter.model_copy(update={"plan": plan})
 
 

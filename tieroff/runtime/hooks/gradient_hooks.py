@@ -20,7 +20,7 @@ class GradientFollower(Protocol):
         """Another gradient arrives: hooks of users on the one before have run."""
 
     def gradient_arrived(self, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is final."""
+        """A parameter's gradient is there, of this backward and of those before it in the step."""
 
 
 @dataclass(frozen=True, slots=True)

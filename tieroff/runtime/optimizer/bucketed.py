@@ -83,8 +83,8 @@ class BucketedStep:
         self.state = OptimizerState(optimizer, self.buckets, context, settings)
         self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state)
         self.is_removed = self.has_stepped = False
-        self.may_update_in_backward = settings.update_in_backward and self._may_update_in_backward()
-        self.early = EarlyUpdates(self, context.state.updated)
+        self.may_update_in_backward = settings.update_in_backward > 0 and self._may_update_in_backward()
+        self.early = EarlyUpdates(self, context.state.updated, settings.update_in_backward)
         context.clock.at_backward_end.insert(0, self.early)  # before what moves is brought below
         self._install()
 
@@ -296,7 +296,7 @@ class BucketedStep:
         self.early.run()
 
     def gradient_arrived(self, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is final."""
+        """A parameter's gradient is there, of this backward and of those before it in the step."""
         if not self.early.arrived(parameter):
             return
         if self._moves_nothing():

@@ -22,8 +22,9 @@ from tieroff.runtime.optimizer.trial import is_same
 
 _RULES = (
     "with [plan] update_in_backward = true parameters are updated in backward, and some have been by now: go on from a "
-    "checkpoint, with false if this loop clips, scales or accumulates gradients, leaves out or repeats updates, or changes "
-    "options or parameters between backward and step (zero_grad needs set_to_none=True)"
+    "checkpoint, with false if this loop clips or scales gradients, leaves out or repeats updates, or changes "
+    "options or parameters between backward and step (zero_grad needs set_to_none=True), or with the number of backward "
+    "passes per update if their gradients add up"
 )
 
 
@@ -87,14 +88,15 @@ class EarlyUpdates:
         updated: ids of parameters that were updated in the backward that runs.
     """
 
-    def __init__(self, updater: EarlyUpdater, updated: set[int]) -> None:
+    def __init__(self, updater: EarlyUpdater, updated: set[int], rounds: int = 1) -> None:
         """Nothing is due before the first `begin`.
 
         Args:
             updater: updates the buckets.
             updated: see the class; shared with whoever refuses reads of them.
+            rounds: backward passes per update, whose gradients add up; a gradient is final when it arrives in the last one.
         """
-        self._updater, self.updated = updater, updated
+        self._updater, self.updated, self._rounds = updater, updated, rounds
         self._reset()
 
     def _reset(self, buckets: Sequence[Iterable[torch.Tensor]] = ()) -> None:
@@ -106,6 +108,7 @@ class EarlyUpdates:
         self._has_failed = False
         self._missing = [{id(p) for p in bucket if p.requires_grad} for bucket in buckets]
         self._number_of = {key: number for number, keys in enumerate(self._missing) for key in keys}
+        self._rounds_left = dict.fromkeys(self._number_of, self._rounds)
 
     def begin(self, buckets: Sequence[Iterable[torch.Tensor]]) -> None:
         """A step begins, in which these are updated in backward; none are, when there is no bucket."""
@@ -126,10 +129,14 @@ class EarlyUpdates:
             raise _refusal("forward was called before optimizer.step(), and backward has already updated parameters")
 
     def arrived(self, parameter: torch.Tensor) -> bool:
-        """A gradient is final; True when a bucket is due. Hooks of users may write it next, so it is applied later: `run`."""
-        number = self._number_of.pop(id(parameter), None)
+        """A gradient arrives; True when a bucket is due. Hooks of users may write it next, so it is applied later: `run`."""
+        number = self._number_of.get(id(parameter))
         if number is None:
             return False
+        self._rounds_left[id(parameter)] -= 1
+        if self._rounds_left[id(parameter)]:
+            return False
+        del self._number_of[id(parameter)]
         self._missing[number].discard(id(parameter))
         if self._missing[number]:
             return False
