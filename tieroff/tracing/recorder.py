@@ -203,7 +203,7 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.is_on:
-            return func(*args, **kwargs)
+            return self._arguments.call(func, args, kwargs)
         if self._dead or self._resized:
             self._sweep()  # what died since the last op is not there while this one runs
         self._makers.running = func
@@ -223,11 +223,11 @@ class StepRecorder(TorchDispatchMode):
         """Runs an op, and notes the scratch memory that it took at the instant it ends."""
         counter = self._counter
         if counter is None or self._is_unseen or is_view(func) or not any(is_large(tensor) for tensor, _ in inputs):
-            out = func(*args, **kwargs)
+            out = self._arguments.call(func, args, kwargs)
             self._now += 1
             return out
         counter.start()
-        out = func(*args, **kwargs)
+        out = self._arguments.call(func, args, kwargs)
         self._now += 1
         self._scratch[self._now] = taken = counter.stop()
         self._makers.note(self._op, taken, None, self._events)
@@ -235,7 +235,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _run_beside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op that is not the step's."""
-        out = func(*args, **kwargs)
+        out = self._arguments.call(func, args, kwargs)
         self._now += 1
         for leaf in tensors_in((out,)):
             if type(leaf) in _PLAIN and leaf.layout is torch.strided:
