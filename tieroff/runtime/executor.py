@@ -185,7 +185,6 @@ class Executor:
             with self.state.lock:
                 for item in read:
                     item.readers -= 1
-                self.on_demand.left(read)
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:

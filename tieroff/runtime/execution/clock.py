@@ -203,7 +203,7 @@ class Clock:
         if mode is IDLE or mode is PASS:
             return
         with state.lock:
-            times, stamp, is_still = self.times, None, False
+            times, stamp, is_still, refused = self.times, None, False, self._traffic.refused
             starts_ns, stops_ns, is_stamped = times.host_starts_ns, times.host_stops_ns, times.is_stamped
             if len(stops_ns) < len(starts_ns):
                 if is_stamped:
@@ -216,15 +216,19 @@ class Clock:
             if mode is PLANNED:
                 runner, activations = self._runner, self._activations
                 runner.measure()  # before what died in the op that ends is given back
-                is_still = not activations.dead
+                is_still = not activations.dead and not refused
                 if not is_still:
                     activations.drain()
+                    if refused:
+                        self._on_demand.refusals.ask()
                 if not runner.advance(key):
                     self.diverge(name)
                 is_still = is_still and runner.is_still
             else:
                 self._activations.drain()
                 self._on_demand.tick()
+                if refused:
+                    self._on_demand.refusals.ask()
                 state.record.event(key, name, training_phase() if phase is None else phase)
             if self.under_way:  # it may have ended while the event waited for transfers
                 self._look()

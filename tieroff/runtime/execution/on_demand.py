@@ -20,6 +20,7 @@ from collections.abc import Collection, Hashable, Iterable
 
 from tieroff.core.seams import Foresight
 from tieroff.runtime.execution.experience import Experience
+from tieroff.runtime.execution.refusals import Refusals
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.activation import ActivationItem
@@ -29,7 +30,7 @@ from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LEAVING, LOWER
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.kinds import Planned, Unplanned
-from tieroff.runtime.step.mode import DEMAND, PASS, PLANNED
+from tieroff.runtime.step.mode import DEMAND, PLANNED
 
 # How many fetched parameters are kept at hand: enough for a weight and its bias.
 _READ_KEPT = 2
@@ -43,6 +44,7 @@ class OnDemand:
     Attributes:
         room_bytes: device bytes that no op of this step needs; see [Note: room].
         experience: what recorded steps say.
+        refusals: of what could not leave.
     """
 
     def __init__(self, state: StepState, traffic: Traffic, runner: PlanRunner, foresight: Foresight | None = None) -> None:
@@ -51,7 +53,7 @@ class OnDemand:
         self.room_bytes = 0
         self.experience = Experience()
         self._read: deque[HomeItem] = deque()
-        self._left: list[HomeItem] = []
+        self.refusals = Refusals(state, traffic, runner)
         self._incomplete: deque[tuple[ActivationItem, int]] = deque()
         self._ticks = 0
         self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
@@ -183,17 +185,11 @@ class OnDemand:
         else:
             self.release(item)  # it dies soon, and need not be copied before
 
-    def left(self, items: Iterable[HomeItem]) -> None:
-        """Another thread read these while they could not move; the step's own thread, which may use them now, lets them go."""
-        if self._state.mode is not PLANNED and self._state.mode is not PASS:
-            self._left.extend(item for item in items if item.device is not None and item not in self._left)
-
     def release_reachable(self) -> None:
         """Frees everything that user code may hold or write, because it runs next."""
         with self._state.lock:  # other threads may read
             self.tick(TICKS_OF_ONE_OP)
-            self._read.extend(item for item in self._left if item not in self._read)
-            self._left.clear()
+            self.refusals.ask_all()
             while self._read:
                 self._drop(self._read.popleft())
             for stray in list(self._strays.values()):
@@ -212,6 +208,7 @@ class OnDemand:
             while self._kept:
                 _, item = self._kept.popitem()
                 self._drop(item)
+            self.refusals.step_ended()
 
     def forget(self, item: Item) -> None:
         """The item is at its end."""

@@ -150,7 +150,7 @@ def show_all(items: Sequence[HomeItem]) -> Sequence[HomeItem]:
         tensor = item.living
         unwatch(tensor)  # its user is an optimizer's step
         tensor.data = route.value
-        item.is_lifted = True
+        item.is_lifted, item.is_refused = True, False
         item.state = DEVICE  # the device copy counts from here on, wherever an exception may come
         item.note()
     return left

@@ -181,10 +181,7 @@ class HomeItem(Item):
         """Remembers the versions at which the copies are equal."""
         tensor, value = self.ref(), self.value
         self.may_be_written = False
-        if type(tensor) in PLAIN:
-            self.version = tensor._version  # type: ignore[union-attr]
-        else:
-            self.version = version_of(tensor) if tensor is not None else 0
+        self.version = version_of(tensor) if tensor is not None else 0
         self.value_version = value._version if value is not None else 0
 
     def make_place(self, traffic: Mover) -> Place:
@@ -209,6 +206,7 @@ class HomeItem(Item):
     def lift(self, traffic: Traffic) -> None:
         """Makes the tensor lie on its device copy, which is fetched when it is not there; one held below stays there."""
         self._take_assigned(traffic)
+        self.is_refused = False
         if self.hollow is None and self.is_lifted and self.state in ON_DEVICE:
             return  # most often: it is there
         if not self.is_lifted:
@@ -401,10 +399,12 @@ class HomeItem(Item):
         return self.may_be_written and (tensor is None or tensor._version == self.version)
 
     def leave(self, traffic: Mover) -> None:
-        """Moves the tensor to its lower tier, with its latest value; one that somebody holds stays up."""
+        """Moves the tensor to its lower tier, with its latest value; one that somebody holds stays up, and is asked again."""
         self.end_copy_out(traffic)
         if self.is_held:
             self.touch(traffic)  # no version says what is written through an alias
+            self.is_refused = True
+            traffic.refused.append(self)
             return
         self.refresh(traffic)
         traffic.leave(self)

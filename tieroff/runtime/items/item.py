@@ -23,6 +23,7 @@ class Mover(Protocol):
     """What an item asks of `Traffic`, which moves its bytes."""
 
     stores: dict[Tier, Store]
+    refused: list[Item]
 
     def hold(self, item: Item, device: torch.Tensor) -> None:
         """Takes a device copy that the program made under the engine's care."""
@@ -68,6 +69,7 @@ class Item:
         outer_ref: gives the `DTensor` that people hold, of which the tensor is this rank's part; None where it is of none.
         room: device memory that the item keeps while it is below; see backend/rooms.py.
         route: between that and a near place, of an item that may move with many; see at_once.py.
+        is_refused: it was to leave and could not, and nobody used it since; see [Note: refusals] in execution/refusals.py.
     """
 
     __slots__ = (
@@ -77,6 +79,7 @@ class Item:
         "device",
         "index",
         "is_given",
+        "is_refused",
         "key",
         "kind",
         "leaving",
@@ -97,7 +100,7 @@ class Item:
         self.kind, self.class_name = kind, kind.value
         self.size_bytes = size_bytes
         self.index = -1
-        self.stays_up = False
+        self.stays_up = self.is_refused = False
         self.tier = tier
         self.device: torch.Tensor | None = None
         self.is_given: bool | None = None

@@ -43,19 +43,19 @@ class Traffic:
         spans: copies as (item index, link, arrival, bytes), when `keep_spans`.
         waits: waits for copies as (item index, source, target, start, stop), when `keep_spans`.
         held: per tier, at the end of each op of a planned step, when `keep_spans`.
+        refused: what was to leave and could not, once for each time; see [Note: refusals] in execution/refusals.py.
     """
 
     def __init__(self, backend: Backend, spill: Spill) -> None:
-        self.backend = backend
-        self.spill = spill
-        self.stores = spill.stores
+        self.backend, self._is_near = backend, backend.copies_near
+        self.spill, self.stores = spill, spill.stores
         self.counts = Counts()
         self.device_bytes = 0
         self.keeps_rooms = self._keeps_spares = False
         self._recorder: Recorder | None = None
         self._rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
-        self._is_near = backend.copies_near
+        self.refused: list[Item] = []
         self.keeps_timeline = self._is_waiting = False
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
@@ -125,6 +125,7 @@ class Traffic:
 
     def want(self, item: Item) -> torch.Tensor:
         """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
+        item.is_refused = False
         if item.state not in ON_DEVICE:
             if item.state is LOWER:
                 self.counts.faults += 1
@@ -408,7 +409,7 @@ class Traffic:
 
     def free_device(self, item: Item) -> None:
         """Lets go of the item's device copy, which its tensor no longer lies on from here."""
-        self.held.has_changed = True
+        self.held.has_changed, item.is_refused = True, False
         if item.device is not None:
             self.backend.order_frees()
             item.freed()
