@@ -98,6 +98,9 @@ class Recorder(Protocol):
     def read(self, key: Hashable) -> None:
         """The running op reads the subject's bytes on the device, in code that is not watched."""
 
+    def wrote(self, key: Hashable) -> None:
+        """The same of code that may have written them."""
+
     def follow(self, used: Callable[[Any, bool], None]) -> None:
         """Calls `used` with each tensor that an op is about to use whose storage holds a subject, and whether it writes it."""
 

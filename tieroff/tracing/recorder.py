@@ -181,6 +181,11 @@ class StepRecorder(TorchDispatchMode):
         if found is not None:
             found.reads.add(max(self._op, 0))
 
+    def wrote(self, key: Hashable) -> None:
+        found = next((life for life in reversed(self._by_key.get(key, ())) if not life.is_below), None)
+        if found is not None:
+            found.writes.add(max(self._op, 0))
+
     def begin_unseen(self) -> None:
         self._is_unseen = True
         if self._counter is not None:

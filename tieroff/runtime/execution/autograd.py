@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -21,6 +22,24 @@ current_graph_task = torch._C._current_graph_task_id
 def training_phase() -> str:
     """Returns the phase of training that runs now, as ops of a trace name it."""
     return "forward" if current_graph_task() == -1 else "backward"
+
+
+def reader_may_write() -> bool:
+    """True where what autograd saved goes to somebody who may write it: a Function of one's own, or code outside of backward.
+
+    Torch's own derivatives only read. With a retained graph a later backward finds what was written, also by a kernel that
+    no dispatch mode sees and of which no version tells.
+    """
+    kind = type(torch._C._current_autograd_node())
+    may_write = _MAY_WRITE.get(kind)
+    if may_write is None:
+        is_torchs = kind.__module__ == "builtins" and _TORCHS_DERIVATIVE.search(kind.__name__) is not None
+        may_write = _MAY_WRITE[kind] = not is_torchs
+    return may_write
+
+
+_TORCHS_DERIVATIVE = re.compile(r"Backward\d+$")
+_MAY_WRITE: dict[type, bool] = {}
 
 
 def functorch_is_active() -> bool:

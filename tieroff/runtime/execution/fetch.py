@@ -45,18 +45,23 @@ class ParameterFetch:
         if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():
             return self._home_by_plan(item)
         with context.state.lock, torch.inference_mode(False):
-            self._refresh(item)
-            item.lift(context.traffic)
-            item.may_be_written = self._may_be_written(item)
-            context.state.record.bind(item)
-            if context.state.mode is not PLANNED and context.state.mode is not PASS:
-                context.clock.watch_backward()
-                context.on_demand.keep_read(item)
-            else:
-                context.on_demand.forget_read(item)  # the plan says when it leaves
+            self._lift(item)
             context.on_demand.used(item.key)
             context.clock.resume()
             return item.living
+
+    def _lift(self, item: ParameterItem) -> None:
+        """Lifts a home that no plan cares for just now, for whoever uses it here."""
+        context = self._context
+        self._refresh(item)
+        item.lift(context.traffic)
+        item.may_be_written = self._may_be_written(item)
+        context.state.record.bind(item)
+        if context.state.mode is not PLANNED and context.state.mode is not PASS:
+            context.clock.watch_backward()
+            context.on_demand.keep_read(item)
+        else:
+            context.on_demand.forget_read(item)  # the plan says when it leaves
 
     def _home_by_plan(self, item: ParameterItem) -> torch.Tensor:
         """The same in a step that follows its plan, which says when it leaves."""
@@ -104,6 +109,27 @@ class ParameterFetch:
         value = self._valid(item)
         context.on_demand.wanted(item)
         return value
+
+    def saved_leaf(self, item: ParameterItem) -> torch.Tensor:
+        """Lifts the parameter itself, which a Function saved and backward asks for, and returns it."""
+        if not modes_here():
+            return self._saved_leaf(item)
+        with unseen_by_the_program():
+            return self._saved_leaf(item)
+
+    def _saved_leaf(self, item: ParameterItem) -> torch.Tensor:
+        context = self._context
+        if item.position not in context.runner.quiet.saved:
+            context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
+        if context.runner.leaves_alone(item) or (item.device is None and item.place is None):
+            return item.living
+        if context.state.mode is PLANNED:
+            return self._home_by_plan(item)
+        with context.state.lock, torch.inference_mode(False):
+            self._lift(item)
+            context.on_demand.wanted(item)
+            context.clock.resume()
+            return item.living
 
     def shard(self, item: ParameterItem) -> torch.Tensor:
         """Returns the device value of a shard that its rank is about to send to the others."""

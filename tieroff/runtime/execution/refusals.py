@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.traffic import Traffic
@@ -50,6 +51,9 @@ class Refusals:
         for item in dict.fromkeys(refused):
             if not item.is_refused or self._runner.keeps(item):
                 continue
+            was_lent = isinstance(item, ActivationItem) and item.is_lent
             item.leave(self._traffic)
             if item.device is None and isinstance(item, HomeItem):
                 self._state.record.bind(item)
+            elif item.device is None and was_lent:
+                self._state.record.wrote(item.key)  # up to here, by whoever had it

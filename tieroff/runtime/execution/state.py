@@ -61,6 +61,11 @@ class StepRecord:
         if self.recorder is not None:
             self.recorder.bind(device.untyped_storage(), key, is_new=is_new)
 
+    def wrote(self, key: Hashable) -> None:
+        """The running op may have written a subject's bytes on the device, in code that is not watched."""
+        if self.recorder is not None:
+            self.recorder.wrote(key)
+
     def died(self, key: Hashable) -> None:
         """A subject's tensor is gone."""
         if self.recorder is not None:

@@ -8,11 +8,12 @@ import torch
 
 from tieroff.core.place import place_here
 from tieroff.errors import StateError
+from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.hollow import PLAIN
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.tensors import probe_of
+from tieroff.runtime.tensors import probe_of, unseen, view_of
 
 
 class _Versioned:
@@ -39,25 +40,64 @@ class _Versioned:
                 f"expected version {self.version} instead. Clone the tensor before the in-place operation."
             )
 
+    def over(self, device: torch.Tensor, room: Room | None, *, is_recorded: bool) -> torch.Tensor:
+        """Returns a tensor of this geometry over device bytes, which may be an item's room."""
+        if room is not None and room.memory is device:
+            return room.view(self.dtype, self.size, self.stride, self.offset)
+        if not is_recorded:
+            return view_of(device, self.dtype, self.size, self.stride, int(self.offset))
+        with unseen():  # the recorder was told of this memory
+            return view_of(device, self.dtype, self.size, self.stride, int(self.offset))
+
 
 class Packed(_Versioned):
-    """A saved view of an activation."""
+    """A saved view of an activation.
 
-    __slots__ = ("__weakref__", "item")
+    Attributes:
+        lent: what was given to somebody who may write it, while its memory is the item's; see [Note: lent activations] in
+            items/activation.py. As in a plain run it is one object each time, and not autograd's to take for a gradient.
+    """
+
+    __slots__ = ("__weakref__", "_lent_version", "item", "lent")
 
     def __init__(self, tensor: torch.Tensor, item: ActivationItem) -> None:
         super().__init__(tensor)
         self.item = item
+        self.lent: torch.Tensor | None = None
+        self._lent_version = 0
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Somebody gets a tensor for what was saved, who may write it."""
+        self.lent, self._lent_version = tensor, tensor._version
+        return tensor
+
+    def check(self) -> None:
+        self._see_writes()
+        super().check()
+
+    def take_back(self) -> None:
+        """The memory that was lent is not the item's any more."""
+        self._see_writes()
+        self.lent = None
+
+    def _see_writes(self) -> None:
+        """A write that moved the version of what was lent is one to what was saved."""
+        if self.lent is not None and self.lent._version != self._lent_version:
+            self.version = -1
 
 
 class PackedParameter(_Versioned):
-    """A saved view of a fetched parameter: the parameter is fetched again instead."""
+    """A saved view of a fetched parameter: the parameter is fetched again instead.
 
-    __slots__ = ("home_version", "item", "times_assigned")
+    Attributes:
+        leaf: the parameter itself, where a Function saved that; see [Note: saved leaves] in parameters/leaves.py.
+    """
 
-    def __init__(self, tensor: torch.Tensor, item: ParameterItem | Stays) -> None:
+    __slots__ = ("home_version", "item", "leaf", "times_assigned")
+
+    def __init__(self, tensor: torch.Tensor, item: ParameterItem | Stays, leaf: torch.Tensor | None = None) -> None:
         super().__init__(tensor)
-        self.item = item
+        self.item, self.leaf = item, leaf
         home = item.tensor
         self.home_version = home._version if home is not None else 0
         self.times_assigned = item.times_assigned if isinstance(item, ParameterItem) else 0
@@ -79,12 +119,16 @@ class PackedParameter(_Versioned):
 
 
 class Kept:
-    """A saved tensor that stays where it is."""
+    """A saved tensor that stays where it is.
 
-    __slots__ = ("tensor", "version")
+    Attributes:
+        leaf: as in `PackedParameter`.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    __slots__ = ("leaf", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, leaf: torch.Tensor | None = None) -> None:
+        self.tensor, self.leaf = tensor, leaf
         self.version = -1 if tensor.is_inference() else tensor._version
 
     def get(self) -> torch.Tensor:
@@ -136,8 +180,10 @@ class LeftAlone(Kept):
 
     __slots__ = ("__weakref__", "ordinal", "packed", "parameter")
 
-    def __init__(self, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None) -> None:
-        self.tensor = tensor
+    def __init__(
+        self, tensor: torch.Tensor, ordinal: int, parameter: ParameterItem | None = None, leaf: torch.Tensor | None = None
+    ) -> None:
+        self.tensor, self.leaf = tensor, leaf
         self.version = tensor._version
         self.ordinal = ordinal
         self.parameter = parameter
@@ -153,7 +199,7 @@ class LeftAlone(Kept):
 
     def become_parameter(self, item: ParameterItem) -> PackedParameter:
         """The same for a saved view of a parameter, which is to be fetched where it is needed."""
-        packed = PackedParameter(self.tensor, item)
+        packed = PackedParameter(self.tensor, item, self.leaf)
         packed.version = self.version
         self.packed = packed
         self.tensor = packed.probe

@@ -21,13 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tieroff.core.place import module_of
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
-from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.execution.activations import LiveActivations
+from tieroff.runtime.execution.autograd import reader_may_write
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, is_plain, label_here
 from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.leaves import give, leaf_saved_here
 from tieroff.runtime.hooks.parameters.live import Stays, is_expired
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
@@ -40,7 +41,7 @@ from tieroff.runtime.step.executable import Executable
 from tieroff.runtime.step.kinds import Measuring
 from tieroff.runtime.step.mode import DEMAND, IDLE, PLANNED
 from tieroff.runtime.step.quiet import NOTHING
-from tieroff.runtime.tensors import alias_of, bytes_of, count_together, unseen, view_of
+from tieroff.runtime.tensors import alias_of, bytes_of, count_together
 
 
 class SavedTensors:
@@ -139,7 +140,7 @@ class SavedTensors:
             home = parameter.ref()
             return self._leave_parameter(tensor, parameter) if tensor is home or tensor._base is home else None
         if not before.is_left_alone:
-            return Kept(alias_of(tensor)) if is_plain(tensor) else None
+            return Kept(alias_of(tensor), leaf_saved_here(tensor)) if is_plain(tensor) else None
         key, ordinal = storage._cdata, before.ordinal
         if kind is not torch.Tensor or key in self._live.found:
             return None  # a parameter may be moved, too
@@ -161,7 +162,7 @@ class SavedTensors:
 
     def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
-            return Kept(tensor)
+            return Kept(tensor, leaf_saved_here(tensor))
         storage = tensor.untyped_storage()
         key = storage._cdata
         if self._alone:
@@ -173,7 +174,7 @@ class SavedTensors:
             return self._pack_parameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
-            return Kept(alias_of(tensor))  # a parameter that is no home of ours: whoever owns it may free it
+            return Kept(alias_of(tensor), leaf_saved_here(tensor))  # no home of ours: whoever owns it may free it
         if self._min_bytes is None or key in self.fixed or storage.nbytes() < self._min_bytes:
             return Kept(alias_of(tensor))
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
@@ -211,12 +212,12 @@ class SavedTensors:
 
     def _pack_parameter(self, tensor: torch.Tensor, parameter: ParameterItem | Stays) -> Any:
         if not isinstance(parameter, ParameterItem):
-            return PackedParameter(tensor, parameter)
+            return PackedParameter(tensor, parameter, leaf_saved_here(tensor))
         context = self._context
         if type(parameter) is ParameterItem and self._gate.casts.dtype is None and context.runner.leaves_alone(parameter):
             return self._leave_parameter(tensor, parameter)
         context.on_demand.saved(parameter)
-        return PackedParameter(tensor, parameter)
+        return PackedParameter(tensor, parameter, leaf_saved_here(tensor))
 
     def _known_for(self, storage: torch.UntypedStorage) -> ActivationItem | None:
         """Returns the item that stands for a storage, or None."""
@@ -252,7 +253,7 @@ class SavedTensors:
         return alone
 
     def _leave_parameter(self, tensor: torch.Tensor, parameter: ParameterItem) -> LeftAlone:
-        alone = LeftAlone(tensor, -1, parameter)
+        alone = LeftAlone(tensor, -1, parameter, leaf_saved_here(tensor))
         self._alone_parameters.append(weakref.ref(alone))
         return alone
 
@@ -292,9 +293,10 @@ class SavedTensors:
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
         if not is_plain(tensor):
-            return Kept(tensor)
+            return Kept(tensor, leaf_saved_here(tensor))
         parameter = self._gate.live.on(tensor.untyped_storage())
-        return PackedParameter(tensor, parameter) if parameter is not None else Kept(tensor.detach())
+        leaf = leaf_saved_here(tensor)
+        return PackedParameter(tensor, parameter, leaf) if parameter is not None else Kept(tensor.detach(), leaf)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The unpack hook: the same data each time it is asked."""
@@ -309,25 +311,28 @@ class SavedTensors:
                     is_quiet = parameter.position in quiet.saved
                     if is_below(tensor):
                         self._gate.fetch.up_again(parameter)
-                if is_quiet and self._clock.is_backward_open and tensor._version == packed.version:
-                    return tensor
-                return self._unpack_alone(packed, is_quiet=is_quiet)
+                if not is_quiet or not self._clock.is_backward_open or tensor._version != packed.version:
+                    tensor = self._unpack_alone(packed, is_quiet=is_quiet)
+                return tensor if packed.leaf is None else give(tensor, packed.leaf)
             packed = packed.packed
         elif kind is Kept:
-            kept: torch.Tensor = packed.get()
-            return kept
+            return give(packed.get(), packed.leaf)
         packed.check()
-        self._context.state.inside += 1
         is_parameter = isinstance(packed, PackedParameter)
+        self._context.state.inside += 1
+        if is_parameter and packed.leaf is not None and isinstance(packed.item, ParameterItem):
+            lifted = self._gate.fetch.saved_leaf(packed.item)
+            self._context.state.inside -= 1
+            return give(lifted, packed.leaf)
         device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
         self._context.state.inside -= 1
-        room: Room | None = packed.item.room if not isinstance(packed.item, Stays) else None
-        if room is not None and room.memory is device:
-            return room.view(packed.dtype, packed.size, packed.stride, packed.offset)
-        if self._context.state.record.recorder is None:
-            return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
-        with unseen():  # the recorder was told of this memory
-            return view_of(device, packed.dtype, packed.size, packed.stride, packed.offset)
+        room = packed.item.room if not isinstance(packed.item, Stays) else None
+        is_recorded = self._context.state.record.recorder is not None
+        if not is_parameter and packed.lent is not None:
+            lent: torch.Tensor = packed.lent
+            return lent
+        view: torch.Tensor = packed.over(device, room, is_recorded=is_recorded)
+        return packed.lend(view) if not is_parameter and packed.item.is_lent else view
 
     def _unpack_alone(self, packed: LeftAlone, *, is_quiet: bool) -> torch.Tensor:
         tensor, context = packed.get(), self._context
@@ -427,7 +432,12 @@ class SavedTensors:
         with context.state.lock:
             device = context.traffic.want(item)
             context.state.record.bind_copy(device, item.key, is_new=True)
-            if context.state.mode in (DEMAND, IDLE) and not self.is_closed:
+            is_unplanned = context.state.mode in (DEMAND, IDLE) and not self.is_closed
+            if reader_may_write():
+                item.is_lent = True
+                if is_unplanned:
+                    item.refuse(context.traffic)  # until its reader lets go of it
+            elif is_unplanned:
                 context.on_demand.unpacked(item)
             context.on_demand.wanted(item)
             context.clock.resume()

@@ -1,0 +1,78 @@
+"""Saved leaves: a Function of somebody's own finds the leaf itself among what it saved.
+
+[Note: saved leaves]
+Without hooks autograd keeps a saved leaf, and gives that very object back. Under hooks torch makes another variable of what the
+hook returns: the same bytes and the same gradient, but not the same object, so that `is weight` is False, and that what people
+hang on it (`main_grad`, flags) is not there. Operators of torch do not ask; Functions of Megatron, TransformerEngine and
+others do. So `ctx.saved_tensors` of a Function that was seen to save a leaf is read through `_leaves_among`, which puts leaves
+in the place of such variables. What torch made for its `ctx` gets it, one class for each Function: nothing of torch's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import torch
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_BETWEEN = ("tieroff.", "torch._dynamo.")  # modules of frames that lie between a hook and who saves
+_saved: Any = torch._C._FunctionBase.saved_tensors
+
+
+class _Asked(threading.local):
+    """What the hooks gave while the calling thread reads `ctx.saved_tensors`: each tensor and the leaf that was saved."""
+
+    given: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+_asked = _Asked()
+
+
+def leaf_saved_here(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a tensor that is just saved, if it is a leaf and a Function saves it; from now on that finds it again."""
+    if not tensor.is_leaf or not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+        return None
+    frame = sys._getframe(1)
+    while frame.f_code is not _APPLY:
+        before = frame.f_back
+        if before is None or not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+            return None
+        frame = before
+    kind = frame.f_locals["cls"]._backward_cls
+    if "saved_tensors" not in vars(kind):
+        kind.saved_tensors = property(_leaves_among)
+    return tensor
+
+
+def give(tensor: torch.Tensor, leaf: torch.Tensor | None) -> torch.Tensor:
+    """Returns what an unpack hook found; whoever reads `ctx.saved_tensors` gets the leaf in its place."""
+    if leaf is not None and _asked.given is not None:
+        _asked.given.append((tensor, leaf))
+    return tensor
+
+
+def _leaves_among(ctx: Any) -> Any:
+    """Returns `ctx.saved_tensors`, with leaves where leaves were saved."""
+    before, _asked.given = _asked.given, []
+    try:
+        found = _saved.__get__(ctx)
+        given = _asked.given
+    finally:
+        _asked.given = before
+    return tuple(_leaf_of(tensor, given) for tensor in found) if given else found
+
+
+def _leaf_of(found: torch.Tensor | None, given: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    for tensor, leaf in given:
+        if found is tensor or (found is not None and _is_made_of(found, tensor)):
+            return leaf
+    return found
+
+
+def _is_made_of(found: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """True for the variable that torch made of what a hook returned for a leaf; of a view it makes none with a gradient."""
+    if not (found.is_leaf and found.requires_grad) or found.size() != tensor.size():
+        return False
+    return found.layout is not torch.strided or found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
