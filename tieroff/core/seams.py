@@ -104,11 +104,16 @@ class Recorder(Protocol):
     def follow(self, used: Callable[[Any, bool], None]) -> None:
         """Calls `used` with each tensor that an op is about to use whose storage holds a subject, and whether it writes it."""
 
-    def begin_unseen(self) -> None:
-        """Code begins whose tensors are not seen one by one; the memory that it takes must be measured."""
+    def begin_unseen(self, given: Iterable[object] = (), *, makes_first: bool = False) -> None:
+        """Code begins whose tensors are not seen one by one; the memory that it takes must be measured.
 
-    def end_unseen(self) -> None:
-        """That code has ended."""
+        Args:
+            given: storages that the code gets. What is first seen while it runs is its own, and born here.
+            makes_first: events inside tell of what it has made already, as where autograd saves what a compiled graph returned.
+        """
+
+    def end_unseen(self, made: Iterable[object] = ()) -> None:
+        """That code has ended, and these storages are there now."""
 
     def died(self, key: Hashable) -> None:
         """Nothing can use the subject's bytes any more."""

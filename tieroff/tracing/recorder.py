@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
-from tieroff.tracing.recording.life import End, Life
+from tieroff.tracing.recording.life import End, Life, transient_bytes
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import is_in_collective, is_large, peak_counter
+from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -65,10 +66,10 @@ class StepRecorder(TorchDispatchMode):
         self.is_on = self.is_cut = False
         self._waiting = 0
         self._counter = peak_counter(device)
+        self._unseen = Unseen(self._counter)
         self._scratch: dict[int, int] = {}
         self._makers = Makers()
         self.meta: dict[str, str] = {}
-        self._is_unseen = False
         self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
         self._arguments = Arguments()
@@ -138,18 +139,22 @@ class StepRecorder(TorchDispatchMode):
     def event(self, name: str, phase: str) -> None:
         self._sweep()
         self._is_between = False
-        was_unseen = self._is_unseen
+        was_unseen = self._unseen.is_running
         self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
         self._events.append((name, phase))
         self._op = len(self._events) - 1
         self._now += 1
         self._first_instant.append(self._now)
         if was_unseen:
-            self.begin_unseen()
+            self._unseen.pass_event(self._now, self._op)
 
     def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
         assert isinstance(storage, torch.UntypedStorage)
-        life, _ = self._life_of(storage)
+        life, is_fresh = self._life_of(storage)
+        if is_new and self._unseen.is_running:
+            self._unseen.came(life)
+        if is_fresh and self._unseen.makes_first and not (is_new or is_below):
+            life.birth, life.birth_op = self._unseen.since
         if (is_new or is_below) and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
             life.reads.clear()  # reads so far belong to the engine's making it
@@ -170,10 +175,8 @@ class StepRecorder(TorchDispatchMode):
 
     def made(self, storages: Iterable[object]) -> None:
         # Before the sweep: nobody knows when between the update and now other storages died, so they count beside these.
-        for storage in storages:
-            assert isinstance(storage, torch.UntypedStorage)
-            if storage.device.type == self._device_type:
-                self._life_of(storage)
+        for storage in self._followed(storages):
+            self._life_of(storage)
         self._now += 1
 
     def read(self, key: Hashable) -> None:
@@ -186,18 +189,21 @@ class StepRecorder(TorchDispatchMode):
         if found is not None:
             found.writes.add(max(self._op, 0))
 
-    def begin_unseen(self) -> None:
-        self._is_unseen = True
-        if self._counter is not None:
-            self._counter.start()
+    def begin_unseen(self, given: Iterable[object] = (), *, makes_first: bool = False) -> None:
+        for storage in self._followed(given):
+            self._was_there(storage).reads.add(max(self._op, 0))
+        self._unseen.begin(self._now, self._op, makes_first=makes_first)
 
-    def end_unseen(self) -> None:
-        if not self._is_unseen:
+    def end_unseen(self, made: Iterable[object] = ()) -> None:
+        if not self._unseen.is_running:
             return
-        self._is_unseen = False
+        self._sweep()  # what the code freed shows in the peak that it had
         self._now += 1
-        if self._counter is not None:
-            self._scratch[self._now] = self._counter.stop()
+        for storage in self._followed(made):
+            self._was_there(storage)
+        scratch_bytes = self._unseen.end()
+        if scratch_bytes is not None:
+            self._scratch[self._now] = scratch_bytes
 
     def died(self, key: Hashable) -> None:
         self._deaths[key] = self._op
@@ -227,7 +233,7 @@ class StepRecorder(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
         """Runs an op, and notes the scratch memory that it took at the instant it ends."""
         counter = self._counter
-        if counter is None or self._is_unseen or is_view(func) or not any(is_large(tensor) for tensor, _ in inputs):
+        if counter is None or self._unseen.is_running or is_view(func) or not any(is_large(tensor) for tensor, _ in inputs):
             out = self._arguments.call(func, args, kwargs)
             self._now += 1
             return out
@@ -275,10 +281,10 @@ class StepRecorder(TorchDispatchMode):
 
     def _use_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_written: bool, is_output: bool) -> None:
         """Notes the use of a tensor on the device that is followed."""
-        life, is_new = self._life_of(storage)
-        if is_new and not is_output and not is_in_collective(self._makers.running):
-            # First seen as an input: it was there before the step, or came in the midst of it.
-            life.birth, life.birth_op = self._made_between.get(storage._cdata, (0, 0))
+        end = self._alive.get(storage._cdata)
+        is_new = end is None or end() is None
+        is_there = is_new and not is_output and not is_in_collective(self._makers.running)
+        life = self._was_there(storage) if is_there else self._life_of(storage)[0]
         if life.size_bytes < storage.nbytes():
             life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
         if is_output and is_new:
@@ -288,6 +294,22 @@ class StepRecorder(TorchDispatchMode):
         if self._used is not None and life.keys and not is_output:
             self._used(tensor, is_written)
         (life.writes if is_written else life.reads).add(self._op if self._op > 0 else 0)
+
+    def _was_there(self, storage: torch.UntypedStorage) -> Life:
+        """Returns the life of a storage that no op was seen to make.
+
+        First seen now, it was there before the step, or came in the midst of it, or code that is not watched has made it.
+        """
+        life, is_new = self._life_of(storage)
+        if is_new:
+            life.birth, life.birth_op = self._made_between.get(storage._cdata) or self._unseen.birth_at(self._now, self._op)
+        return life
+
+    def _followed(self, storages: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+        for storage in storages:
+            assert isinstance(storage, torch.UntypedStorage)
+            if storage.device.type == self._device_type:
+                yield storage
 
     def _write_below(self, tensor: torch.Tensor) -> None:
         """Notes a write on the host, if it is one to a home that lies there."""
@@ -313,6 +335,7 @@ class StepRecorder(TorchDispatchMode):
     def _bury(self, end: End) -> None:
         if self._alive.get(end.key) is end:  # else another storage has its place by now
             end.life.death, end.life.death_op = self._now, max(self._op, 0)
+            self._unseen.went(end.life)
             del self._alive[end.key]
 
     def _sweep(self) -> None:
@@ -361,7 +384,7 @@ class StepRecorder(TorchDispatchMode):
         count = len(self._events)
         index = {subject.key: i for i, subject in enumerate(subjects)}
         holds, reads, writes = self._uses(index, count)
-        transient = self._transient(index, count)
+        transient = transient_bytes(self._lives, index, self._first_instant, self._scratch, self._now)
         ops = tuple(
             Op(
                 name=self._events[i][0],
@@ -414,27 +437,4 @@ class StepRecorder(TorchDispatchMode):
 
     def _held(self, life: Life, count: int) -> list[tuple[int, int]]:
         """Returns the op intervals in which the program itself keeps a storage on the device."""
-        start = min(life.birth_op, count - 1)
-        stop = count if life.death < 0 else min(life.death_op + 1, count)
-        return [(start, max(stop, start + 1))]
-
-    def _transient(self, index: dict[Hashable, int], count: int) -> list[int]:
-        """Returns per op the peak of live bytes that belong to no subject."""
-        born, dead = defaultdict[int, int](int), defaultdict[int, int](int)
-        for life in self._lives:
-            if life.is_below or any(key in index for key in life.keys):
-                continue
-            born[life.birth] += life.size_bytes
-            if life.death >= 0:
-                dead[life.death] += life.size_bytes
-        peaks = [0] * count
-        total, op = 0, 0
-        for instant in range(self._now + 1):
-            while op + 1 < count and instant >= self._first_instant[op + 1]:
-                op += 1
-                peaks[op] = total
-            # An op's results exist before its arguments are released.
-            total += born.get(instant, 0)
-            peaks[op] = max(peaks[op], total + self._scratch.get(instant, 0))
-            total -= dead.get(instant, 0)
-        return peaks
+        return life.held(count)

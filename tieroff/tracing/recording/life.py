@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ class Life:
         self.reads: set[int] = set()
         self.writes: set[int] = set()
 
+    def held(self, count: int) -> list[tuple[int, int]]:
+        """Returns the op intervals, of `count` ops, in which the program itself keeps the storage on the device."""
+        start = min(self.birth_op, count - 1)
+        stop = count if self.death < 0 else min(self.death_op + 1, count)
+        return [(start, max(stop, start + 1))]
+
 
 class End(weakref.ref[torch.UntypedStorage]):
     """Tells when a storage is freed, whoever held it last: torch keeps its Python object alive for as long as itself."""
@@ -38,3 +45,35 @@ class End(weakref.ref[torch.UntypedStorage]):
         end = cls(storage, tell)
         end.key, end.life = storage._cdata, life
         return end
+
+
+def transient_bytes(
+    lives: Iterable[Life], subjects: Collection[Hashable], starts: Sequence[int], scratch: Mapping[int, int], now: int
+) -> list[int]:
+    """Returns per op the peak of live bytes that belong to no subject.
+
+    Args:
+        lives: of all storages of the step.
+        subjects: the keys of those that count by themselves.
+        starts: the instant at which each op begins.
+        scratch: what ops took for themselves, by the instant at which they ended.
+        now: the last instant.
+    """
+    born, dead = defaultdict[int, int](int), defaultdict[int, int](int)
+    for life in lives:
+        if life.is_below or any(key in subjects for key in life.keys):
+            continue
+        born[life.birth] += life.size_bytes
+        if life.death >= 0:
+            dead[life.death] += life.size_bytes
+    peaks = [0] * len(starts)
+    total, op = 0, 0
+    for instant in range(now + 1):
+        while op + 1 < len(starts) and instant >= starts[op + 1]:
+            op += 1
+            peaks[op] = total
+        # An op's results exist before its arguments are released.
+        total += born.get(instant, 0)
+        peaks[op] = max(peaks[op], total + scratch.get(instant, 0))
+        total -= dead.get(instant, 0)
+    return peaks

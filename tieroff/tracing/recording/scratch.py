@@ -68,10 +68,15 @@ class AllocatorPeak:
         torch.accelerator.reset_peak_memory_stats(self._device)
         self._before_bytes = torch.accelerator.memory_allocated(self._device)
 
-    def stop(self) -> int:
-        """The call is over; returns the bytes that it took for its own use and gave back."""
+    def stop(self, came_bytes: int = 0, went_bytes: int = 0) -> int:
+        """The call is over; returns the bytes that it took for its own use and gave back.
+
+        Args:
+            came_bytes, went_bytes: of what others brought and freed meanwhile, which they count themselves.
+        """
         peak_bytes = torch.accelerator.max_memory_allocated(self._device)
-        return max(peak_bytes - max(self._before_bytes, torch.accelerator.memory_allocated(self._device)), 0)
+        after_bytes = torch.accelerator.memory_allocated(self._device)
+        return max(peak_bytes - max(self._before_bytes + came_bytes, after_bytes + went_bytes), 0)
 
 
 class PeakCounter:
@@ -96,10 +101,10 @@ class PeakCounter:
         self.reset()
         self._before_bytes, _ = self._read()
 
-    def stop(self) -> int:
-        """The call is over; returns the bytes that it took for its own use and gave back."""
+    def stop(self, came_bytes: int = 0, went_bytes: int = 0) -> int:
+        """The same as of `AllocatorPeak`."""
         after_bytes, peak_bytes = self._read()
-        return max(peak_bytes - max(self._before_bytes, after_bytes), 0)
+        return max(peak_bytes - max(self._before_bytes + came_bytes, after_bytes + went_bytes), 0)
 
     def reset(self) -> bool:
         """Begins a new peak; returns False where the kernel cannot."""

@@ -19,7 +19,7 @@ from tieroff.core.seams import Recorder
 from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.hooks.forward.inputs import leaves_of
+from tieroff.runtime.hooks.forward.inputs import leaves_of, storages_in
 from tieroff.runtime.hooks.forward.slot import ForwardSlot, behind_slots
 from tieroff.runtime.hooks.parameters.access import QuietDict
 from tieroff.runtime.hooks.parameters.gate import Gate
@@ -148,14 +148,18 @@ class CompiledCall:
         for item in (parameters.get(id(home)) for home in homes if not casts.applies_to(home)):  # a cast is there by itself
             if item is not None:
                 recorder.read(item.key)
-        recorder.begin_unseen()
+        recorder.begin_unseen(storages_in((args, kwargs, list(self._module.buffers()))), makes_first=True)
+        made: list[torch.UntypedStorage] = []
         try:
             out = inner(*args, **kwargs)
+            nodes = _compiled_nodes(out, (args, kwargs))
+            made += storages_in((out, [_kept_by(node) for node in nodes]))
         finally:
-            recorder.end_unseen()
-        for node in _compiled_nodes(out, (args, kwargs)):
-            node.register_prehook(lambda grads: recorder.begin_unseen())
-            node.register_hook(lambda *grads: recorder.end_unseen())
+            recorder.end_unseen(made)
+            made.clear()  # a storage that is held does not die
+        for node in nodes:
+            node.register_prehook(lambda grads: recorder.begin_unseen(storages_in(grads)))
+            node.register_hook(lambda grads, _: recorder.end_unseen(storages_in(grads)))
         return out
 
     def _fetch(self, module: torch.nn.Module, parameters: QuietDict) -> dict[str, Any]:
@@ -181,6 +185,11 @@ class CompiledCall:
                     parameters[name] = value  # assigned by the module's own forward
         for name in plain:  # it keeps its size, since another thread may go through it, and no cast
             plain[name] = dict.get(parameters, name)
+
+
+def _kept_by(node: torch.autograd.graph.Node) -> list[torch.Tensor]:
+    """Returns what a compiled graph keeps for its backward past all hooks on saved tensors."""
+    return list(getattr(node, "_tensors_no_vc_check", None) or ())
 
 
 def _compiled_nodes(out: Any, given: Any) -> list[torch.autograd.graph.Node]:
