@@ -206,13 +206,12 @@ def test_graph_that_lives_on_takes_no_room_from_the_next_step(tmp_path: Path, ba
 def test_room_is_only_for_inputs_that_a_recorded_one_covers() -> None:
     experience = Experience()
     assert not experience.covers(((8, 100),))
-    experience.add({"w"}, {"w"}, [((8, 100), (8,)), None, ((4, 200), (4,))], 5)
+    experience.add({"w"}, {"w"}, [((8, 100), (8,)), ((4, 200), (4,))], 5)
     experience.add({"v"}, set(), [((2, 2), (2,))], 3)
     assert experience.room_bytes == 3 and experience.clean == {"v"}
     assert experience.covers(((8, 100), (8,))) and experience.covers(((3, 150), (4,)))
     assert not experience.covers(((1, 800), (1,)))  # as many elements, in one dimension
     assert not experience.covers(((8, 100),)) and not experience.covers(((8, 100, 1), (8,)))
-    assert not experience.covers(None)
 
 
 def test_room_ends_with_the_first_larger_micro_batch(tmp_path: Path, backend: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-Shapes = tuple[tuple[int, ...], ...] | None
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Experience:
@@ -19,7 +19,7 @@ class Experience:
         self.room_bytes = 0
         self.clean: frozenset[Hashable] = frozenset()
         self._read, self._written = set[Hashable](), set[Hashable]()
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self._shapes: set[Shapes] = set()
 
     def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
         """Learns from one recorded step: what it read and wrote, its forwards' inputs, and the room of all steps so far."""
@@ -27,16 +27,16 @@ class Experience:
         self._written |= written
         self.clean = frozenset(self._read - self._written)
         for shape in shapes:
-            if shape is not None and not self.covers(shape):
+            if not self.covers(shape):
                 self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
         self.room_bytes = room_bytes
 
     def covers(self, shapes: Shapes) -> bool:
         """Returns whether some recorded input was at least as large in every dimension of every tensor."""
-        return shapes is not None and any(_is_within(shapes, known) for known in self._shapes)
+        return any(_is_within(shapes, known) for known in self._shapes)
 
 
-def _is_within(shapes: tuple[tuple[int, ...], ...], known: tuple[tuple[int, ...], ...]) -> bool:
+def _is_within(shapes: Shapes, known: Shapes) -> bool:
     return [len(shape) for shape in shapes] == [len(shape) for shape in known] and all(
         size <= most for shape, limit in zip(shapes, known, strict=True) for size, most in zip(shape, limit, strict=True)
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -71,15 +73,49 @@ def storages_of(values: Any) -> set[int]:
     return {storage._cdata for storage in storages_in(values)}
 
 
-def shapes_of(values: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the shapes of all tensors in a nested structure; None when it holds something of unknown size."""
-    shapes = []
-    for leaf in leaves_of(values):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
-            shapes.append(tuple(leaf.shape))
-        elif not isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device, type(None))):
-            return None
+def shapes_of(values: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of all tensors and arrays in a nested structure, and in attributes of objects there.
+
+    Of a sparse tensor with how many elements it has; of an object of which the parts are ever more, those nearest to it.
+    """
+    shapes: list[tuple[int, ...]] = []
+    ahead, seen = deque(leaves_of(values)), set[int]()
+    while ahead:
+        leaf = ahead.popleft()
+        if isinstance(leaf, torch.Tensor):
+            shapes.append(_shape_of(leaf))
+        elif isinstance(leaf, _WITHOUT_SIZE) or id(leaf) in seen:
+            continue
+        elif hasattr(type(leaf), "shape") and isinstance(shape := leaf.shape, tuple):  # an array of another library
+            shapes.append(tuple(size for size in shape if isinstance(size, int)))
+        elif len(seen) < _OBJECTS_MAX:
+            seen.add(id(leaf))
+            ahead += leaves_of(list(_attributes(leaf)))
     return tuple(shapes)
+
+
+# Of whoever is given as an input, some are parts of the program and no data.
+_PARTS = (torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
+_WITHOUT_SIZE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), *_PARTS)
+_OBJECTS_MAX = 256
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested:
+        return (tensor.size(0), tensor.numel())
+    is_sparse = tensor.layout is not torch.strided and tensor.layout is not torch._mkldnn  # type: ignore[attr-defined]
+    return (*tensor.shape, tensor._nnz()) if is_sparse else tuple(tensor.shape)
+
+
+def _attributes(value: object) -> Iterator[Any]:
+    """Yields what an object's attributes hold, without running code of its own."""
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            descriptor = vars(kind).get(name)
+            if isinstance(descriptor, MemberDescriptorType) and hasattr(value, name):
+                yield getattr(value, name)
 
 
 def makes_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
