@@ -62,6 +62,13 @@ class Recorder(Protocol):
     def backward_ended(self) -> None:
         """A backward is over: user code runs next."""
 
+    def watch_gradients(self, gradients: Callable[[], Iterable[Any]]) -> None:
+        """`gradients` returns those that there are when a backward is over."""
+
+    @property
+    def used_gradients(self) -> bool:
+        """True when user code used a gradient after a backward, wherever it lay."""
+
     @property
     def scratch_bytes(self) -> int:
         """The most memory that one op took apart from all tensors that were seen."""

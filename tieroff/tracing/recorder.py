@@ -16,13 +16,12 @@ from tieroff.core.tensor import Tensor
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
+from tieroff.tracing.recording.between import PLAIN, Between
 from tieroff.tracing.recording.life import End, Life, transient_bytes
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import is_in_collective, is_large, peak_counter
 from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _TURNS = 2  # steps of other models that wait for the end of one that is traced
 
@@ -57,8 +56,7 @@ class StepRecorder(TorchDispatchMode):
         self._alive: dict[int, End] = {}
         self._resized: dict[int, tuple[torch.UntypedStorage, Life]] = {}  # these end when their memory is freed
         self._by_key: dict[Hashable, list[Life]] = {}
-        self._is_between = False  # see [Note: what an op costs]
-        self._made_between: dict[int, tuple[int, int]] = {}  # storage -> instant and op of its birth
+        self._between = Between()  # see [Note: what an op costs]
         self._deaths: dict[Hashable, int] = {}
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
@@ -138,7 +136,7 @@ class StepRecorder(TorchDispatchMode):
 
     def event(self, name: str, phase: str) -> None:
         self._sweep()
-        self._is_between = False
+        self._between.is_now = False
         was_unseen = self._unseen.is_running
         self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
         self._events.append((name, phase))
@@ -219,8 +217,10 @@ class StepRecorder(TorchDispatchMode):
             self._sweep()  # what died since the last op is not there while this one runs
         self._makers.running = func
         inputs = self._arguments.of(func, args, kwargs)
-        if self._is_between and not any(self._knows(tensor) for tensor, _ in inputs):
-            return self._run_beside(func, args, kwargs)
+        if self._between.is_now:
+            self._between.look(inputs)
+            if not any(self._knows(tensor) for tensor, _ in inputs):
+                return self._run_beside(func, args, kwargs)
         for tensor, is_written in inputs:
             self._use(tensor, is_written)
         out = self._run(func, args, kwargs, inputs)
@@ -249,19 +249,19 @@ class StepRecorder(TorchDispatchMode):
         out = self._arguments.call(func, args, kwargs)
         self._now += 1
         for leaf in tensors_in((out,)):
-            if type(leaf) in _PLAIN and leaf.layout is torch.strided:
-                self._made_between[leaf.untyped_storage()._cdata] = (self._now, max(self._op, 0))
+            if type(leaf) in PLAIN and leaf.layout is torch.strided:
+                self._between.made[leaf.untyped_storage()._cdata] = (self._now, max(self._op, 0))
         return out
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         """Returns whether the step has seen this tensor's storage, or has to look closer."""
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return True
         return tensor.untyped_storage()._cdata in self._alive
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
         kind = type(tensor)
-        if kind is not torch.Tensor and kind not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        if kind is not torch.Tensor and kind not in PLAIN and is_traceable_wrapper_subclass(tensor):
             # Such as a DTensor: the wrapped tensor has the bytes, itself has none.
             for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
                 if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
@@ -302,7 +302,7 @@ class StepRecorder(TorchDispatchMode):
         """
         life, is_new = self._life_of(storage)
         if is_new:
-            life.birth, life.birth_op = self._made_between.get(storage._cdata) or self._unseen.birth_at(self._now, self._op)
+            life.birth, life.birth_op = self._between.made.get(storage._cdata) or self._unseen.birth_at(self._now, self._op)
         return life
 
     def _followed(self, storages: Iterable[object]) -> Iterator[torch.UntypedStorage]:
@@ -365,7 +365,14 @@ class StepRecorder(TorchDispatchMode):
 
     def backward_ended(self) -> None:
         self._written_in_backward |= self.written_below
-        self._is_between = True
+        self._between.begin()
+
+    def watch_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._between.gradients = gradients
+
+    @property
+    def used_gradients(self) -> bool:
+        return self._between.used_gradients
 
     @property
     def scratch_bytes(self) -> int:

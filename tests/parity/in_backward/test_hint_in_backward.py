@@ -46,6 +46,17 @@ def test_loop_that_leaves_gradients_alone_is_told(use: Use | None, backend: Call
     assert is_named(model) == (use is None)
 
 
+@pytest.mark.parametrize("use", [None, clip, read])
+def test_loop_whose_gradients_stay_on_the_device(use: Use | None, backend: Callable[[], CpuBackend], tmp_path: Path) -> None:
+    """As under LoRA, where each gradient is small: what the loop does with them counts wherever they lie."""
+    model, optimizer = make()
+    chosen = config(tmp_path, "80%")
+    chosen["plan"] |= {"update_in_backward": False, "cover": ["activations", "parameters", "optimizer"]}
+    tieroff.wrap(model, optimizer, chosen, backend=backend())
+    train(model, optimizer, STEPS, use)
+    assert is_named(model) == (use is None)
+
+
 def test_loop_that_has_it_or_cannot_have_it_is_not_told(backend: Callable[[], CpuBackend], tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, backend(), is_on=True)
     train(model, optimizer, STEPS)

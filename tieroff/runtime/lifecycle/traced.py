@@ -54,6 +54,7 @@ class TracedStep:
             log.log(level, "%s; this step runs on demand", error)
             record.recorder, self._has_started = None, False
             return
+        self._recorder.watch_gradients(lambda: [p.grad for p in custody.model.parameters() if p.grad is not None])
         for item in custody.executor.homes:
             record.bind(item)
         layers = custody.settings.recompute_layers
@@ -110,7 +111,7 @@ class TracedStep:
             written=frozenset(written | below),  # what lies below now may be lifted when it is written next
             written_by_hooks=frozenset(index[key] for key in hooked),
             used_below=used,
-            leaves_gradients=not used and not norms and sums_no_gradients(trace, keys),
+            leaves_gradients=not (used or norms or recorder.used_gradients) and sums_no_gradients(trace, keys),
             scratch_bytes=recorder.scratch_bytes,
             norms=norms,
         )
