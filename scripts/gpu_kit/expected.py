@@ -1,0 +1,94 @@
+"""Writes what is expected of the kit's rows on a GPU, before any is measured there.
+
+    python scripts/gpu_kit/expected.py --machine configs/machines/h100_80gb.toml --host 104GiB \
+        --out docs/results/expected_h100.json
+
+A prediction is what `tieroff plan` says of the same model on fake tensors: step, interval, peak of the device, bytes that
+move. Rows of other libraries have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from gpu_kit.rows import ROWS, Row
+from gpu_kit.subjects import SUBJECTS, SubjectAbsent
+from tieroff.core.machine import Machine, load_machine
+from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
+from tieroff.device_budget import DeviceBudget
+from tieroff.planner.compare.rows import plan_row
+from tieroff.planner.least import least
+from tieroff.planner.make_plan import default_capabilities
+from tieroff.planner.problem.problem import make_problem
+from tieroff.tracing.clock.interval import interval
+from tieroff.tracing.clock.model import Constants
+from tieroff.tracing.dry import dry_trace
+from tieroff.units import parse_bytes
+
+WAYS = ("plain", "tieroff")
+
+
+def budget_bytes(row: Row, trace: Trace, machine: Machine, lower: dict[Tier, int]) -> int:
+    """Returns the device budget of a row; of a plain one, which moves nothing, the step's peak."""
+    if row.budget is None:
+        return trace.peak_bytes
+    wanted = DeviceBudget.parse(row.budget).resolve(trace.peak_bytes)
+    problem = make_problem(trace, machine, {Tier.DEVICE: wanted, **lower}, default_capabilities(trace), "fast")
+    return max(wanted, least(problem).enough_bytes)  # as a budget that is not strict is raised
+
+
+def expected(row: Row, trace: Trace, machine: Machine, host_bytes: int, nvme_bytes: int) -> dict[str, Any]:
+    """Returns the prediction of one row."""
+    lower = {Tier.NVME: nvme_bytes} if row.is_on_drive else {Tier.HOST: host_bytes * 7 // 8}  # a plan leaves an eighth free
+    found = plan_row(trace, machine, {Tier.DEVICE: budget_bytes(row, trace, machine, lower), **lower}).row
+    low, high = interval(machine, Constants.shipped().of(machine.clock))
+    return {
+        "key": row.key,
+        "status": found.status,
+        "reason": found.reason,
+        "step_s": found.step_s,
+        "interval_s": None if found.step_s is None else [low * found.step_s, high * found.step_s],
+        "ideal_s": found.ideal_s,
+        "bound_s": found.bound_s,
+        "peak_device_bytes": found.peak_device_bytes,
+        "peak_host_bytes": found.peak_host_bytes,
+        "d2h_bytes": found.d2h_bytes,
+        "h2d_bytes": found.h2d_bytes,
+    }
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Writes the file; rows whose model needs what is not installed are named in it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=Path, required=True)
+    parser.add_argument("--host", type=parse_bytes, required=True, help="host memory for tieroff")
+    parser.add_argument("--nvme", type=parse_bytes, default=40 << 30)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(given)
+    machine = load_machine(options.machine)
+    traces: dict[str, Trace] = {}
+    rows = []
+    for row in ROWS.values():
+        if row.way not in WAYS:
+            continue
+        print(row.key, file=sys.stderr, flush=True)
+        try:
+            if row.subject not in traces:
+                traces[row.subject] = dry_trace(SUBJECTS[row.subject].dry, machine, kernels="cuda", name=row.subject)
+            rows.append(expected(row, traces[row.subject], machine, options.host, options.nvme))
+        except SubjectAbsent as error:
+            rows.append({"key": row.key, "status": "absent", "reason": str(error), "step_s": None, "interval_s": None})
+    head = {"date": date.today().isoformat(), "machine": machine.name, "host_bytes": options.host}
+    options.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
