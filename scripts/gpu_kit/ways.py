@@ -156,7 +156,11 @@ class Tieroff(Plain):
             "device": "auto",
             "budget": budget,
             "nvme": nvme,
-            "plan": {"update_in_backward": self.subject.rounds if self.subject.is_updated_in_backward else 0},
+            # In this process: a plan made beside training would come some steps later, and each of them takes device time.
+            "plan": {
+                "background": False,
+                "update_in_backward": self.subject.rounds if self.subject.is_updated_in_backward else 0,
+            },
         }
 
     def figures(self) -> dict[str, Any]:
