@@ -23,6 +23,7 @@ from tieroff.core.machine import Machine, load_machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.device_budget import DeviceBudget
+from tieroff.errors import CaptureError
 from tieroff.planner.compare.rows import plan_row
 from tieroff.planner.least import least
 from tieroff.planner.make_plan import default_capabilities
@@ -83,7 +84,7 @@ def main(given: Sequence[str] | None = None) -> int:
             if row.subject not in traces:
                 traces[row.subject] = dry_trace(SUBJECTS[row.subject].dry, machine, kernels="cuda", name=row.subject)
             rows.append(expected(row, traces[row.subject], machine, options.host, options.nvme))
-        except SubjectAbsent as error:
+        except (SubjectAbsent, CaptureError) as error:
             rows.append({"key": row.key, "status": "absent", "reason": str(error), "step_s": None, "interval_s": None})
     head = {"date": date.today().isoformat(), "machine": machine.name, "host_bytes": options.host}
     options.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

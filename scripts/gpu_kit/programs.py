@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ def environment(is_tiny: bool) -> dict[str, str]:
     """Returns the variables of every program: where it finds the kit, and on a GPU that tests are for it."""
     paths = (str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "evidence"), os.environ.get("PYTHONPATH", ""))
     of_device = {} if is_tiny else {"TIEROFF_TEST_DEVICE": "cuda"}
-    return {**os.environ, **of_device, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja stands beside the interpreter
+    paths_of_both = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": programs}
+    return {**os.environ, **of_device, **paths_of_both, "HF_HUB_OFFLINE": "1"}
 
 
 def program_of(case: str, out: Path, *, is_tiny: bool) -> Program:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +98,23 @@ class _WithLoss(nn.Module):
         self.model, self._loss = model, loss
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self._loss(self.model, tokens)
+        with _unpacked():
+            return self._loss(self.model, tokens)
+
+
+@contextlib.contextmanager
+def _unpacked() -> Iterator[None]:
+    """Has transformers take a batch for whole rows, as it does where it can look at values.
+
+    Of fake tensors it takes them for packed ones, and attention then runs with a mask of all pairs, ten times as long.
+    """
+    try:
+        masks: Any = importlib.import_module("transformers.masking_utils")
+    except ImportError:  # a model of another library
+        yield
+        return
+    with mock.patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None):
+        yield
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
