@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def budget_bytes(row: Row, trace: Trace, machine: Machine, lower: dict[Tier, int
 
 def expected(row: Row, trace: Trace, machine: Machine, host_bytes: int, nvme_bytes: int) -> dict[str, Any]:
     """Returns the prediction of one row."""
-    lower = {Tier.NVME: nvme_bytes} if row.is_on_drive else {Tier.HOST: host_bytes * 7 // 8}  # a plan leaves an eighth free
+    lower = (
+        {Tier.HOST: 0, Tier.NVME: nvme_bytes} if row.is_on_drive else {Tier.HOST: host_bytes * 7 // 8}
+    )  # a plan leaves an eighth free
     found = plan_row(trace, machine, {Tier.DEVICE: budget_bytes(row, trace, machine, lower), **lower}).row
     low, high = interval(machine, Constants.shipped().of(machine.clock))
     return {
@@ -70,14 +73,27 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, required=True)
     parser.add_argument("--host", type=parse_bytes, required=True, help="host memory for tieroff")
-    parser.add_argument("--nvme", type=parse_bytes, default=40 << 30)
+    parser.add_argument("--nvme", type=parse_bytes, default=40 << 30, help="of the drive, for tieroff")
+    parser.add_argument("--nvme-write", type=parse_bytes, default=1_700_000_000, help="bytes per second")
+    parser.add_argument("--nvme-read", type=parse_bytes, default=3_400_000_000, help="bytes per second")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--row", nargs="+", default=(), help="make these rows anew, and keep what the file has of others")
     options = parser.parse_args(given)
-    machine = load_machine(options.machine)
+    machine = replace(
+        load_machine(options.machine),
+        nvme_bytes=options.nvme,
+        nvme_write_bytes_per_s=options.nvme_write,
+        nvme_read_bytes_per_s=options.nvme_read,
+    )
     traces: dict[str, Trace] = {}
+    before = json.loads(options.out.read_text())["rows"] if options.out.is_file() and options.row else []
+    known = {row["key"]: row for row in before}
     rows = []
     for row in ROWS.values():
         if row.way not in WAYS:
+            continue
+        if row.key in known and not any(name in row.key for name in options.row):
+            rows.append(known[row.key])
             continue
         print(row.key, file=sys.stderr, flush=True)
         try:

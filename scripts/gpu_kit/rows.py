@@ -56,7 +56,7 @@ def _curve() -> tuple[Row, ...]:
     """Returns the rows at 8.8 and 67.3 GiB first: their quotient is what is asked."""
     few, many = "8b-{}-few", "8b-{}-many"
     sizes: list[tuple[int, str, str]] = []
-    for budgets in ((("8.8GiB", few), ("67.3GiB", many)), (("12GiB", few), ("25GiB", many))):
+    for budgets in ((("8.8GiB", few), ("67.3GiB", many)), (("12GiB", few), ("25GiB", few))):
         sizes += [(length, name, budget) for length in (4096, 1024) for budget, name in budgets]
     return tuple(Row("curve", name.format(length), "tieroff", budget, steps=9, limit_s=150) for length, name, budget in sizes)
 
