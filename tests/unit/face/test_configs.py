@@ -20,7 +20,6 @@ MACHINES = (
     "a100_40gb.toml",
     "a100_80gb.toml",
     "h100_80gb.toml",
-    "h200.toml",
     "h200_4xgen5.toml",
     "h200_8xgen5.toml",
     "rtx4090_1xgen4.toml",
