@@ -293,6 +293,39 @@ def test_updates_without_a_forward_are_said_once(each_setting: Setting, caplog: 
     tieroff.unwrap(model)
 
 
+class Agent(Parts):
+    """Its first method is asked without gradients alone; the loss is made of the last, which calls others."""
+
+    def first_guess(self, x: torch.Tensor) -> torch.Tensor:
+        return self.critic(x)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first_guess(x) + self.actor(x)
+
+    def act_and_value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.values(x).tanh()
+
+
+def test_the_method_that_is_named_is_the_one_that_the_loss_is_made_of(
+    each_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Agent()
+    optimizer = adam(model)
+    each_setting.wrap(model, optimizer)
+    for _ in range(4):
+        with torch.no_grad():
+            model.first_guess(torch.randn(4, 8))
+        model.act_and_value(torch.randn(4, 8)).square().mean().backward()
+        with torch.no_grad():
+            model.first_guess(torch.randn(4, 8))
+        optimizer.step()
+        optimizer.zero_grad()
+    (told,) = [message for message in caplog.messages if "its forward was never called" in message]
+    assert "begin_in('act_and_value') (there are also first_guess, values)" in told
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    tieroff.unwrap(model)
+
+
 def test_a_second_wrap(each_setting: Setting) -> None:
     plain = follow(mlp_and_adam, usual, 5)
     model, optimizer = trained(each_setting)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import weakref
 from typing import Any
 
@@ -98,19 +99,45 @@ def _stepped(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
 
 
 class WithoutForward:
-    """Counts updates of a model of which no forward was ever seen, and says so once."""
+    """Counts updates of a model of which no forward was ever seen, and says so once.
+
+    Before the last of them it looks which of the model's methods run its parts with gradients: a loss is made of that one.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._updates = 0
+        self._looks: list[torch.utils.hooks.RemovableHandle] = []
+        self._ran: str | None = None
 
     def note(self) -> None:
         """The attached optimizer begins an update, and no step has begun yet."""
         self._updates += 1
         model = self._model()
-        if self._updates != _UPDATES_MIN or model is None:
+        if model is None or self._updates > _UPDATES_MIN:
             return
+        if self._updates == _UPDATES_MIN - 1:
+            self._looks = [part.register_forward_pre_hook(self._part_runs) for part in model.modules() if part is not model]
+            return
+        for look in self._looks:
+            look.remove()
+        if self._updates == _UPDATES_MIN:
+            self._say(model)
+
+    def _part_runs(self, _part: torch.nn.Module, _args: Any) -> None:
+        model, frame = self._model(), sys._getframe(1)
+        if not torch.is_grad_enabled() or model is None:
+            return
+        names = own_methods(model)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_name in names and frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is model:
+                self._ran = frame.f_code.co_name  # the outermost
+
+    def _say(self, model: torch.nn.Module) -> None:
         methods = own_methods(model)
+        if self._ran is not None:
+            methods = [self._ran, *(name for name in methods if name != self._ran)]
         hint = "call the model itself, not its parts"
         if methods:
             hint = f"name the method that computes the loss in its place: tieroff.engine(model).begin_in({methods[0]!r})"
