@@ -56,6 +56,9 @@ PLANNER = ("layout", "search", "simulate", "sharding")  # folders of native/src
 BINDINGS = ("module", "layout", "simulate", "search", "improve", "sharding")
 
 
+# Updates of parameters say themselves where a product and a sum are rounded once: the compiler is to do as written.
+FLAGS = ["-std=c++20", "-O3", "-Wall", "-Wextra", "-Werror", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
+
 IS_LINUX = sys.platform == "linux"
 
 
@@ -78,7 +81,7 @@ setup(
             depends=[*_files("include/tieroff/**/*.hpp"), *_files("bindings/*.hpp")],
             define_macros=[("TIEROFF_WITH_STORAGE", None)] if IS_LINUX else [],
             include_dirs=[str(NATIVE / "include"), pybind11.get_include()],
-            extra_compile_args=["-std=c++20", "-O3", "-Wall", "-Wextra", "-Werror", "-pthread", "-fvisibility=hidden"],
+            extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             language="c++",
         )

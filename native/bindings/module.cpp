@@ -4,7 +4,8 @@
 #include "parts.hpp"
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "Engines that move bytes between memory and files (on Linux), and the planner's simulator and search.";
+  module.doc() = "Engines that move bytes between memory and files, updates of parameters in host memory (both on Linux), and the "
+      "planner's simulator and search.";
   tieroff::bind_layout(module);
   tieroff::bind_simulate(module);
   tieroff::bind_search(module);
@@ -13,5 +14,6 @@ PYBIND11_MODULE(_native, module) {
 #ifdef TIEROFF_WITH_STORAGE
   tieroff::bind_storage(module);
   tieroff::bind_memory(module);
+  tieroff::bind_update(module);
 #endif
 }

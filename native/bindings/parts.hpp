@@ -5,8 +5,9 @@
 
 namespace tieroff {
 
-void bind_storage(pybind11::module_& module);  // this one and the next on Linux
+void bind_storage(pybind11::module_& module);  // this one and the next two on Linux
 void bind_memory(pybind11::module_& module);
+void bind_update(pybind11::module_& module);
 void bind_layout(pybind11::module_& module);
 void bind_simulate(pybind11::module_& module);
 void bind_search(pybind11::module_& module);

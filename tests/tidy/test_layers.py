@@ -17,12 +17,13 @@ BELOW = {
     "config": {"device_budget", "errors", "units"},
     "core": {"errors", "units"},
     "storage": {"core", *EDGES},
+    "updates": {"core", *EDGES},
     "tracing": {"core", *EDGES},
     "planner": {"core", *EDGES},
     "report": {"core", *EDGES},
-    "probe": {"core", "storage", *EDGES},
-    "runtime": {"core", "storage", *EDGES},
-    "session": {"tracing", "planner", "runtime", "probe", "report", "storage", "core", *EDGES},
+    "probe": {"core", "storage", "updates", *EDGES},
+    "runtime": {"core", "storage", "updates", *EDGES},
+    "session": {"tracing", "planner", "runtime", "probe", "report", "storage", "updates", "core", *EDGES},
 }
 BELOW["partition"] = BELOW["session"]
 BELOW["api"] = {"session", "partition", *BELOW["session"]}
@@ -34,8 +35,8 @@ BELOW["cli"] = {"__init__", "api", "launch", "rehearsal", *BELOW["api"]}
 BELOW["__main__"] = {"cli"}
 BELOW["integrations"] = {"api", *BELOW["api"]}
 
-WITHOUT_TORCH = {"errors", "units", "device_budget", "config", "core", "planner", "storage"}
-WITH_NATIVE = {"storage", "planner"}
+WITHOUT_TORCH = {"errors", "units", "device_budget", "config", "core", "planner", "storage", "updates"}
+WITH_NATIVE = {"storage", "planner", "updates"}
 
 
 def layer_of(path: Path, package: Path) -> str:

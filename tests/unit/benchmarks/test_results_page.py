@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import results_page
+from pages import results_page
 
 
 @pytest.mark.parametrize("page", results_page.PAGES, ids=lambda page: page.name)
 def test_a_page_has_the_tables_of_the_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!-- table: " in text
-    assert results_page.fill(text) == text, "python benchmarks/results_page.py"
+    assert results_page.fill(text) == text, "python benchmarks/pages/results_page.py"
 
 
 def test_every_stored_result_is_shown() -> None:

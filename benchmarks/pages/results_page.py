@@ -15,7 +15,7 @@ from typing import Any
 
 from tieroff.units import format_bytes, format_seconds
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs/results"
 PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")
 G10_HOST_BYTES = 128 * 2**30  # of the three amounts in bench_plan*.json, the one of G10's main table
@@ -299,6 +299,23 @@ def _clock(name: str) -> str:
     return f"{table(heads, cells)}\n\n{conditions(found)}."
 
 
+def _updates(name: str) -> str:
+    found = load(name)
+    rows = [
+        (
+            f"{row['optimizer']}, {row['type']}, {row['arithmetic']}",
+            str(row["threads"]),
+            f"{row['copy_bytes_per_s'] / 1e9:.1f}",
+            f"{row['update_bytes_per_s'] / 1e9:.1f}",
+            f"{row['of_copy']:.2f}",
+            f"{row['state_bytes_per_s'] / 1e9:.1f}",
+        )
+        for row in found["rows"]
+    ]
+    heads = ("optimizer", "threads", "copy, GB/s", "update, GB/s", "of the copy", "state, GB/s")
+    return table(heads, rows) + "\n\n" + conditions(found)
+
+
 _TABLES: dict[str, Callable[[str], str]] = {
     "readme": _readme,
     "bench_step": _steps,
@@ -310,6 +327,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
     "bench_host": _host,
     "bench_recompute": _recompute,
     "bench_scale": _scale,
+    "bench_update": _updates,
     "huge_pages": _huge_pages,
 }
 """By the beginning of the document's name; no key is the beginning of another one."""

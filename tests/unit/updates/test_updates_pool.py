@@ -1,0 +1,134 @@
+"""Threads that run updates: order, gates, tickets, counters, forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tieroff.errors import StateError
+from tieroff.updates import rule as rules
+from tieroff.updates.native import HAS_UPDATES, _native
+
+pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def pool() -> Iterator[_native.UpdatePool]:
+    made = _native.UpdatePool(2, [])
+    yield made
+    made.close()
+
+
+class Bucket:
+    """A parameter that one update by SGD takes from 1 to 0."""
+
+    def __init__(self, count: int = 200_000) -> None:
+        self.parameter, self.gradient = torch.ones(count), torch.ones(count)
+        self.counter = torch.tensor(3.0)
+        addresses = [self.parameter.data_ptr(), self.gradient.data_ptr()]
+        self.part = rules.sgd(lr=1.0).part("contracted", "float32", count, addresses, addresses)
+
+    def submit(self, pool: _native.UpdatePool, *gates: _native.UpdateGate) -> int:
+        return pool.submit([self.part], gates, [self.counter.data_ptr()])
+
+    @property
+    def times_updated(self) -> float:
+        found = self.parameter.unique()
+        assert len(found) == 1, "part of it was updated"
+        return 1.0 - found.item()
+
+
+def test_a_job_is_done_once_it_was_waited_for(pool: _native.UpdatePool) -> None:
+    buckets = [Bucket() for _ in range(5)]
+    tickets = [bucket.submit(pool) for bucket in buckets]
+    assert tickets == [1, 2, 3, 4, 5] and pool.last_ticket == 5
+    for bucket, ticket in zip(buckets, tickets, strict=True):
+        assert pool.wait(ticket, WAIT_S) and pool.is_done(ticket) and not pool.has_failed(ticket)
+        assert bucket.times_updated == 1.0 and bucket.counter.item() == 4.0
+    assert not pool.is_done(6)
+    assert pool.moved_bytes == 5 * buckets[0].part.moved_bytes and pool.busy_ns > 0
+
+
+def test_a_counter_is_raised_before_its_job_begins(pool: _native.UpdatePool) -> None:
+    bucket, gate = Bucket(), _native.UpdateGate()
+    ticket = bucket.submit(pool, gate)
+    assert bucket.counter.item() == 4.0 and bucket.times_updated == 0.0 and not pool.is_done(ticket)
+    gate.open()
+    assert pool.wait(ticket, WAIT_S) and bucket.times_updated == 1.0 and gate.is_open
+
+
+def test_others_pass_a_job_that_waits_for_a_gate(pool: _native.UpdatePool) -> None:
+    first, second, gate = Bucket(), Bucket(), _native.UpdateGate()
+    waiting, free = first.submit(pool, gate), second.submit(pool)
+    assert pool.wait(free, WAIT_S) and second.times_updated == 1.0
+    assert not pool.wait(waiting, 0.0) and not pool.settle(0.0) and first.times_updated == 0.0
+    gate.open()
+    assert pool.settle(WAIT_S) and first.times_updated == 1.0
+
+
+def test_a_job_whose_gate_fails_does_nothing_and_says_so(pool: _native.UpdatePool) -> None:
+    bucket, gates = Bucket(), [_native.UpdateGate(), _native.UpdateGate()]
+    ticket = bucket.submit(pool, *gates)
+    gates[0].open()
+    gates[1].fail()
+    gates[1].open()  # too late: a gate says one thing, once
+    assert pool.wait(ticket, WAIT_S) and pool.has_failed(ticket) and bucket.times_updated == 0.0
+
+
+def test_a_call_that_is_refused_changes_nothing(pool: _native.UpdatePool) -> None:
+    bucket = Bucket()
+    with pytest.raises(TypeError):
+        pool.submit([bucket.part], [], [bucket.counter.data_ptr(), "no address"])  # type: ignore[list-item]
+    assert bucket.counter.item() == 3.0 and bucket.times_updated == 0.0 and pool.last_ticket == 0
+
+
+def test_closing_runs_what_may_run_and_refuses_more() -> None:
+    pool = _native.UpdatePool(1, [0])
+    late, gated, after = Bucket(), Bucket(), Bucket()
+    pool.delay(60 * 10**9)
+    tickets = late.submit(pool), gated.submit(pool, _native.UpdateGate())
+    pool.close()
+    assert late.times_updated == 1.0 and gated.times_updated == 0.0
+    assert [pool.has_failed(ticket) for ticket in tickets] == [False, True]
+    with pytest.raises(StateError, match="closed"):
+        after.submit(pool)
+    assert after.counter.item() == 3.0
+
+
+def test_ctrl_c_ends_a_wait(pool: _native.UpdatePool) -> None:
+    bucket, gate = Bucket(), _native.UpdateGate()
+    ticket = bucket.submit(pool, gate)
+    sender = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.wait(ticket, WAIT_S)
+    sender.join()
+    gate.open()
+    assert pool.wait(ticket, WAIT_S) and bucket.times_updated == 1.0
+
+
+def test_a_forked_child_is_refused_and_leaves(pool: _native.UpdatePool) -> None:
+    bucket = Bucket()
+    ticket = bucket.submit(pool)
+    assert pool.wait(ticket, WAIT_S)
+    child = os.fork()
+    if child == 0:
+        try:
+            bucket.submit(pool)
+        except StateError:
+            pool.close()  # does nothing there
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_pool_needs_a_thread() -> None:
+    with pytest.raises(ValueError, match="at least one thread"):
+        _native.UpdatePool(0, [])
