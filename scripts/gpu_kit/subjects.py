@@ -40,6 +40,7 @@ class Subject:
         autocast: the type that forward runs under `torch.autocast` with; None: without.
         rounds: batches per update, whose gradients add up.
         is_updated_in_backward: its loop has nothing between backward and update, and asks for updates in backward.
+        min_bytes: smaller tensors never move; None: as by default.
         layers: what FSDP2 shards by itself.
     """
 
@@ -52,6 +53,7 @@ class Subject:
     autocast: torch.dtype | None = None
     rounds: int = 1
     is_updated_in_backward: bool = False
+    min_bytes: int | None = None
     layers: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: ()
 
     @property
@@ -256,7 +258,7 @@ SUBJECTS: dict[str, Subject] = {
     "8b-nf4": _adapted(HF_8B, 4096, is_quantized=True),
     "1b-drive": _full(HF_1B, 2048),
 }
-TINY_SUBJECTS: dict[str, Subject] = {
+_TINY: dict[str, Subject] = {
     **{name: _curve(length, (2, 1, 3), 512, TINY) for name, length in (("8b-4096-few", 128), ("8b-4096-many", 128))},
     **{name: _curve(length, (2, 1, 3), 512, TINY) for name, length in (("8b-1024-few", 64), ("8b-1024-many", 64))},
     "3b-full": _full(HF_TINY, 64),
@@ -264,3 +266,5 @@ TINY_SUBJECTS: dict[str, Subject] = {
     "8b-nf4": _adapted(HF_TINY, 64, is_quantized=True),
     "1b-drive": _full(HF_TINY, 64),
 }
+TINY_SUBJECTS = {name: replace(subject, min_bytes=0) for name, subject in _TINY.items()}
+"""In small, where everything moves that moves in large."""

@@ -152,16 +152,13 @@ class Tieroff(Plain):
             budget["host"], nvme = 0, {"dirs": [str(self.scratch)]}
         else:
             budget["host"] = host_bytes()
-        return {
-            "device": "auto",
-            "budget": budget,
-            "nvme": nvme,
-            # In this process: a plan made beside training would come some steps later, and each of them takes device time.
-            "plan": {
-                "background": False,
-                "update_in_backward": self.subject.rounds if self.subject.is_updated_in_backward else 0,
-            },
-        }
+        return {"device": "auto", "budget": budget, "nvme": nvme, "plan": self._planning()}
+
+    def _planning(self) -> Mapping[str, Any]:
+        subject = self.subject
+        # In this process: a plan made beside training would come some steps later, and each of them takes device time.
+        chosen = {"background": False, "update_in_backward": subject.rounds if subject.is_updated_in_backward else 0}
+        return chosen if subject.min_bytes is None else {**chosen, "min_bytes": subject.min_bytes}
 
     def figures(self) -> dict[str, Any]:
         """Returns what the engine says of its last steps."""
