@@ -2,8 +2,8 @@
 
     python scripts/evidence/evidence.py DATA/gpu
 
-Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in data/gpus.toml and were
-not fitted are predicted from their makers' figures alone.
+Takes some minutes: every model is traced on fake tensors. Without DATA the kit's section alone is made anew. Measurements of
+GPUs that are in data/gpus.toml and were not fitted are predicted from their makers' figures alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import math
 import tarfile
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fit_frontier import FULL_GIB, SEQUENCE, STEP_TOKENS, measured_tokens_per_s
 from fit_machines import MACHINES, PROJECT, coverage, left_out, multiples, nine_in_ten
+from gpu_kit import page as kit
+from gpu_kit.page import table
 from llama_steps import SIZES_8B, evenly, llama
 from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, predict_s, step_of
 from tieroff.core.machine import Machine, load_machine
@@ -48,12 +50,6 @@ Predictions beside what others measured, error by error. Written by
 `python scripts/evidence/evidence.py DATA`; the origin of the data is
 in its README. A prediction is what `tieroff plan` says before anything ran.
 """
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def own_machines() -> dict[str, Machine]:
@@ -253,10 +249,14 @@ def _fastest(traces: dict[Kept, Trace], machine: Machine, gib: float) -> tuple[K
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the folder of measurements: neusight/, kineto/, llama3_8b_h100.csv")
+    parser.add_argument("folder", type=Path, nargs="?", help="measurements: neusight/, kineto/, llama3_8b_h100.csv")
     folder = parser.parse_args().folder
-    sections = (HEAD, steps_section(folder / "neusight"), import_section(folder), frontier_section(folder))
-    PAGE.write_text("\n".join(sections))
+    if folder is None:  # of GPUs that the kit measured alone
+        others = PAGE.read_text().split(f"\n{kit.TITLE}")[0]
+    else:
+        parts = (HEAD, steps_section(folder / "neusight"), import_section(folder), frontier_section(folder))
+        others = "\n".join(parts)
+    PAGE.write_text(f"{others}\n{kit.section()}")
     print(f"written to {PAGE}")
 
 
