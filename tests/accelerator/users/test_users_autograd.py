@@ -322,3 +322,48 @@ def test_a_parameter_is_not_kept_as_it_is_where_another_tensor_was_saved(change:
 
     check(usage, tmp_path, make=Products, device="80%", policy="auto", planned=0)
     assert were_quiet == [True]
+
+
+class Fused(torch.autograd.Function):
+    """A norm and a gated perceptron as one Function, which saves four leaves and computes its forward again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale, *weights)
+        return Fused.compute(x, scale, *weights)
+
+    @staticmethod
+    def compute(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        y = nn.functional.rms_norm(x, scale.shape, scale)
+        return nn.functional.linear(nn.functional.silu(nn.functional.linear(y, gate)) * nn.functional.linear(y, up), down)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+            out = Fused.compute(*leaves)
+        return torch.autograd.grad(out, leaves, gradient)
+
+
+class FusedLayer(nn.Module):
+    """Adds what `Fused` makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.norm.weight, self.gate.weight, self.up.weight, self.down.weight
+        return x + Fused.apply(x, *weights)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("device", ["50%", "min"])
+def test_a_function_that_saves_more_leaves_than_stay_at_hand(device: str, tmp_path: Path) -> None:
+    """It saves them when its forward is over; the first that it read lie below again by then."""
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps(6)
+
+    check(usage, tmp_path, policy="auto", device=device, make=lambda: nn.Sequential(*(FusedLayer() for _ in range(4))))

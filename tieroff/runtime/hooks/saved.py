@@ -33,7 +33,7 @@ from tieroff.runtime.hooks.parameters.live import Stays, is_expired
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.hollow import PLAIN, is_below
+from tieroff.runtime.items.hollow import PLAIN, guarded, is_below
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import DEVICE, LOWER
 from tieroff.runtime.settings import Settings
@@ -50,7 +50,7 @@ class SavedTensors:
     Attributes:
         fixed: storages that are never moved (the step's inputs, module buffers, homes on the device).
         gathered: whole parameters, which FSDP2 frees and gathers again.
-        is_closed: the engine is closed; graphs that are left find what they saved on the device.
+        is_closed: graphs that are left find what they saved on the device.
     """
 
     def __init__(self, context: StepContext, gate: Gate, activations: LiveActivations, settings: Settings) -> None:
@@ -162,6 +162,8 @@ class SavedTensors:
 
     def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
+            if isinstance(lowered := guarded(tensor), ParameterItem):  # saved by a Function at its end: it may lie below again
+                return self._pack_parameter(tensor, lowered)
             return Kept(tensor, leaf_saved_here(tensor))
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -387,8 +389,7 @@ class SavedTensors:
         context.state.record.bind_copy(storage_bytes, item.key, is_new=False)
         if context.state.record.recorder is not None:
             label = label_here(module_of(reversed(context.state.record.names)), maker)
-            subject = Subject(item.key, f"activation:{ordinal}", item.size_bytes, item.kind, label=label)
-            context.state.record.add(subject)
+            context.state.record.add(Subject(item.key, f"activation:{ordinal}", item.size_bytes, item.kind, label=label))
         return item
 
     def _item_for(self, ordinal: int, storage_bytes: torch.Tensor) -> ActivationItem:
