@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -24,6 +25,18 @@ from tieroff.cli.options import (
     Wide,
 )
 from tieroff.cli.output import EXIT_INFEASIBLE, print_json
+from tieroff.cli.recipes import (
+    ADVICE_UNTIL_S,
+    Autocast,
+    BatchOption,
+    Checkpointing,
+    HfOption,
+    RecipeOption,
+    TokensOption,
+    kernels_of,
+    needs_of_recipe,
+    step_of_recipe,
+)
 from tieroff.errors import ConfigError
 from tieroff.report.terminal import print_rows, progress
 from tieroff.units import NS_PER_S, format_bytes, format_seconds, parse_bytes
@@ -43,6 +56,12 @@ def plan(
     trace: AnyTraceOption = None,
     execution_trace: ExecutionTraceOption = None,
     model: ModelOption = None,
+    hf: HfOption = None,
+    recipe: RecipeOption = None,
+    tokens: TokensOption = None,
+    batch: BatchOption = 1,
+    is_checkpointed: Checkpointing = True,
+    is_autocast: Autocast = False,
     host_budget: HostBudgetOption = None,
     nvme_budget: NvmeBudgetOption = None,
     policy: Annotated[str, typer.Option("--policy", help='"auto" or the name of a policy.')] = "auto",
@@ -53,29 +72,41 @@ def plan(
 ) -> None:
     """Plans a step for a machine and a budget, and says what would make it faster.
 
-    The step is a traced one, or that of a model that is never materialised, its op times estimated for the machine.
+    The step is a traced one, or that of a model that is never materialised, its op times estimated for the machine. With --hf
+    it is a common recipe's for a model that transformers carries: its configuration is all that is needed.
     """
     from tieroff.core.io.json_files import save_plan
     from tieroff.core.machine import load_machine
-    from tieroff.planner.compare.advice import advice, explain, interval_s
+    from tieroff.planner.compare.advice import TIME_LIMIT_S, advice, explain, interval_s
     from tieroff.planner.compare.rows import plan_row
     from tieroff.planner.policies import find_policy
     from tieroff.tracing.files import load_trace
 
     find_policy(policy)
-    if (model is None) == (trace is None):
-        raise typer.BadParameter("give either --model MODULE:FACTORY or --trace PATH")
-    loaded = load_machine(machine)
+    if [model, trace, hf].count(None) != 2:
+        raise typer.BadParameter("give one of --model MODULE:FACTORY, --trace PATH and --hf CONFIG_OR_ID")
+    loaded, begin = load_machine(machine), time.monotonic()
     with progress() as report:
-        report(f"tracing {model or trace}", None)
-        step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace, loaded)
+        report(f"tracing {model or trace or hf}", None)
+        told: list[str] = []
+        if hf is not None:
+            step, told = step_of_recipe(hf, recipe, (tokens, batch, is_checkpointed, is_autocast), loaded)
+        else:
+            step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace, loaded)
         problem = step, loaded, _budget(step, loaded, device_budget, host_budget, nvme_budget)
         report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
         found = plan_row(*problem, policy, effort.value)
         if out is not None and found.plan is not None:
             save_plan(found.plan, out)
         report("planning with more of each resource", None)
-        text = "\n".join([*explain(*problem, found), *advice(*problem, found, effort.value)])
+        limit_s = TIME_LIMIT_S
+        if hf is not None:
+            told += needs_of_recipe(*problem, found)
+            limit_s = ADVICE_UNTIL_S - (time.monotonic() - begin)
+        told += explain(*problem, found)
+        if limit_s > 0:
+            told += advice(*problem, found, effort.value, time_limit_s=limit_s)
+    text = "\n".join(told)
     row = found.row.as_dict()
     if as_json:
         step_s = found.row.step_s
@@ -154,9 +185,7 @@ def _dry_trace(model: str, machine: Machine) -> Trace:
         sys.path.insert(0, str(Path.cwd()))
     name = model.partition(":")[0]
     print(f"tieroff: importing {name}, which runs what stands outside of its functions", file=sys.stderr)
-    # Figures of a datasheet are peaks of an accelerator, of which the clock knows what is reached.
-    kernels = machine.device_type or ("cuda" if machine.measured.startswith("datasheet") else "cpu")
-    return dry_trace(find_factory(model), machine, name=model, kernels=kernels)
+    return dry_trace(find_factory(model), machine, name=model, kernels=kernels_of(machine))
 
 
 def _budget(

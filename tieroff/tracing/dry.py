@@ -66,6 +66,7 @@ def dry_trace(
     name: str = "",
     kernels: str = "cpu",
     prices: Prices | None = None,
+    option: str = "--model",
 ) -> Trace:
     """Returns the trace of one step (forward, backward, update, gradients cleared) without materialising anything.
 
@@ -77,6 +78,7 @@ def dry_trace(
         name: what the trace is called; the model's class when empty.
         kernels: "cpu", or any other type of device: the kernels of an accelerator.
         prices: what ops take, in place of the machine's.
+        option: of the command line that gave the model, for errors.
 
     Raises:
         ConfigError: the machine has no figures for a roofline.
@@ -96,7 +98,7 @@ def dry_trace(
         raise
     except Exception as error:
         raise CaptureError(
-            f"--model: the step needs the values of tensors: {type(error).__name__}: {error}. A step that depends on "
+            f"{option}: the step needs the values of tensors: {type(error).__name__}: {error}. A step that depends on "
             "values (a branch, a shape, a print) has no dry trace: trace a real step instead"
         ) from error
     named = machine.name or "without a name"

@@ -17,6 +17,7 @@ from tieroff.tracing.recording.arguments import tensors_in
 from tieroff.tracing.recording.life import Life
 
 _DEVICE = torch.ops.prim.device.default
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 class Prices(Protocol):
@@ -140,6 +141,10 @@ class FakeRecorder(StepRecorder):
         return out
 
     def _run_new(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _GROUPED_PRODUCT and args[0].dtype is not torch.bfloat16:
+            # What torch has for fake tensors refuses all types but this one, which its kernels do not.
+            dtype, (args, kwargs) = args[0].dtype, tree_map(_as_bfloat16, (args, kwargs))
+            return func(*args, **kwargs).to(dtype)
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
@@ -157,6 +162,11 @@ class FakeRecorder(StepRecorder):
             last = max((op for op in uses if start <= op < following), default=start)
             held.append((start, last + 1))
         return held
+
+
+def _as_bfloat16(leaf: Any) -> Any:
+    is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.to(torch.bfloat16) if is_floating else leaf
 
 
 def _is_meta(leaf: Any) -> bool:
