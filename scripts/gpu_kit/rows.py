@@ -58,7 +58,7 @@ def _curve() -> tuple[Row, ...]:
     sizes: list[tuple[int, str, str]] = []
     for budgets in ((("8.8GiB", few), ("67.3GiB", many)), (("12GiB", few), ("25GiB", few))):
         sizes += [(length, name, budget) for length in (4096, 1024) for budget, name in budgets]
-    return tuple(Row("curve", name.format(length), "tieroff", budget, steps=9, limit_s=150) for length, name, budget in sizes)
+    return tuple(Row("curve", name.format(length), "tieroff", budget, steps=7, limit_s=150) for length, name, budget in sizes)
 
 
 _FULL = (
