@@ -133,16 +133,17 @@ def clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 def check(workload: Workload, backend: str, folder: Path, tiers: Tiers = NVME, **config: Any) -> Engine:
     """Asserts that a workload computes what it computes under FSDP2, and that it ran as planned."""
     engines: list[Engine] = []
+    peaks: list[int] = []
     given = config_for(tiers, folder) | BF16
     given["plan"] = given["plan"] | config
 
     def after_step(index: int, engine: Engine) -> None:
         engines.append(engine)
         if index >= workload.steps - 3:
-            assert_planned(engine, tiers)
+            assert_planned(engine, tiers, peaks[-1], expected.unseen_bytes)
 
     expected = run_plain(replace(workload, build=sharded(workload.build)), torch.device("cpu"), clip=clip)
-    assert_equal(expected, run_wrapped(workload, given, BACKENDS[backend](), after_step, clip=clip))
+    assert_equal(expected, run_wrapped(workload, given, BACKENDS[backend](), after_step, peaks=peaks, clip=clip))
     assert {value.dtype for value in expected.gradients[-1].values()} == {torch.float32}
     return engines[0]
 

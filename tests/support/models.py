@@ -106,6 +106,10 @@ class InPlace(nn.Module):
         return z * z.view(-1, WIDTH // 2, 2).flip(-1).reshape(-1, WIDTH)
 
 
+# A checkpoint keeps the state of the CPU's generator, which no operator makes.
+KEPT_GENERATORS_BYTES = 2 * torch.get_rng_state().nbytes
+
+
 class Checkpointed(nn.Module):
     """Two of three parts are recomputed in backward, with dropout in them."""
 
@@ -244,9 +248,9 @@ MODELS = (
     Workload("encoder_layer", lambda: nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True), sequences),
     Workload("in_place_and_views", InPlace, vectors),
     DROPOUT,
-    Workload("checkpoint_reentrant", lambda: Checkpointed(is_reentrant=True), vectors),
-    Workload("checkpoint_nonreentrant", lambda: Checkpointed(is_reentrant=False), vectors),
-    Workload("checkpointed_lstm", lambda: CheckpointedRecurrent(nn.LSTM), sequences),
+    Workload("checkpoint_reentrant", lambda: Checkpointed(is_reentrant=True), vectors, unseen_bytes=KEPT_GENERATORS_BYTES),
+    Workload("checkpoint_nonreentrant", lambda: Checkpointed(is_reentrant=False), vectors, unseen_bytes=KEPT_GENERATORS_BYTES),
+    Workload("checkpointed_lstm", lambda: CheckpointedRecurrent(nn.LSTM), sequences, unseen_bytes=KEPT_GENERATORS_BYTES),
     replace(GPT_WORKLOAD, name="autocast", objective=under_autocast),
     Workload("bfloat16", lambda: mlp(dtype=torch.bfloat16), lambda: (torch.randn(8, WIDTH).bfloat16(),)),
     Workload("frozen", frozen, vectors),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-EDGES = {"config", "device_budget", "errors", "uncompiled", "units"}
+EDGES = {"config", "device_budget", "errors", "parts", "uncompiled", "units"}
 BELOW = {
     "errors": set[str](),
+    "parts": set[str](),
     "uncompiled": set[str](),
     "units": {"errors"},
     "device_budget": {"errors", "units"},

@@ -24,6 +24,15 @@ class TensorClass(StrEnum):
     INPUT = "input"
 
 
+UNIT_BYTES = 512
+"""PyTorch's allocators give memory of an accelerator in multiples of this."""
+
+
+def allocated_bytes(size_bytes: int, device_type: str) -> int:
+    """Returns what a storage takes of a device of this type, as PyTorch's allocator for it counts."""
+    return size_bytes if device_type == "cpu" else -(-size_bytes // UNIT_BYTES) * UNIT_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One storage that a plan may place.

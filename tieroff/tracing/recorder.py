@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tieroff.core.lifetime import merge_intervals
 from tieroff.core.seams import Subject
-from tieroff.core.tensor import Tensor
+from tieroff.core.tensor import Tensor, allocated_bytes
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, RecorderBusyError
+from tieroff.parts import is_wrapper, parts_of
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
 from tieroff.tracing.recording.life import End, Life, transient_bytes
 from tieroff.tracing.recording.makers import Makers
-from tieroff.tracing.recording.scratch import is_in_collective, is_large, peak_counter
+from tieroff.tracing.recording.scratch import are_large, is_in_collective, peak_counter
 from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
 
@@ -233,7 +234,7 @@ class StepRecorder(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
         """Runs an op, and notes the scratch memory that it took at the instant it ends."""
         counter = self._counter
-        if counter is None or self._unseen.is_running or is_view(func) or not any(is_large(tensor) for tensor, _ in inputs):
+        if counter is None or self._unseen.is_running or is_view(func) or not are_large(inputs, counter.from_bytes):
             out = self._arguments.call(func, args, kwargs)
             self._now += 1
             return out
@@ -260,12 +261,9 @@ class StepRecorder(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._alive
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
-        kind = type(tensor)
-        if kind is not torch.Tensor and kind not in PLAIN and is_traceable_wrapper_subclass(tensor):
-            # Such as a DTensor: the wrapped tensor has the bytes, itself has none.
-            for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-                if isinstance(part, torch.Tensor):  # a DTensor counts its mesh of devices among its parts
-                    self._use(part, is_written, is_output)
+        if type(tensor) not in PLAIN and is_wrapper(tensor):
+            for _, part in parts_of(tensor):
+                self._use(part, is_written, is_output)
             return
         if tensor.layout is not torch.strided:
             return
@@ -391,7 +389,7 @@ class StepRecorder(TorchDispatchMode):
         count = len(self._events)
         index = {subject.key: i for i, subject in enumerate(subjects)}
         holds, reads, writes = self._uses(index, count)
-        transient = transient_bytes(self._lives, index, self._first_instant, self._scratch, self._now)
+        transient = transient_bytes(self._lives, index, self._first_instant, self._scratch, self._now, self._device_type)
         ops = tuple(
             Op(
                 name=self._events[i][0],
@@ -407,7 +405,7 @@ class StepRecorder(TorchDispatchMode):
         tensors = tuple(
             Tensor(
                 s.name,
-                s.size_bytes,
+                allocated_bytes(s.size_bytes, self._device_type),
                 s.kind,
                 s.is_persistent,
                 s.is_movable,

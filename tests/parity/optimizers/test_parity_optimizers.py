@@ -81,7 +81,9 @@ def test_every_variant_of_every_optimizer_makes_the_same_updates(
     kind: Callable[..., optim.Optimizer], options: dict[str, bool], tmp_path: Path
 ) -> None:
     momentum = {"momentum": 0.9} if kind is optim.SGD else {}  # without it there is no state to move
-    workload = replace(MLP_WORKLOAD, optimizer=make(kind, lr=1e-2, **momentum, **options))
+    # RAdam's updates take more from the sixth on, when it begins to rectify; the one that is recorded is the first.
+    unseen_bytes = 16 << 10 if kind is optim.RAdam else 0
+    workload = replace(MLP_WORKLOAD, optimizer=make(kind, lr=1e-2, **momentum, **options), unseen_bytes=unseen_bytes)
     check_parity(workload, NVME, BACKENDS["delayed"], tmp_path)
 
 

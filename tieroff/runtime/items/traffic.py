@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tieroff.core.seams import Recorder
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import Tier, allocated_bytes
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
 from tieroff.runtime.backend.held import Counts, Held
@@ -53,9 +53,10 @@ class Traffic:
         self.device_bytes = 0
         self.keeps_rooms = self._keeps_spares = False
         self._recorder: Recorder | None = None
-        self._rooms_bytes = self._spare_bytes = 0
+        self.rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
         self.refused: list[Item] = []
+        self._device_type = backend.device.type
         self.keeps_timeline = self._is_waiting = False
         self.tell_held: Callable[[torch.Tensor], None] | None = None
         self.begin_step()
@@ -85,7 +86,7 @@ class Traffic:
     def hold(self, item: Item, device: torch.Tensor) -> None:
         """Takes a device copy that the program or the backend made under the engine's care."""
         if item.device is None:
-            self.device_bytes += item.size_bytes
+            self.device_bytes += allocated_bytes(item.size_bytes, self._device_type)
         item.device, item.is_given = device, None
         self.took(device)
 
@@ -209,15 +210,15 @@ class Traffic:
             return room
         self._forget_room(item)
         room = Room(item.size_bytes)
-        if self._rooms_bytes + item.size_bytes <= ROOMS_BYTES_MAX:
+        if self.rooms_bytes + item.size_bytes <= ROOMS_BYTES_MAX:
             item.room = room
-            self._rooms_bytes += item.size_bytes
+            self.rooms_bytes += item.size_bytes
         return room
 
     def _forget_room(self, item: Item) -> None:
         if item.room is not None:
             item.room = item.route = None
-            self._rooms_bytes -= item.size_bytes
+            self.rooms_bytes -= item.size_bytes
 
     def settle(self, item: Item) -> None:
         """Waits for whatever of the item is in flight."""
@@ -313,7 +314,7 @@ class Traffic:
         """Lets go of the item's device copy, whatever its state; nothing may be in flight."""
         if item.device is not None:
             item.device = None
-            self.device_bytes -= item.size_bytes
+            self.device_bytes -= allocated_bytes(item.size_bytes, self._device_type)
 
     def let_go(self, item: Item) -> None:
         """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
@@ -414,7 +415,7 @@ class Traffic:
             self.backend.order_frees()
             item.freed()
             item.device = None
-            self.device_bytes -= item.size_bytes
+            self.device_bytes -= allocated_bytes(item.size_bytes, self._device_type)
 
     def _wait(self, item: Item, arrival: Completion, what: str) -> None:
         if self._is_waiting:

@@ -18,6 +18,7 @@ Copies may also be under way that nobody has noted yet. They are waited for, sin
 
 from __future__ import annotations
 
+from tieroff.core.tensor import allocated_bytes
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.items.gradient import GradientItem
@@ -61,7 +62,9 @@ def repair(custody: Custody) -> None:
     for item in items:
         _reconcile(item)
     traffic = executor.traffic
-    traffic.device_bytes = sum(item.size_bytes for item in items if item.device is not None)
+    traffic.device_bytes = sum(
+        allocated_bytes(item.size_bytes, custody.backend.device.type) for item in items if item.device is not None
+    )
     for home in list(executor.homes):
         if home.device is None and home.place is None:  # taken over in part: it lies where it always lay
             executor.homes.drop(home)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tieroff.core.tensor import allocated_bytes
+
 
 class Life:
     """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write."""
@@ -48,7 +50,12 @@ class End(weakref.ref[torch.UntypedStorage]):
 
 
 def transient_bytes(
-    lives: Iterable[Life], subjects: Collection[Hashable], starts: Sequence[int], scratch: Mapping[int, int], now: int
+    lives: Iterable[Life],
+    subjects: Collection[Hashable],
+    starts: Sequence[int],
+    scratch: Mapping[int, int],
+    now: int,
+    device_type: str,
 ) -> list[int]:
     """Returns per op the peak of live bytes that belong to no subject.
 
@@ -58,14 +65,16 @@ def transient_bytes(
         starts: the instant at which each op begins.
         scratch: what ops took for themselves, by the instant at which they ended.
         now: the last instant.
+        device_type: whose allocator gave the memory.
     """
     born, dead = defaultdict[int, int](int), defaultdict[int, int](int)
     for life in lives:
         if life.is_below or any(key in subjects for key in life.keys):
             continue
-        born[life.birth] += life.size_bytes
+        size_bytes = allocated_bytes(life.size_bytes, device_type)
+        born[life.birth] += size_bytes
         if life.death >= 0:
-            dead[life.death] += life.size_bytes
+            dead[life.death] += size_bytes
     peaks = [0] * len(starts)
     total, op = 0, 0
     for instant in range(now + 1):

@@ -1,0 +1,80 @@
+"""The count of a device's bytes that stands beside the engine's: what it sees, and what it leaves to lower tiers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import tieroff
+from tests.support.oracles.bytes.device import DeviceBytes, Scratch, aside
+from tieroff.runtime.backend.cpu import CpuBackend
+
+CPU = torch.device("cpu")
+
+
+def test_it_counts_tensors_until_they_die() -> None:
+    taken = DeviceBytes(CPU)
+    held = torch.empty(1000)
+    view = held[10:]
+    del held
+    assert (taken.live_bytes, taken.peak_bytes) == (4000, 4000)
+    del view
+    torch.empty(500)
+    assert (taken.live_bytes, taken.peak_bytes) == (0, 4000)
+    taken.begin()
+    assert taken.peak_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*is deprecated:DeprecationWarning")
+def test_it_counts_what_no_dispatch_mode_sees() -> None:
+    @torch.compile
+    def make(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).sin() @ x
+
+    x = torch.randn(64, 64)
+    make(x)
+    taken = DeviceBytes(CPU)
+    made = make(x)
+    assert taken.live_bytes == made.nbytes
+    assert taken.peak_bytes >= 2 * made.nbytes  # what the compiled code makes in between
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(torch.empty(1000)))
+    thread.start()
+    thread.join()
+    assert taken.live_bytes == made.nbytes + 4000
+
+
+def test_it_counts_the_backends_memory_and_no_lower_tier(tmp_path: Path) -> None:
+    taken = DeviceBytes(CPU)
+    given = CpuBackend().empty(5000)
+    assert taken.live_bytes == 5000
+    del given
+    assert taken.live_bytes == 0
+    model = torch.nn.Linear(256, 256)
+    up_bytes = taken.live_bytes
+    config = {"budget": {"device": "50%", "nvme": "8MiB"}, "nvme": {"dirs": [str(tmp_path)]}, "plan": {"min_bytes": 0}}
+    tieroff.wrap(model, config={"device": "cpu", **config})
+    assert taken.live_bytes <= up_bytes - 256 * 256 * 4
+    tieroff.unwrap(model)
+    assert taken.live_bytes >= up_bytes
+
+
+def test_it_leaves_out_what_a_test_makes_aside() -> None:
+    taken = DeviceBytes(CPU)
+    with aside():
+        copy = torch.empty(1000)
+    assert taken.live_bytes == 0
+    del copy
+    assert taken.live_bytes == 0
+
+
+def test_scratch_is_what_an_op_takes_and_gives_back() -> None:
+    rnn, x = torch.nn.LSTM(16, 16), torch.randn(8, 4, 16)
+    with Scratch(CPU, 1 << 20) as scratch:
+        x.sin()
+        assert scratch.most_bytes == 0
+        rnn(x)
+    assert scratch.most_bytes > 0
