@@ -22,7 +22,7 @@ from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active, is_followed, refused_hooks
 from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
-from tieroff.runtime.hooks.forward.inputs import as_computed, makes_graph, signature_of, to_device
+from tieroff.runtime.hooks.forward.inputs import as_computed, elements_in, makes_graph, signature_of, to_device
 from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.host_view import HostView
@@ -334,7 +334,7 @@ class Engine:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
         with self.executor.state.lock:  # other threads may read
             self._steps.check_model()
-        with self.executor.inferring():
+        with self.executor.inferring(elements_in((args, kwargs))):
             out = inner(*args, **kwargs)
             self.executor.shards.check_seam()
             return out

@@ -1,4 +1,11 @@
-"""The executor: the parts that run one model's steps, put together, and where a step begins and ends."""
+"""The executor: the parts that run one model's steps, put together, and where a step begins and ends.
+
+[Note: passes without gradients]
+A forward without gradients between a step's first forward and its update (of a reference model, for a divergence) is a part of
+the step if it comes in each: its reads are events, so that it needs a layer at a time and plans fetch ahead for it. A step that
+follows its plan has one where the plan has one next; any other that comes, as an evaluation now and then, is none, and the plan
+goes on behind it: what it reads is fetched as it reads it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +21,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.collectives import is_one_of_several
 from tieroff.runtime.execution.activations import LiveActivations
 from tieroff.runtime.execution.after_backward import AfterBackward
+from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.clock import Clock
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import OnDemand
@@ -31,6 +39,10 @@ from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Planned, StepKind
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
+
+_PASS, _PASSED = ("pass",), ("passed",)
+# Passes of one step that have events: more of them, as where a step generates text, are of a number of their own each time.
+_PASSES_MAX = 8
 
 
 class Executor:
@@ -58,7 +70,8 @@ class Executor:
         self.clock = Clock(state, traffic, self.runner, self.on_demand, self.activations)
         self.guard = UserAccess()
         self.context = StepContext(state, self.clock, self.runner, self.on_demand, traffic, self.homes, self.guard)
-        self.clock.at_backward_end.append(AfterBackward(self.context))
+        self._after_backward = AfterBackward(self.context)
+        self.clock.at_backward_end.append(self._after_backward)
         self.gate = Gate(self.context, settings.compute_dtype)
         self.shards = Shards(self.context, self.gate)
         self.communication = Communication(self.context, self.shards.is_in_step)
@@ -197,15 +210,36 @@ class Executor:
         finally:
             self.gate.beside.count -= 1
 
+    def inferring(self, elements: int) -> contextlib.AbstractContextManager[None]:
+        """A forward runs without gradients, or for others: as a part of the step that runs, or of none.
+
+        Args:
+            elements: of all its inputs.
+        """
+        return self._passing() if self._is_of_the_step() else self._inferring(elements)
+
+    def _is_of_the_step(self) -> bool:
+        """True for a pass with events of its own; see [Note: passes without gradients]."""
+        state, record = self.state, self.state.record
+        if state.kind is None or torch.is_grad_enabled() or self.shards or current_graph_task() != -1:
+            return False
+        if state.mode is PLANNED:
+            return self.runner.expects(_PASS)
+        return state.mode is DEMAND and not self._is_between_steps() and record.passes < _PASSES_MAX
+
+    def _is_between_steps(self) -> bool:
+        """True while no step runs, or user code runs after the update of one."""
+        state = self.state
+        if state.mode is PLANNED:
+            return self.runner.is_at_end
+        return state.mode is IDLE or state.record.keys[-1:] == [("end",)]
+
     @contextlib.contextmanager
-    def inferring(self) -> Iterator[None]:
-        """A forward runs that is no part of a step, perhaps in the middle of one."""
-        state, spill = self.state, self.traffic.spill
-        mode, fills_in_order = state.mode, spill.fills_in_order
-        # What the plan keeps on the device for the whole step leaves too, so tiers fill as while nothing is planned.
-        state.mode, spill.fills_in_order = IDLE, True
-        with state.lock:
-            self.runner.lower_late()
+    def _passing(self) -> Iterator[None]:
+        """A pass without gradients runs whose reads are events of the step."""
+        state = self.state
+        state.record.passes += 1
+        self.clock.tick_in_inference(_PASS, lambda: "pass")
         self.gate.depth += 1
         try:
             yield
@@ -214,4 +248,29 @@ class Executor:
             self.gate.depth -= 1
             self.gate.forget_casts()
             self.on_demand.release_reachable()
+        self.clock.tick_in_inference(_PASSED, lambda: "passed")
+        if state.saw_backward:  # the update may be next, and user code before it
+            with state.lock, torch.inference_mode(False), torch.no_grad():
+                self._after_backward.backward_ended()
+
+    @contextlib.contextmanager
+    def _inferring(self, elements: int) -> Iterator[None]:
+        """A forward runs that is no part of a step, perhaps in the middle of one."""
+        state, spill = self.state, self.traffic.spill
+        mode, fills_in_order = state.mode, spill.fills_in_order
+        room_bytes = self.on_demand.experience.room_of_pass(elements) if self._is_between_steps() else 0
+        # What the plan keeps on the device for the whole step may leave too, so tiers fill as while nothing is planned.
+        state.mode, spill.fills_in_order = IDLE, True
+        with state.lock:
+            self.runner.lower_late()
+            self.on_demand.begin_pass(room_bytes)
+        self.gate.depth += 1
+        try:
+            yield
+            self.gate.check_casts()
+        finally:
+            self.gate.depth -= 1
+            self.gate.forget_casts()
+            self.on_demand.release_reachable()
+            self.on_demand.pass_room_bytes = 0
             state.mode, spill.fills_in_order = mode, fills_in_order

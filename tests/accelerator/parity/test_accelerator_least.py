@@ -37,12 +37,7 @@ def train(recipe: Recipe, count: int, tiers: Tiers | None, folder: Path) -> tupl
     for index in range(STEPS):
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        loss = recipe.loss(model, index, device)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-        del loss
+        losses.append(recipe.step(model, optimizer, index, device))
     torch.accelerator.synchronize(device)
     peak_bytes = torch.accelerator.max_memory_allocated(device) - base_bytes
     if tiers is not None:

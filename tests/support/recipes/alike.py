@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -65,21 +66,39 @@ class Recipe:
     Attributes:
         run: runs a layer.
         is_frozen: only the adapters are trained.
+        passes: when a pass without gradients runs in each step.
+        without: gives its context.
     """
 
     run: Pass = plainly
     is_frozen: bool = False
+    passes: frozenset[str] = frozenset()
+    without: Callable[[], AbstractContextManager[object]] = torch.no_grad
 
     def build(self, count: int) -> nn.Module:
         """Returns a model of so many layers."""
         torch.manual_seed(3)
         return Stack(count, self.run, is_frozen=self.is_frozen)
 
-    def loss(self, model: nn.Module, index: int, device: torch.device) -> Tensor:
-        """Returns the loss of step number `index`."""
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index)).to(device).requires_grad_()
-        out: Tensor = model(x).square().mean()
-        return out
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, index: int, device: torch.device) -> Tensor:
+        """Runs step number `index`; returns its loss, and what passes without gradients computed."""
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
+        seen = torch.zeros((), device=device)
+
+        def run_pass(when: str) -> None:
+            if when in self.passes:
+                with self.without():
+                    seen.add_(model(x).square().mean())
+
+        run_pass("before")
+        y = model(x.clone().requires_grad_())
+        run_pass("between")
+        loss = (y - 1).square().mean() + 0.1 * seen.clone()
+        loss.backward()
+        run_pass("after")
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack([loss.detach(), seen]).cpu()
 
 
 RECIPES = {
@@ -89,4 +108,10 @@ RECIPES = {
     "adapters": Recipe(is_frozen=True),
     "adapters, not reentrant": Recipe(not_reentrant, is_frozen=True),
     "adapters, reentrant": Recipe(reentrant, is_frozen=True),
+    "pass before": Recipe(passes=frozenset({"before"})),
+    "pass between": Recipe(passes=frozenset({"between"})),
+    "pass between, inference": Recipe(passes=frozenset({"between"}), without=torch.inference_mode),
+    "pass after": Recipe(passes=frozenset({"after"})),
+    "pass after, inference": Recipe(passes=frozenset({"after"}), without=torch.inference_mode),
+    "adapters, passes, not reentrant": Recipe(not_reentrant, is_frozen=True, passes=frozenset({"before", "between"})),
 }

@@ -238,6 +238,12 @@ class Clock:
             else:
                 starts_ns.append(time.monotonic_ns())  # as `start`
 
+    def tick_in_inference(self, key: Hashable, name: Callable[[], str]) -> None:
+        """Does the same in inference mode: what is moved there outlives it."""
+        is_enabled = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
+            self.tick(key, name, None)
+
     def _look(self) -> None:
         self.under_way = [one for one in self.under_way if not one.look()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -19,6 +20,7 @@ class Experience:
         self.room_bytes = 0
         self.clean: frozenset[Hashable] = frozenset()
         self._read, self._written = set[Hashable](), set[Hashable]()
+        self._elements = 0
         self._shapes: set[Shapes] = set()
 
     def add(self, read: set[Hashable], written: set[Hashable], shapes: Iterable[Shapes], room_bytes: int) -> None:
@@ -28,12 +30,27 @@ class Experience:
         self.clean = frozenset(self._read - self._written)
         for shape in shapes:
             if not self.covers(shape):
+                self._elements = max(self._elements, _elements_of(shape))
                 self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
         self.room_bytes = room_bytes
 
     def covers(self, shapes: Shapes) -> bool:
         """Returns whether some recorded input was at least as large in every dimension of every tensor."""
         return any(_is_within(shapes, known) for known in self._shapes)
+
+    def room_of_pass(self, elements: int) -> int:
+        """Returns the device bytes that a pass without gradients leaves of the budget.
+
+        With no more elements in its inputs than a recorded forward had, it needs no more than that.
+
+        Args:
+            elements: of its inputs; what else it gets, such as a cache of keys and values, is the program's own.
+        """
+        return self.room_bytes if elements <= self._elements else 0
+
+
+def _elements_of(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def _is_within(shapes: Shapes, known: Shapes) -> bool:

@@ -39,7 +39,10 @@ class ParameterFetch:
     def _home(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
         if item.position not in context.runner.quiet.reads:
-            context.clock.tick(item.key, lambda: f"param:{item.name}", None)
+            if torch.is_inference_mode_enabled():
+                context.clock.tick_in_inference(item.key, lambda: f"param:{item.name}")
+            else:
+                context.clock.tick(item.key, lambda: f"param:{item.name}", None)
         if context.runner.leaves_alone(item):
             return item.living  # as a rule it is there
         if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():

@@ -11,6 +11,13 @@ larger than every recorded one.
 Parameters and gradients stay no longer than without room: user code (hooks, forwards, whoever catches an exception) may write
 them through `.data`, which no version shows, and where they lie below that counts. Only parameters that no recorded
 step wrote in forward or backward are prefetched; a prefetched copy is not handed out until it is read.
+
+[Note: passes between steps]
+A forward without gradients that is no part of a step (an evaluation, a token of a text) reads what it needs, and the next one
+reads the same. So between two steps, what was fetched stays while it fits the room; what comes when that is full goes at once,
+since of what is read over and over in one order the oldest is needed first. User code that runs between two passes finds each
+parameter below, where its writes count, and the device copy goes with the first of them. Parameters that the plan has on the
+device for the whole step stay as they are between steps.
 """
 
 from __future__ import annotations
@@ -43,6 +50,7 @@ class OnDemand:
 
     Attributes:
         room_bytes: device bytes that no op of this step needs; see [Note: room].
+        pass_room_bytes: the same of the pass that runs between steps, and 0 while none does.
         experience: what recorded steps say.
         refusals: of what could not leave.
     """
@@ -59,6 +67,8 @@ class OnDemand:
         self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
         self._known: dict[Hashable, Item] = {}
         self._strays: OrderedDict[int, HomeItem] = OrderedDict()  # by id, oldest first
+        self.pass_room_bytes = 0
+        self._resting: dict[int, ParameterItem] = {}  # by id; see [Note: passes between steps]
 
     @property
     def has_room(self) -> bool:
@@ -72,6 +82,7 @@ class OnDemand:
         """A step begins."""
         self.room_bytes = self.experience.room_bytes
         self._known = {item.key: item for item in parameters}
+        self._resting.clear()  # what the step does not have on the device has left
         if self._foresight is not None:
             self._foresight.begin()
 
@@ -84,7 +95,7 @@ class OnDemand:
             self._read.remove(item)
         self._read.append(item)
         while len(self._read) > _READ_KEPT:
-            self._drop(self._read.popleft())  # at once, whatever the room: user code may write what is lifted
+            self._put_away(self._read.popleft())
 
     def forget_read(self, item: HomeItem) -> None:
         """Somebody else decides when it leaves."""
@@ -102,9 +113,10 @@ class OnDemand:
 
     def claim(self, *items: Item) -> None:
         """These are used now: their user decides when they leave."""
-        if not self._kept and not self._strays:
+        if not self._kept and not self._strays and not self._resting:
             return
         for item in items:
+            self._resting.pop(id(item), None)
             self._kept.pop(id(item), None)
             self._strays.pop(id(item), None)
 
@@ -191,7 +203,9 @@ class OnDemand:
             self.tick(TICKS_OF_ONE_OP)
             self.refusals.ask_all()
             while self._read:
-                self._drop(self._read.popleft())
+                self._put_away(self._read.popleft())
+            for resting in self._resting.values():
+                resting.rest(self._traffic)
             for stray in list(self._strays.values()):
                 if not stray.pins:
                     del self._strays[id(stray)]
@@ -215,6 +229,22 @@ class OnDemand:
         self.claim(item)
         if self._known.get(item.key) is item:
             del self._known[item.key]
+
+    # -- passes between steps ---------------------------------------------------------------------------------------
+
+    def begin_pass(self, room_bytes: int) -> None:
+        """A pass between steps begins, which leaves so many device bytes; see [Note: passes between steps]."""
+        self.pass_room_bytes = room_bytes
+        while self._resting and self._traffic.device_bytes > room_bytes:
+            self._drop(self._resting.popitem()[1])
+
+    def _put_away(self, item: HomeItem) -> None:
+        """The device copy of what was read is not used for now."""
+        has_room = self.pass_room_bytes > 0 and self._traffic.device_bytes <= self.pass_room_bytes
+        if has_room and isinstance(item, ParameterItem) and item.device is not None:
+            self._resting[id(item)] = item
+        else:
+            self._drop(item)  # at once, whatever the room in a step: user code may write what is lifted
 
     # -- room ------------------------------------------------------------------------------------------------------
 

@@ -200,6 +200,12 @@ class PlanRunner:
         cursor = following[self.cursor] if following else self.cursor
         return cursor == len(self.planned.recorded.keys)
 
+    def expects(self, key: Hashable) -> bool:
+        """True when the plan has this event next."""
+        following = self.quiet.following
+        cursor = following[self.cursor] if following else self.cursor
+        return cursor < len(self._keys) and self._keys[cursor] == key
+
     @property
     def expected(self) -> str:
         """The event that the plan has next, for people."""

@@ -21,16 +21,17 @@ class StepRecord:
         recorder: watches the step while it is traced; otherwise None.
         keys, names: the events so far; names only while a recorder watches.
         subjects: activations and gradients of the step, while a recorder watches.
+        passes: how many passes without gradients made events in it.
     """
 
-    __slots__ = ("keys", "names", "recorder", "subjects")
+    __slots__ = ("keys", "names", "passes", "recorder", "subjects")
 
     def __init__(self) -> None:
         self.begin(None)
 
     def begin(self, recorder: Recorder | None) -> None:
         """A step begins."""
-        self.recorder = recorder
+        self.recorder, self.passes = recorder, 0
         self.keys: list[Hashable] = []
         self.names: list[str] = []
         self.subjects: list[Subject] = []
@@ -49,8 +50,8 @@ class StepRecord:
 
     def bind(self, item: HomeItem, is_new: bool = True) -> None:
         """Says where an item's bytes lie; `is_new`: the engine made the device copy, not the program."""
-        if self.recorder is None:
-            return
+        if self.recorder is None or (is_new and not self.recorder.is_on):
+            return  # what is fetched after the update is no part of the trace
         if item.device is not None:
             self.recorder.bind(item.device.untyped_storage(), item.key, is_new=is_new)
         if item.lower is not None:
@@ -58,7 +59,7 @@ class StepRecord:
 
     def bind_copy(self, device: torch.Tensor, key: Hashable, is_new: bool) -> None:
         """Says where the device copy of a subject lies."""
-        if self.recorder is not None:
+        if self.recorder is not None and (self.recorder.is_on or not is_new):
             self.recorder.bind(device.untyped_storage(), key, is_new=is_new)
 
     def wrote(self, key: Hashable) -> None:

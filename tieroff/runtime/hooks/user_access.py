@@ -182,12 +182,15 @@ class UserAccess:
                 self._scaled.used(item)
                 if isinstance(item, GradientItem):
                     item.multiply_below(self._context.traffic)
+                elif isinstance(item, ParameterItem):
+                    item.reaches_data(self._context.traffic)  # it rested: see `ParameterItem.rest`
                 restore_class(item)
         try:
             return function(*args, **kwargs)
         finally:
             for item in shown:
-                if not item.is_lifted and item.tensor is not None and item.is_current():
+                is_at_rest = isinstance(item, ParameterItem)
+                if not is_at_rest and not item.is_lifted and item.tensor is not None and item.is_current():
                     guard_class(item)
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import Guard, may_be_watched, set_data, unwatch, watch
+from tieroff.runtime.items.hollow import PLAIN, Guard, guard_class, may_be_watched, restore_class, set_data, unwatch, watch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LEAVING
@@ -53,12 +53,32 @@ class ParameterItem(HomeItem):
         elif self.state in _DOUBLED and (self.is_lifted or self.is_shown_below):
             watch(self.tensor)
 
+    def rest(self, traffic: Traffic) -> None:
+        """User code runs next, and finds the tensor below; a device copy that equals it stays for the next use."""
+        if not self.is_lifted or (self.stays_up and self.place is None):
+            return  # it is below already, or lies nowhere else
+        self.refresh(traffic)
+        tensor = self.tensor
+        is_plain = type(tensor) in PLAIN  # the class of another has a `__torch_function__` of its own
+        if self.state is not BOTH or self.is_held or not is_plain or tensor is None or self.lower is None:
+            self.leave(traffic)
+        elif self.hollow is not None:
+            self.hide()
+        else:
+            unwatch(tensor)
+            tensor.data = self.lower
+            self.is_lifted = False
+            self.note()
+            guard_class(self)  # versions do not show what is written through NumPy: the first use ends the copy
+
     def doubled(self) -> None:
         watch(self.tensor)
 
     def freed(self) -> None:
         super().freed()
         unwatch(self.tensor)
+        if self.is_shown_below:
+            restore_class(self)
 
     def touch(self, traffic: Mover) -> None:
         super().touch(traffic)

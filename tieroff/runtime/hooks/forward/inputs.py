@@ -73,6 +73,11 @@ def storages_of(values: Any) -> set[int]:
     return {storage._cdata for storage in storages_in(values)}
 
 
+def elements_in(values: Any) -> int:
+    """Returns how many elements the tensors in a nested structure have."""
+    return sum(leaf.numel() for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
+
+
 def shapes_of(values: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of all tensors and arrays in a nested structure, and in attributes of objects there.
 

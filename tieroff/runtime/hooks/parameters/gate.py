@@ -32,6 +32,7 @@ from tieroff.runtime.execution.fetch import ParameterFetch
 from tieroff.runtime.hooks.parameters.casting import Casts
 from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.hooks.parameters.mint import Mints
+from tieroff.runtime.items.hollow import is_below, restore_class
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
 from tieroff.runtime.step.quiet import NOTHING, Quiet
 from tieroff.runtime.tensors import bytes_of
@@ -154,6 +155,10 @@ class Gate:
 
     def _where_it_lies(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
         """Returns what a thread beside the step gets for a home: itself, which is not moved while the thread may use it."""
+        if item is not None and item.is_shown_below and is_below(home):
+            with self._context.state.lock:  # between two passes; compiled code is guarded by the class
+                item.reaches_data(self._context.traffic)
+                restore_class(item)
         if item is not None and item.is_shown_below and not self.beside.count:
             with self._context.state.lock:
                 item.readers += 1
