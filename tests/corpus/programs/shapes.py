@@ -1,0 +1,213 @@
+"""Inputs, layouts and kinds of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, update
+from tests.corpus.run import Program, stranger
+
+STEPS = 9
+
+
+@stranger()
+def static_buffers_for_inputs(p: Program) -> None:
+    """As for graphs of a device: each batch is copied into the same memory."""
+    model = Mlp().to(p.device)
+    optimizer = adamw(model)
+    x = torch.zeros(6, 32, device=p.device)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        x.copy_(p.rows(index, 6, 32))
+        loss = model(x).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def channels_last(p: Program) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 8)).to(p.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 3, 3, 8, 8).contiguous(memory_format=torch.channels_last)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters(), *model.buffers())
+
+
+@stranger()
+def transposed_parameters(p: Program) -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter((torch.randn(32, 32) / 6).t()) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            for weight in self.weights:
+                x = x + torch.tanh(x @ weight)
+            return x
+
+    model = Transposed().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    scale: float
+
+
+@stranger()
+def batches_in_objects(p: Program) -> None:
+    class Net(Mlp):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(batch.x * batch.scale)
+
+    model = Net().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(Batch(p.rows(index, 6, 32), 0.5)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger(needs_host=True)
+def sparse_neighbours(p: Program) -> None:
+    class Graph(Mlp):
+        def forward(self, x: torch.Tensor, neighbours: Any = None) -> Any:
+            for layer in self.layers:
+                x = x + torch.tanh(neighbours @ layer(x))
+            return x
+
+    model = Graph().to(p.device)
+    optimizer = adamw(model)
+    neighbours = (torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) > 0.7).float().to_sparse()
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 12, 32), neighbours).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def mixed_precision(p: Program) -> None:
+    model = LM(layers=2).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        ids = p.tokens(index, 3, 12)
+        with torch.autocast(p.device.type, dtype=torch.bfloat16, cache_enabled=False):
+            loss = cross_entropy(model(ids), ids)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def lengths_that_vary(p: Program) -> None:
+    model = LM(layers=2).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS + 3):
+        ids = p.tokens(index, 3, (14, 9, 12)[index % 3] if index else 14)
+        loss = cross_entropy(model(ids), ids)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def recurrent_layers(p: Program) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(16, 24, 2), nn.Linear(24, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.rnn(x)[0])
+
+    model = Recurrent().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 5, 4, 16)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def outputs_in_place(p: Program) -> None:
+    class InPlace(Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            for layer in self.layers:
+                h = layer(x)
+                h.add_(x).relu_()
+                x = h
+            return x
+
+    model = InPlace().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def momentum_encoder(p: Program) -> None:
+    """A second encoder follows the first inside forward, and a queue of its outputs is a buffer."""
+
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = Mlp(32, 2), Mlp(32, 2).requires_grad_(False)
+            self.register_buffer("queue", torch.randn(12, 32))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            q = self.query(x)
+            with torch.no_grad():
+                for k, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                    k.data.mul_(0.9).add_(other.data, alpha=0.1)
+                k = self.key(x)
+                queue: Any = self.queue
+                seen = queue.clone()
+                queue.copy_(torch.cat((k, seen))[: len(seen)])
+            return torch.log_softmax(q @ torch.cat((k, seen)).t(), -1)
+
+    model = Contrast().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = -model(p.rows(index, 4, 32)).diagonal().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters(), *model.buffers())
