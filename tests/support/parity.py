@@ -386,7 +386,6 @@ def run_wrapped(
     `peaks` gets the peak of each step's device bytes, by a count that is not the engine's, before `after_step` is called.
     """
     peaks = [] if peaks is None else peaks
-    gc.collect()  # of what others have left
     taken = DeviceBytes(backend.device)
     trainer = Trainer(workload, backend.device, **options)
     tieroff.wrap(trainer.model, trainer.optimizer, config, backend=backend)

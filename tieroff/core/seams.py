@@ -102,6 +102,9 @@ class Recorder(Protocol):
     def made(self, storages: Iterable[object]) -> None:
         """User code has these storages by now, which no op was seen to make: inputs of the next step."""
 
+    def stands(self, storages: Iterable[object]) -> None:
+        """These are on the device in all of every step, whether or not an op was seen to use or make them."""
+
     def read(self, key: Hashable) -> None:
         """The running op reads the subject's bytes on the device, in code that is not watched."""
 

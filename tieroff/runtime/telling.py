@@ -16,6 +16,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.collectives import collectives_here
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.lifecycle.steps import Steps
+from tieroff.runtime.lifecycle.unmanaged import unmanaged
 from tieroff.runtime.step.kinds import StepKind
 
 
@@ -53,8 +54,16 @@ class Telling:
         leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
         may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
         allocator = self._custody.backend.allocated_most()
-        step = Explained(trace, plan, measured, self._custody.unmoved_by_reason(), is_cpu, compute_type, may_update, allocator)
+        unmoved = self._custody.unmoved_by_reason()
+        step = Explained(trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged())
         return "\n".join(explain(step, detail=detail))
+
+    def _unmanaged(self) -> dict[str, int]:
+        """Returns the bytes that stay on the device whatever a plan says, by why."""
+        found: dict[str, int] = {}
+        for one in unmanaged(self._custody):
+            found[one.why] = found.get(one.why, 0) + one.tensor.untyped_storage().nbytes()
+        return found
 
     def run(self) -> Run:
         """Returns what the last planned step was and did.

@@ -175,8 +175,13 @@ class StepRecorder(TorchDispatchMode):
     def made(self, storages: Iterable[object]) -> None:
         # Before the sweep: nobody knows when between the update and now other storages died, so they count beside these.
         for storage in self._followed(storages):
-            self._life_of(storage)
+            life, is_new = self._life_of(storage)
+            life.is_next |= is_new
         self._now += 1
+
+    def stands(self, storages: Iterable[object]) -> None:
+        for storage in self._followed(storages):
+            self._life_of(storage)[0].birth = 0
 
     def read(self, key: Hashable) -> None:
         found = next((life for life in reversed(self._by_key.get(key, ())) if not life.is_below), None)

@@ -106,7 +106,8 @@ def test_deaths_are_seen_whoever_held_the_tensor_last() -> None:
 
     graph: list[torch.Tensor] = []
     steps = (saved_by_autograd, lambda: None, lambda: graph.pop().backward(), lambda: None)
-    assert transients(*steps)[1:4:2] == [2, 2]  # the weight and what is saved; the weight and its gradient
+    # The weight, what is saved, and the gradient that the step before has left; the weight and its gradient.
+    assert transients(*steps)[1:4:2] == [3, 2]
 
 
 def test_data_loading_after_a_backward_is_not_the_steps_until_the_step_uses_it() -> None:
@@ -126,7 +127,25 @@ def test_data_loading_after_a_backward_is_not_the_steps_until_the_step_uses_it()
     finally:
         recorder.stop()
     trace = recorder.finish([], [0] * 3, "test")
-    assert [op.transient_bytes // MIB for op in trace.ops] == [2, 2, 2]  # the gradient and the batch
+    # The gradient and the batch; while the first is made anew, that of the step before is there too.
+    assert [op.transient_bytes // MIB for op in trace.ops] == [3, 2, 2]
+
+
+def test_what_is_left_at_the_end_is_there_as_the_next_step_begins_until_its_like_is_made() -> None:
+    kept: list[torch.Tensor] = []
+    assert transients(lambda: None, lambda: kept.append(mib()), lambda: None) == [1, 2, 1]
+
+
+def test_what_stands_is_there_all_the_time() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start()
+    unused = mib()
+    recorder.event("op", "forward")
+    recorder.event("op", "optimizer")
+    state = mib()
+    recorder.stop()
+    recorder.stands(tensor.untyped_storage() for tensor in (state, unused))
+    assert [op.transient_bytes // MIB for op in recorder.finish([], [0] * 2, "test").ops] == [2, 2]
 
 
 def test_inputs_of_the_next_step_count_in_the_last_op_beside_what_was_left() -> None:

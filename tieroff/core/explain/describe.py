@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tieroff.core.explain.staying import held, not_managed
 from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import TensorClass, Tier
@@ -39,6 +40,7 @@ class Explained:
         may_update_in_backward: the optimizer could be stepped in backward but is not, and user code used no gradients.
         allocator: of an accelerator: the most bytes that PyTorch's allocator took of the device, and the most that tensors had
             of them; None on the CPU.
+        unmanaged: why tensors stay on the device whatever a plan says -> their bytes.
     """
 
     trace: Trace
@@ -49,18 +51,21 @@ class Explained:
     compute_type: str = ""
     may_update_in_backward: bool = False
     allocator: tuple[int, int] | None = None
+    unmanaged: Mapping[str, int] = field(default_factory=dict)
 
 
 def explain(step: Explained, *, detail: bool = False) -> list[str]:
     """Returns five lines: what fits, what moved and where, what it costs, exactness, and what did not move.
 
-    Where the device's memory lies in pieces, a sixth line says what to set.
+    Lines follow on what the program holds on the device and what is not managed, with bytes, where there is some, and on
+    memory that lies in pieces, with what to set.
 
     Args:
         step: the step.
         detail: adds the lines of `describe`.
     """
     lines = [fit(step.trace, step.plan), _moved(step.trace, step.plan), _cost(step), exactness(step), _left_alone(step)]
+    lines += held(step.trace, step.plan) + not_managed(step.unmanaged)
     if step.allocator is not None:
         lines += fragmentation(*step.allocator)
     if detail:

@@ -15,6 +15,7 @@ from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
 from tieroff.runtime.hooks.forward.inputs import storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
+from tieroff.runtime.lifecycle.unmanaged import unmanaged
 from tieroff.runtime.step.communication import with_communication
 from tieroff.runtime.step.executable import sums_no_gradients
 from tieroff.runtime.step.recorded import Recorded, is_updated, update_of
@@ -88,6 +89,7 @@ class TracedStep:
         custody, record = self._custody, self._custody.executor.state.record
         keys, recorder = tuple(record.keys), self._recorder
         subjects = self._subjects(is_updated=is_updated(keys))
+        recorder.stands(one.tensor.untyped_storage() for one in unmanaged(custody))
         if advice := "; ".join(filter(None, (advice_of(custody.model), custody.executor.shards.advice))):
             recorder.meta["advice"] = advice
         trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)

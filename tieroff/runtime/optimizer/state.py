@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
@@ -208,7 +209,7 @@ class OptimizerState:
                 known.detach(context.traffic)
                 del self._items[id(param), key]
             size_bytes = local_bytes(tensor)
-            if size_bytes < self._min_bytes or tensor.device != device or why_unmovable(tensor):
+            if tensor.device != device or self._why_kept(tensor):
                 continue
             tier = context.traffic.spill.tier_for(size_bytes)
             name = self._name_of(id(param), key)
@@ -220,6 +221,21 @@ class OptimizerState:
             context.state.record.bind(item, is_new=False)
             adopted.append(item)
         return adopted
+
+    def unmanaged(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yields (name, why, tensor) of the state on the device that is not under the engine's care."""
+        bucket = [param for group in self._optimizer.param_groups for param in group["params"]]
+        self._buckets.all()  # positions, for names
+        for param, key, tensor in self.tensors_of(bucket):
+            known = self._items.get((id(param), key))
+            if known is None or known.tensor is not tensor:
+                yield self._name_of(id(param), key), self._why_kept(tensor), tensor
+
+    def _why_kept(self, tensor: torch.Tensor) -> str:
+        """Returns why a state tensor on the device stays there, or "" where it can move."""
+        if not self._is_covered:
+            return "optimizer state is not covered"
+        return "smaller than min_bytes" if local_bytes(tensor) < self._min_bytes else why_unmovable(tensor)
 
     def _name_of(self, param: int, key: str) -> str:
         owner = self._context.homes.names.get(param)

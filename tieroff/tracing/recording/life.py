@@ -1,4 +1,11 @@
-"""The life of a storage, from its first sight to its death, as the recorder follows it."""
+"""The life of a storage, from its first sight to its death, as the recorder follows it.
+
+[Note: the ring closes]
+The step is a ring: what is alive as it ends is there as the next one begins. A subject's tensor says so by itself. Of
+everything else, what stands (state that is not moved, buffers) is there all the time, whenever in the recorded step it was
+made. What user code still holds, its last outputs say, is there until the next step has made its like, and beside that for a
+moment: a name is given its new value before the old one goes.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +20,20 @@ from tieroff.core.tensor import allocated_bytes
 
 
 class Life:
-    """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write."""
+    """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write.
 
-    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "keys", "reads", "size_bytes", "writes")
+    Attributes:
+        is_next: it is the next step's, whose like the recorded step had too: its inputs.
+    """
+
+    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "is_next", "keys", "reads", "size_bytes", "writes")
 
     def __init__(self, storage: torch.UntypedStorage, now: int, op: int) -> None:
         self.size_bytes = storage.nbytes()
         self.birth, self.birth_op = now, op
         self.death, self.death_op = -1, -1
         self.keys: list[Hashable] = []
-        self.is_below = False
+        self.is_below = self.is_next = False
         self.reads: set[int] = set()
         self.writes: set[int] = set()
 
@@ -75,6 +86,9 @@ def transient_bytes(
         born[life.birth] += size_bytes
         if life.death >= 0:
             dead[life.death] += size_bytes
+        elif life.birth > 0 and not life.is_next:  # see [Note: the ring closes]
+            born[0] += size_bytes
+            dead[life.birth] += size_bytes
     peaks = [0] * len(starts)
     total, op = 0, 0
     for instant in range(now + 1):

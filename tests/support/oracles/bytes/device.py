@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import hashlib
 import os
 import subprocess
@@ -38,6 +39,7 @@ class DeviceBytes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        gc.collect()  # what others have left would die in between
         if device.type == "cpu":
             self._base_bytes = int(_counting().bytes_live())
         else:
