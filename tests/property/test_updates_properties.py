@@ -133,7 +133,14 @@ def _settings(count: int) -> settings:
 @_settings(100)
 @given(
     case=cases() | cases().map(lambda case: _scaled(*case)),
-    caps=st.sampled_from((IDEAL_EXECUTOR, replace(IDEAL_EXECUTOR, splits=False, min_bytes=10))),
+    caps=st.sampled_from(
+        (
+            IDEAL_EXECUTOR,
+            replace(IDEAL_EXECUTOR, splits=False, min_bytes=10),
+            replace(IDEAL_EXECUTOR, updates_cross=False),
+            replace(IDEAL_EXECUTOR, wraps=False, splits=False, gradient_follows_parameter=True),
+        )
+    ),
 )
 def test_every_plan_of_an_updated_problem_is_one_of_the_first(case: tuple[Trace, _Budget, Machine], caps: Capabilities) -> None:
     trace, budget, machine = case

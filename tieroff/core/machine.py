@@ -28,6 +28,7 @@ LINK_NAMES = {
 _FLAGS = ("nvme_shares_host_link", "has_fp32_matrix_cores")
 _COUNTS = ("compute_units", "fp32_lanes_per_unit")
 _FIGURES = ("device_power_w", "process_nm")
+_PER_STATE_BYTE = 3.5  # of Adam: reads p, g, m, v and writes p, m, v, for the bytes of m and v
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -66,6 +67,8 @@ class Machine:
         move_host_s: seconds of the host that each transfer takes where the device computes meanwhile, 0 if unknown. See
             `counting_moves`.
         cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.
+        host_memory_bytes_per_s: what the host's memory reads and writes per second, all together, 0 if unknown. See
+            `update_bytes_per_s`.
         checksum_bytes_per_s: bytes that one core makes a checksum of per second, 0 if unknown.
         fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
             and fp16), in operations per second; 0 if unknown. Op times of a model that never ran come from these.
@@ -103,6 +106,7 @@ class Machine:
     move_compute_s: float = 0.0
     move_host_s: float = 0.0
     cpu_update_bytes_per_s: int = 0
+    host_memory_bytes_per_s: int = 0
     checksum_bytes_per_s: int = 0
     fp32_flops_per_s: float = 0.0
     bf16_flops_per_s: float = 0.0
@@ -143,6 +147,19 @@ class Machine:
                 f"expected peer_bytes_per_s in machine {self.name!r}, the bandwidth between devices, but it is missing: add it"
             )
         return (*found, *found[-1:] * (dimensions - len(found)))[-dimensions:] if dimensions else ()
+
+    @property
+    def update_bytes_per_s(self) -> int:
+        """Bytes of optimizer state that the CPU updates per second while copies go both ways; 0 if unknown.
+
+        Copies and updates share the host's memory. A copy takes each byte once there; an update takes `_PER_STATE_BYTE` per
+        byte of state. Copies are served first: they are few large requests, and what waits for them waits at once.
+        """
+        if not self.host_memory_bytes_per_s:
+            return self.cpu_update_bytes_per_s
+        copied = round((self.d2h_bytes_per_s + self.h2d_bytes_per_s) * self.duplex_share)
+        left = max(0, self.host_memory_bytes_per_s - copied)
+        return min(self.cpu_update_bytes_per_s, int(left / _PER_STATE_BYTE))
 
     def link(self, source: Tier, target: Tier) -> Link:
         """Returns the link from one tier to another.

@@ -28,9 +28,9 @@ WHOLE = 0
 class Residency:
     """Bytes of a tensor are held in a tier over the half-open op interval [start, stop).
 
-    `0 <= start < n` and `start < stop <= start + n` for a ring of n ops; `stop > n` wraps into the next step. Bytes of
-    a persistent tensor that never leave a tier have `(0, n)` there. The bytes are [first_byte, stop_byte) of the
-    tensor; `stop_byte` WHOLE means up to its end.
+    `0 <= start < n` and `start < stop <= start + n` for a ring of n ops; `stop > n` wraps into the next step, also of a
+    gradient in HOST that an update there reads until then. Bytes of a persistent tensor that never leave a tier have
+    `(0, n)` there. The bytes are [first_byte, stop_byte) of the tensor; `stop_byte` WHOLE means up to its end.
     """
 
     tensor: int
@@ -124,6 +124,8 @@ class Capabilities:
         recompute: modules can be recomputed.
         repeats_ops: single ops can be (`Plan.repeats`).
         updates_on_host: the CPU can run ops of the optimizer (`Plan.host_updates`).
+        updates_cross: such updates may end in the next step, with the host copies of the gradients that they read, and loads
+            of what they wrote may cross the step's end.
         splits: parts of a tensor move on their own.
         min_bytes: smaller tensors stay on the device.
         granule_bytes: room below is taken in multiples of this, and parts of tensors are cut at its multiples.
@@ -137,12 +139,15 @@ class Capabilities:
     recompute: bool = True
     repeats_ops: bool = False
     updates_on_host: bool = False
+    updates_cross: bool = False
     splits: bool = False
     min_bytes: int = 0
     granule_bytes: int = 1
 
 
-IDEAL_EXECUTOR = Capabilities(wraps=True, moves_host_nvme=True, repeats_ops=True, updates_on_host=True, splits=True)
+IDEAL_EXECUTOR = Capabilities(
+    wraps=True, moves_host_nvme=True, repeats_ops=True, updates_on_host=True, updates_cross=True, splits=True
+)
 """All that a plan can say: what published policies are compared under, whatever runs their plans."""
 
 RUNTIME_EXECUTOR = Capabilities(late_evictions=True, gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)

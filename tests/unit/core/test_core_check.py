@@ -491,7 +491,7 @@ def test_update_across_the_end_needs_an_executor_that_wraps() -> None:
     moves = (Transfer(3, DEVICE, HOST, 6, 6, 0), Transfer(2, HOST, DEVICE, 2, 2, 0), Transfer(3, HOST, DEVICE, 5, 5, 1))
     plan = replace(plan, transfers=moves, host_updates=(HostUpdate(6, 6, 8, 1),))
     with pytest.raises(InvalidPlanError, match="across the end of the step"):
-        check(plan, _CHAIN, replace(IDEAL_EXECUTOR, wraps=False))
+        check(plan, _CHAIN, replace(IDEAL_EXECUTOR, wraps=False, updates_cross=False))
 
 
 def test_capability_tier_is_checked() -> None:

@@ -10,9 +10,10 @@ import pytest
 from tieroff.core.check.plan import check
 from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.machine import Machine
-from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, HostUpdate, Repeat, Residency, Transfer
+from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
+from tieroff.errors import InvalidPlanError
 from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
@@ -60,7 +61,7 @@ def test_the_cpu_updates_where_that_is_faster_by_an_exact_amount() -> None:
 
 def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:
     machine = replace(_MACHINE, cpu_update_bytes_per_s=10**9 // 2)
-    assert find_buckets(_problem(machine=machine)) == []
+    assert [bucket.cpu_ns for bucket in find_buckets(_problem(machine=machine))] == [200]
     assert plan_auto(_problem(machine=machine)).host_updates == ()
 
 
@@ -106,8 +107,7 @@ def test_which_buckets_the_cpu_can_update(trace: Trace, reason: str) -> None:
     "caps",
     [
         replace(IDEAL_EXECUTOR, updates_on_host=False),
-        replace(IDEAL_EXECUTOR, wraps=False),
-        replace(IDEAL_EXECUTOR, gradient_follows_parameter=True),
+        replace(IDEAL_EXECUTOR, wraps=False, updates_cross=False),
         replace(IDEAL_EXECUTOR, tiers=(Tier.NVME,)),
         RUNTIME_EXECUTOR,
     ],
@@ -163,6 +163,66 @@ def test_an_update_is_awaited_while_the_cpu_runs_the_next_one() -> None:
     # Backward, two gradients out one after the other, two updates, and the load of the second parameter: 10 ns each.
     assert [(u.issue_at, u.ready_by) for u in plan.host_updates] == [(2, 3), (3, 4)]
     assert plan.step_ns == 100 + 10 + 20 + 20 + 10
+
+
+# Its parameter is used late, so that the update has the begin of the next step to end in.
+_LATE = Trace((Op("data", 100), *_OPS), _TENSORS)
+_SLOW_CPU = replace(_MACHINE, cpu_update_bytes_per_s=10**9)
+_CROSSING = replace(IDEAL_EXECUTOR, wraps=False, splits=False)
+
+
+@pytest.mark.parametrize("caps", [IDEAL_EXECUTOR, _CROSSING, replace(_CROSSING, gradient_follows_parameter=True)])
+def test_an_update_may_end_in_the_next_step(caps: Capabilities) -> None:
+    """The gradient goes out in 10 ns, the CPU updates beside the next step's first op, the parameter comes back in 10 ns."""
+    plan = plan_auto(_problem(_LATE, caps=caps, machine=_SLOW_CPU))
+    check(plan, _LATE, caps)
+    assert plan.host_updates == (HostUpdate(3, 3, 4 + 1, 100),)
+    assert plan.step_ns == 100 + 50 + 50 + 10 + 10
+    assert Residency(2, HOST, 3, 4 + 1) in plan.residencies
+    within = replace(caps, updates_cross=False, wraps=True)
+    assert plan_auto(_problem(_LATE, caps=within, machine=_SLOW_CPU)).step_ns > plan.step_ns + 50
+
+
+def _refused(plan: Plan, caps: Capabilities) -> str:
+    with pytest.raises(InvalidPlanError) as caught:
+        check(plan, _LATE, caps)
+    return str(caught.value.rule)
+
+
+def test_a_gradient_whose_room_is_given_away_before_its_update_ends_is_refused() -> None:
+    plan = plan_auto(_problem(_LATE, caps=_CROSSING, machine=_SLOW_CPU))
+
+    def with_gradient_until(stop: int) -> Plan:
+        found = [replace(r, stop=stop) if (r.tensor, r.tier) == (2, HOST) else r for r in plan.residencies]
+        return replace(plan, residencies=tuple(found))
+
+    check(with_gradient_until(5), _LATE, _CROSSING)
+    assert _refused(with_gradient_until(4), _CROSSING) == "host_update"
+    assert _refused(with_gradient_until(6), _CROSSING) == "range"  # nothing reads it any more
+    assert _refused(plan, replace(_CROSSING, updates_cross=False)) == "range"
+    assert _refused(plan, replace(_CROSSING, updates_on_host=False)) == "capability"
+
+
+def test_only_what_an_update_wrote_may_come_back_across_the_end() -> None:
+    plan = plan_auto(_problem(_LATE, caps=_CROSSING, machine=_SLOW_CPU))
+    across = Transfer(0, DEVICE, HOST, 3, 5, 0)
+    assert _refused(replace(plan, transfers=(*plan.transfers, across)), _CROSSING) == "capability"
+
+
+def test_the_cpu_updates_with_what_copies_leave_of_the_host_memory() -> None:
+    machine = replace(_MACHINE, host_memory_bytes_per_s=9 * 10**9)
+    assert machine.update_bytes_per_s == 2 * 10**9  # 9 less 1 each way, 3.5 per byte of state
+    assert replace(machine, duplex_share=0.5).update_bytes_per_s == int(8e9 / 3.5)
+    assert replace(machine, host_memory_bytes_per_s=10**11).update_bytes_per_s == machine.cpu_update_bytes_per_s
+    assert [bucket.cpu_ns for bucket in find_buckets(_problem(machine=machine))] == [50]
+    assert find_buckets(_problem(machine=replace(machine, host_memory_bytes_per_s=2 * 10**9))) == []
+
+
+def test_a_parameter_with_another_gradient_stays_where_gradients_follow() -> None:
+    tensors = (*_TENSORS, Tensor("g, too", 10, TensorClass.GRADIENT, owner=0))
+    ops = (_OPS[0], replace(_OPS[1], writes=(2, 4)), _OPS[2], Op("log", 1, (4,)))
+    assert len(find_buckets(_problem(Trace(ops, tensors)))) == 1
+    assert find_buckets(_problem(Trace(ops, tensors), caps=replace(_CROSSING, gradient_follows_parameter=True))) == []
 
 
 def test_parts_of_a_parameter_are_loaded_after_its_update_alone() -> None:

@@ -44,6 +44,16 @@ class _Check:
         self._n = len(ring.ops)
         self._residencies: dict[int, list[Residency]] = defaultdict(list)
         self._transfers: dict[int, list[Transfer]] = defaultdict(list)
+        # Until when updates on the host use a tensor, on the line [0, 2 n]; what they write.
+        self._updated_until: dict[int, int] = {}
+        self._updated: set[int] = set()
+        for update in plan.host_updates:
+            if not 0 <= update.op < self._n:
+                continue  # refused by its own rule
+            op = ring.ops[update.op]
+            self._updated.update(op.writes)
+            for tensor in (*op.reads, *op.writes):
+                self._updated_until[tensor] = max(update.ready_by, self._updated_until.get(tensor, 0))
 
     def run(self) -> None:
         """Applies all rules; those that later ones rely on come first."""
@@ -61,7 +71,8 @@ class _Check:
         self._check_capabilities(uses)
         self._check_ranks()
         for index, own in enumerate(uses):
-            can_wrap = self._capabilities.wraps or (self._leaves_late(index) and self._is_idle_at_begin(index, own))
+            is_late = self._leaves_late(index) and self._is_idle_at_begin(index, own)
+            can_wrap = self._capabilities.wraps or is_late or self._comes_back_updated(index)
             part = TensorCheck(self._n, own, can_wrap=can_wrap)
             part.run(self._residencies[index], self._transfers[index])
         check_bytes(plan, self._ring, self._capabilities.granule_bytes)
@@ -87,8 +98,13 @@ class _Check:
         self._check_range(r)
         if not (0 <= r.start < n and r.start < r.stop <= r.start + n):
             refuse(Rule.RANGE, f"expected 0 <= start < {n} and start < stop <= start + {n}, got {r}")
-        if r.stop > n and not self._ring.tensors[r.tensor].is_persistent:
+        if r.stop > n and not self._ring.tensors[r.tensor].is_persistent and not self._outlives_step(r):
             refuse(Rule.RANGE, f"expected a tensor that is not persistent to end with the step, got {r}")
+
+    def _outlives_step(self, r: Residency) -> bool:
+        """True for a stay in the host that lasts no longer than an update there that crosses the step's end."""
+        is_read = r.stop <= self._updated_until.get(r.tensor, 0)
+        return self._capabilities.updates_cross and r.tier is Tier.HOST and is_read
 
     def _check_transfer(self, t: Transfer) -> None:
         n = self._n
@@ -153,8 +169,7 @@ class _Check:
                 refuse(Rule.CAPABILITY, f"the executor moves nothing between host and nvme: {t}")
         windows: list[Transfer | HostUpdate] = [*plan.transfers, *plan.host_updates]
         for item in windows:
-            is_late = isinstance(item, Transfer) and item.source is Tier.DEVICE and self._leaves_late(item.tensor)
-            if item.ready_by > self._n and not can.wraps and not is_late:
+            if item.ready_by > self._n and not can.wraps and not self._may_cross(item):
                 refuse(Rule.CAPABILITY, f"the executor has nothing under way across the end of the step: {item}")
         for index in sorted(self._moved()):
             tensor = self._ring.tensors[index]
@@ -170,6 +185,18 @@ class _Check:
             refuse(Rule.CAPABILITY, f"the executor updates nothing on the host: {plan.host_updates[0]}")
         if can.gradient_follows_parameter:
             self._check_gradients(uses)
+
+    def _may_cross(self, item: Transfer | HostUpdate) -> bool:
+        """True for what may be under way as the step ends where nothing else may."""
+        if isinstance(item, HostUpdate):
+            return self._capabilities.updates_cross
+        if item.source is Tier.DEVICE:
+            return self._leaves_late(item.tensor)
+        return item.source is Tier.HOST and item.target is Tier.DEVICE and self._comes_back_updated(item.tensor)
+
+    def _comes_back_updated(self, index: int) -> bool:
+        """True for a tensor that an update on the host writes, and whose loads may cross the step's end."""
+        return self._capabilities.updates_cross and index in self._updated
 
     def _leaves_late(self, index: int) -> bool:
         """True for a tensor that the executor lets go in the next step."""

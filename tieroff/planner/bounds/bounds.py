@@ -140,7 +140,10 @@ def _in_scope(problem: Problem, scope: Scope) -> Problem:
     if not scope.host_updates or not any(op.phase == "optimizer" for op in problem.trace.ops):
         return problem
     trace = _without_updates(problem.trace)
-    return make_problem(trace, problem.machine, problem.budget, problem.capabilities, problem.effort)
+    # Gradients of what the host updates leave on their own, and its parameters come back across the step's end.
+    can = problem.capabilities
+    free = replace(can, gradient_follows_parameter=False, wraps=can.wraps or can.updates_cross)
+    return make_problem(trace, problem.machine, problem.budget, free, problem.effort)
 
 
 def _without_updates(trace: Trace) -> Trace:

@@ -13,8 +13,9 @@ Its tensors are of three kinds:
 
 So the choice of buckets turns a problem into another one of the same kind: the op takes no time and touches nothing, its
 state is gone, its gradients end once they are copied out, its parameters are never written, and the host has so much less
-room. Ticks and memory of its plans are those of the first; `Updated.plan` adds the copies of gradients, the updates, and
-the loads of parameters, which may not begin before the update is awaited.
+room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and memory of its
+plans are those of the first; `Updated.plan` adds the copies of gradients, the updates, and the loads of parameters, which may
+not begin before the update is awaited.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
@@ -35,7 +37,8 @@ from tieroff.planner.simulate.options import rerank
 from tieroff.planner.simulate.simulator import simulate
 from tieroff.units import NS_PER_S
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the time that may be updated on the host; the share that balances both sides is tried too
+# Of the time that may be updated on the host, in order of trial; the share that balances both sides comes after the second.
+_SHARES = (1.0, 0.8, 0.6, 0.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +120,20 @@ class Updated:
         return returns
 
     def _awaits(self, *, is_late: bool) -> list[int]:
-        """Returns the tick at which each update is awaited: in order, within the step, before its parameters are due."""
-        n, starts = self.original.op_count, self.problem.starts_ns
-        last = [n] * len(self.buckets)
+        """Returns the tick at which each update is awaited, on the line [0, 2 n]: in order, before its parameters are due.
+
+        Where updates may not cross the step's end, that is the last tick. No gradient's copy meets the next step's.
+        """
+        n, starts = self.original.op_count, self._two_steps_ns
+        crosses = self.original.capabilities.updates_cross
+        last = [b.op + n if crosses else n for b in self.buckets]
+        for number, bucket in enumerate(self.buckets):
+            # A copy that is awaited as it is issued comes before the room of the one before ends at the same tick.
+            last[number] = min([last[number], *(self.copies[g].issue_at + n - 1 for g in bucket.gradients)])
         for back in self._returns.values():
             last[back.bucket] = min(last[back.bucket], back.due)
+        # The last of a step is awaited before the first of the next one is served again.
+        last = [min(limit, self.buckets[0].op + n) for limit in last]
         for number in range(len(last) - 1, 0, -1):
             last[number - 1] = min(last[number - 1], last[number])
         ticks: list[int] = []
@@ -131,6 +143,12 @@ class Updated:
             done = int(np.searchsorted(starts, min(free_ns, int(starts[-1])))) if is_late else 0
             ticks.append(min(limit, max(done, bucket.op + 1, *ticks[-1:])))
         return ticks
+
+    @cached_property
+    def _two_steps_ns(self) -> npt.NDArray[np.int64]:
+        """When each tick of the line [0, 2 n] is, with nothing moved."""
+        starts = self.problem.starts_ns
+        return np.concatenate([starts, starts[1:] + starts[-1]])
 
     def _plan(self, plan: Plan, awaits: list[int]) -> Plan:
         count = self.original.op_count
@@ -236,14 +254,15 @@ def _runs(trace: Trace) -> list[list[int]]:
 def can_update(problem: Problem) -> bool:
     """True when the executor updates on the host, the machine says how fast, and there is host memory."""
     can = problem.capabilities
-    is_free = can.wraps and not can.gradient_follows_parameter  # parameters come back across the step's end
-    return can.updates_on_host and is_free and problem.machine.cpu_update_bytes_per_s > 0 and Tier.HOST in problem.tiers
+    returns = can.wraps or can.updates_cross  # parameters come back across the step's end
+    return can.updates_on_host and returns and problem.machine.update_bytes_per_s > 0 and Tier.HOST in problem.tiers
 
 
 def find_buckets(problem: Problem) -> list[Bucket]:
-    """Returns the buckets that the CPU can update in less time than it takes to move their state, in order of op.
+    """Returns the buckets that the CPU can update, in order of op.
 
-    What moves instead of the state counts on the CPU's side: gradients go out, parameters come back.
+    Also those that it updates in more time than the links take to move their state: it works beside them, so the fastest step
+    may give each side a share.
     """
     if not can_update(problem):
         return []
@@ -259,15 +278,22 @@ def find_buckets(problem: Problem) -> list[Bucket]:
         state, parameters, gradients = (
             tuple(t for t in own if kinds[t] == kind) for kind in ("state", "parameter", "gradient")
         )
-        out, back = problem.links(Tier.HOST)
-        held, sent, returned = (sum(map(problem.size_bytes, some)) for some in (state, gradients, parameters))
         counted = sum(problem.size_bytes(t) for t in own if problem.trace.tensors[t].kind is TensorClass.OPTIMIZER)
-        cpu_ns = -(-counted * NS_PER_S // problem.machine.cpu_update_bytes_per_s)
-        device_ns = out.transfer_ns(held) + back.transfer_ns(held) + op.duration_ns
-        if counted and cpu_ns + out.transfer_ns(sent) + back.transfer_ns(returned) < device_ns:
-            moved_ns = max(out.transfer_ns(held), back.transfer_ns(held))
+        if counted and _has_its_gradients(problem, parameters, gradients):
+            cpu_ns = -(-counted * NS_PER_S // problem.machine.update_bytes_per_s)
+            held = sum(map(problem.size_bytes, state))
+            moved_ns = max(link.transfer_ns(held) for link in problem.links(Tier.HOST))
             found.append(Bucket(index, state, parameters, gradients, cpu_ns, moved_ns))
     return found
+
+
+def _has_its_gradients(problem: Problem, parameters: tuple[int, ...], gradients: tuple[int, ...]) -> bool:
+    """True where gradients need not follow their parameters below, or do so by the bucket's own copies."""
+    if not problem.capabilities.gradient_follows_parameter:
+        return True
+    tensors, own = problem.trace.tensors, set(parameters)
+    owned = {i for i, tensor in enumerate(tensors) if tensor.kind is TensorClass.GRADIENT and tensor.owner in own}
+    return owned == {gradient for gradient in gradients if tensors[gradient].owner >= 0}
 
 
 def _kind(problem: Problem, tensor: int, runs: list[int], op: int) -> str:
@@ -298,7 +324,8 @@ def update(problem: Problem, buckets: list[Bucket]) -> Updated:
         holds = tuple(hold for hold in trace.tensors[tensor].holds if hold != (op, op + 1))
         changed = replace(trace.tensors[tensor], holds=holds)
         if tensor in copies:
-            changed = replace(changed, is_movable=False, lives_until=copies[tensor].ready_by)
+            # It leaves on its own, whatever becomes of its parameter.
+            changed = replace(changed, is_movable=False, lives_until=copies[tensor].ready_by, owner=-1)
         elif tensor in states:
             changed = replace(changed, is_movable=False)
         tensors[tensor] = changed
@@ -352,9 +379,9 @@ def _last_write(life: Lifetime, op: int) -> int:
 def updated_problems(problem: Problem, count: int) -> Iterator[Updated]:
     """Yields at most `count` problems in which the CPU updates buckets, each with others.
 
-    The first has all buckets that gain time; the next keeps the CPU busy for as long as the links carry the state of the
-    others. Within a problem the buckets that the step reaches first go first, since the CPU updates them while the device
-    computes. Buckets for which the host has no room are left out.
+    The first has all buckets, the others smaller shares; one of those keeps the CPU busy for as long as the links carry the
+    state of the others. Within a problem the buckets that the step reaches first go first, since the CPU updates them while
+    the device computes. Buckets for which the host has no room are left out.
     """
     buckets: list[Bucket] = []
     for bucket in find_buckets(problem):
@@ -363,7 +390,7 @@ def updated_problems(problem: Problem, count: int) -> Iterator[Updated]:
     cpu_ns, moved_ns = sum(b.cpu_ns for b in buckets), sum(b.moved_ns for b in buckets)
     if not buckets:
         return
-    shares = (_SHARES[0], moved_ns / max(1, cpu_ns + moved_ns), *_SHARES[1:])
+    shares = (*_SHARES[:2], moved_ns / max(1, cpu_ns + moved_ns), *_SHARES[2:])
     seen: set[int] = set()
     for share in shares:
         taken, busy_ns = 0, 0
