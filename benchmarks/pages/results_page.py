@@ -316,6 +316,19 @@ def _updates(name: str) -> str:
     return table(heads, rows) + "\n\n" + conditions(found)
 
 
+def _update_bits(name: str) -> str:
+    found = load(name)
+    modes = list(dict.fromkeys(row["mode"] for row in found["rows"]))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found["rows"]:
+        shares = [(share, name) for name, (_, share) in row.get("found_out", {}).items()]
+        none = f"none ({min(shares)[1]}: {min(shares)[0]:.0e} differ)" if shares else row.get("refused", "none")
+        first = row["equal"][0] if row["equal"] else none
+        cells.setdefault((row["optimizer"], row["type"]), {})[row["mode"]] = first
+    lines = [(f"{optimizer}, {kind}", *(by_mode[mode] for mode in modes)) for (optimizer, kind), by_mode in cells.items()]
+    return table(("optimizer", *modes), lines) + "\n\n" + conditions(found)
+
+
 _TABLES: dict[str, Callable[[str], str]] = {
     "readme": _readme,
     "bench_step": _steps,
@@ -328,6 +341,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
     "bench_recompute": _recompute,
     "bench_scale": _scale,
     "bench_update": _updates,
+    "update_bits": _update_bits,
     "huge_pages": _huge_pages,
 }
 """By the beginning of the document's name; no key is the beginning of another one."""
