@@ -16,10 +16,12 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
 import tieroff
 from tests.support.parity import BACKENDS
+from tieroff.core.tensor import Tier
 from tieroff.errors import InfeasiblePlanError, StateError, StoreError
 from tieroff.runtime.hooks.parameters.gate import Gate
 
@@ -448,6 +450,14 @@ class OneRegion(Block):
     forward = torch.compiler.nested_compile_region(Block.forward)
 
 
+class Scanning(Block):
+    """Code that runs as it is inside a compiled call, op by op, and saves tensors between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed = associative_scan(torch.add, self.up(x), dim=0, combine_mode="generic")
+        return x + self.down(torch.tanh(summed))
+
+
 class Twice(nn.Module):
     def __init__(self, kind: type[Block]) -> None:
         super().__init__()
@@ -471,3 +481,16 @@ def test_higher_order_operators_run_in_recorded_steps(kind: type[Block], backend
 
     model, _ = check_equal(make, tmp_path, "cpu", budget="100%", min_bytes=0)
     tieroff.unwrap(model)
+
+
+def test_parameters_that_a_compiled_call_holds_are_in_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Twice(Scanning) for _ in range(3)))
+    for part in model:
+        part.compile(backend="eager")
+    train(model, wrap(model, tmp_path, budget="min", policy="auto", min_bytes=0), rows=2)
+    engine = tieroff.engine(model)
+    stats, planned_bytes = engine.stats(), engine.plan.peak_bytes[Tier.DEVICE]
+    tieroff.unwrap(model)
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert stats.peak_device_bytes <= planned_bytes

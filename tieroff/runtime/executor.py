@@ -145,6 +145,7 @@ class Executor:
     def abandon(self) -> None:
         """The step broke off with an exception: what is left of it is cleared; whatever was moved stays valid."""
         self._stop()
+        self.on_demand.abandon()
         self.runner.begin(None)  # items that come before the next step are in no plan
         self.traffic.forget_spares()
         self.traffic.backend.keep_freed(0)

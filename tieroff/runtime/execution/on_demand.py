@@ -22,8 +22,9 @@ device for the whole step stay as they are between steps.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from tieroff.core.seams import Foresight
 from tieroff.runtime.execution.experience import Experience
@@ -67,7 +68,7 @@ class OnDemand:
         self._kept: OrderedDict[int, Item] = OrderedDict()  # by id; the first to leave first
         self._known: dict[Hashable, Item] = {}
         self._strays: OrderedDict[int, HomeItem] = OrderedDict()  # by id, oldest first
-        self.pass_room_bytes = 0
+        self.pass_room_bytes = self._calls = 0
         self._resting: dict[int, ParameterItem] = {}  # by id; see [Note: passes between steps]
 
     @property
@@ -94,8 +95,26 @@ class OnDemand:
         if item in self._read:
             self._read.remove(item)
         self._read.append(item)
-        while len(self._read) > _READ_KEPT:
+        self._keep_few()
+
+    def _keep_few(self) -> None:
+        while len(self._read) > _READ_KEPT and not self._calls:
             self._put_away(self._read.popleft())
+
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Inside, all that is read stays: code that is not watched gets it as it begins, and uses it until it has ended."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls = max(self._calls - 1, 0)  # the step may have broken off in it
+            with self._state.lock:
+                self._keep_few()
+
+    def abandon(self) -> None:
+        """The step broke off: no call is under way, wherever in it the exception came."""
+        self._calls = 0
 
     def forget_read(self, item: HomeItem) -> None:
         """Somebody else decides when it leaves."""

@@ -8,6 +8,7 @@ would be compiled again. Threads take turns, since each call gives the modules t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -118,17 +119,22 @@ class CompiledCall:
         own = {m: p for m in self._module.modules() if isinstance(p := m.__dict__.get("_parameters"), QuietDict)}
         homes = [home for parameters in own.values() for home in dict.values(parameters) if home is not None]
         given: dict[torch.nn.Module, dict[str, Any]] = {}
+        is_beside = bool(gate.beside.count) or gate.is_apart()
+        stays = contextlib.ExitStack()
         try:
+            if not is_beside:
+                stays.enter_context(self._context.on_demand.in_call())
             for module, parameters in own.items():
                 given[module] = self._fetch(module, parameters)
             for home in homes:
                 unwatch(home)  # compiled code is guarded by the class, too
-            if recorder is None or is_outside or gate.beside.count or gate.is_apart():
+            if recorder is None or is_outside or is_beside:
                 return inner(*args, **kwargs)
             return self._recorded(recorder, homes, inner, args, kwargs)
         finally:
             for module, parameters in own.items():
                 self._give_back(module, parameters, given.get(module))
+            stays.close()
             self._watch_again(homes)
 
     def _watch_again(self, homes: list[torch.Tensor]) -> None:
