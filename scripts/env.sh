@@ -27,7 +27,7 @@ has_torch() {
 # What an installation depends on: the build files, the native sources, and whether liburing is there.
 fingerprint() {
   {
-    cat pyproject.toml setup.py tests/gds/requirements.txt
+    cat pyproject.toml setup.py tests/gds/requirements.txt tests/parity/quantized/requirements.txt
     find native -type f -print0 | sort -z | xargs -0 cat
     find /usr/include /usr/local/include -maxdepth 1 -name liburing.h || true
   } 2>/dev/null | sha256sum | cut -d' ' -f1
@@ -57,7 +57,8 @@ ensure_env() {
   fi
   "$python" -m pip install --quiet --disable-pip-version-check -e ".$extra"
   if [ "$extra" = "[test]" ]; then
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps -r tests/gds/requirements.txt
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
+      -r tests/gds/requirements.txt -r tests/parity/quantized/requirements.txt
   fi
   fingerprint > ".venv/.installed$extra"
 }

@@ -22,11 +22,12 @@ from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.joined.items import JoinedParameter
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.table import Standing, bring_home, bytes_elsewhere, is_leaving, leave_place, lies_up, settle_below
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.movable import local_of, refuse_lazy, why_unmovable
+from tieroff.runtime.movable import is_alone, local_of, parts_of, refuse_lazy, why_kept, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
@@ -155,6 +156,7 @@ class Custody:
         gate.live.keep_only(homes.parameters.values())
         self._gradient_hooks.keep_only(homes.names)
         gate.mints.sweep()
+        gate.rebound.watch(self.model, homes.parameters.values())
         gate.intercept(bool(homes.parameters))
         self._fingerprint, self._count = self._fingerprint_of(self.walk()), len(homes.parameters)
         self._known_as = None
@@ -176,12 +178,16 @@ class Custody:
             return
         if parameter.device != self.backend.device:
             self._bring(parameter)  # one at a time: it goes below right after
-        executor, local = self.executor, local_of(parameter)
-        is_shard = parameter in executor.shards
-        tier = executor.traffic.spill.tier_for(local.numel() * local.element_size())
+        executor = self.executor
+        parts, is_shard = parts_of(parameter, self.model), parameter in executor.shards
+        tier = executor.traffic.spill.tier_for(sum(part.numel() * part.element_size() for part in parts))
         if is_shard:
-            part_from_others(local)
-        item = (ShardItem if is_shard else ParameterItem)(position, name, parameter, tier, executor.guard)
+            part_from_others(local_of(parameter))
+        item: ParameterItem
+        if is_alone(parameter, parts):
+            item = (ShardItem if is_shard else ParameterItem)(position, name, parameter, tier, executor.guard)
+        else:
+            item = JoinedParameter(position, name, parameter, parts, tier, executor.guard)
         item.adopt(executor.traffic)
         if isinstance(item, ShardItem):
             executor.shards.take(item)
@@ -237,14 +243,15 @@ class Custody:
     def _why_kept(self, parameter: torch.Tensor) -> str:
         if TensorClass.PARAMETER not in self.settings.covers:
             return "parameters are not covered" if self.stores else "no tier below ([nvme] dirs or [budget] host makes one)"
-        local, shards = local_of(parameter), self.executor.shards
+        shards = self.executor.shards
         if id(parameter) in self._scripted:
             return "read by TorchScript, which asks nobody"
-        if local.numel() * local.element_size() < max(self.settings.min_bytes, 1):
+        parts = parts_of(parameter, self.model)
+        if sum(part.numel() * part.element_size() for part in parts) < max(self.settings.min_bytes, 1):
             return "smaller than min_bytes"
         if parameter in shards:
             return shards.why_kept(parameter)
-        return why_unmovable(parameter)
+        return why_kept(parameter, parts)
 
     def _fingerprint_of(self, walk: Walk) -> tuple[Any, ...]:
         """Returns a fingerprint of the parameters, used to detect changes made outside tieroff."""
@@ -397,6 +404,7 @@ class Custody:
         self.executor.shards.close()
         self.executor.communication.close(self.model)
         self.executor.gate.mints.sweep()
+        self.executor.gate.rebound.close()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()
 

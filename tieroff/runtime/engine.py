@@ -126,10 +126,9 @@ class Engine:
         self._slots.append(root)
         self._slots.append(state_dicts.refuse_in_child(self.model, self._custody.can_read))
         if self._backend.device.type != "cpu":
-            self._slots.append(state_dicts.install(self.model))
-            self._slots.append(ForwardSlot(self.model, self._state_dict, "state_dict"))
+            self._slots += [state_dicts.install(self.model), ForwardSlot(self.model, self._state_dict, "state_dict")]
         else:
-            self._slots.append(state_dicts.copy_in_handlers(self.model))
+            self._slots += [state_dicts.part_model(self.model, self._custody.below), state_dicts.copy_in_handlers(self.model)]
 
     def _take_compiled(self) -> None:
         """Intercepts the calls of submodules that are compiled by now."""
@@ -153,8 +152,7 @@ class Engine:
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
-        if self._backend.device.type != "cpu":
-            self._slots.append(state_dicts.install_on_optimizer(optimizer))
+        self._slots.append(state_dicts.install_on_optimizer(optimizer, self._backend.device, self._custody.below))
         self._steps.come_back()
         self._custody.attach(stepper)
         self._steps.forget()

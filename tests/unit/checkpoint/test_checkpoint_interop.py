@@ -252,7 +252,7 @@ def test_state_dicts_of_a_device_are_copied_to_the_cpu_and_own_tensors_are_left_
         state_dicts.model_state_to_cpu(model, plain, "", None)
         assert {value.device.type for value in plain.values()} == {"cuda"}  # not wrapped
         ForwardSlot(model, lambda inner, args, kwargs: inner(*args, **kwargs))
-        handles = [state_dicts.install(model), state_dicts.install_on_optimizer(optimizer)]
+        handles = [state_dicts.install(model), state_dicts.install_on_optimizer(optimizer, torch.device("cuda"), tuple)]
         found = model.state_dict(prefix="a.")
         assert {value.device.type for value in found.values()} == {"cpu"} and len(found) == 5
         assert all(not value.requires_grad for value in found.values())

@@ -6,6 +6,9 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 
+import torch
+
+from tieroff.core.place import place_here
 from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
@@ -93,3 +96,16 @@ class LiveActivations:
             if item.place is not None:
                 item.place.free()
                 item.place = None
+
+
+def label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
+    """Returns what is saved here, for people, such as "layers.3.mlp.fc1: saved by GELU, made by addmm (model.py:41)".
+
+    Args:
+        path: of the module whose parameter was used last.
+        maker: the op that made the tensor, if autograd knows.
+    """
+    place = place_here()
+    by = "" if maker is None else f", made by {maker.name().partition('Backward')[0].lower()}"
+    line = f" ({place.line})" if place.line else ""
+    return f"{path or 'the model'}: saved by {place.kind or 'the loop'}{by}{line}"

@@ -81,6 +81,14 @@ class ParameterFetch:
             context.clock.resume()
             return item.living
 
+    def again(self, item: ParameterItem) -> None:
+        """Lifts a home again for a node in backward, unless the engine's care has ended: then it lies where it is used."""
+        if item.device is None and item.place is None:
+            return
+        self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
+        self.home(item)
+        self._context.state.inside -= 1
+
     def up_again(self, item: ParameterItem) -> None:
         """Lifts a home again that the plan has on the device all the time, and that an evaluation in the step sent below."""
         context = self._context

@@ -53,6 +53,15 @@ class MissingTensor(_Missing, torch.Tensor):
 
 
 _MISSING: dict[type, type] = {torch.nn.Parameter: MissingParameter, torch.Tensor: MissingTensor}
+
+
+def _missing(kind: type) -> type:
+    """Returns the class of such a tensor in a child that does not have it."""
+    if kind not in _MISSING:  # one that is known to hold its own bytes: see `movable.package_of`
+        _MISSING[kind] = type(kind.__name__, (_Missing, kind), {})
+    return _MISSING[kind]
+
+
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -65,11 +74,13 @@ def _in_child() -> None:
     """Takes no lock: a thread that the child does not have may have held it."""
     for owner in list(_owners):
         for item in owner.below():
-            tensor: Any = item.tensor
             is_missing = item.is_shown_below and not item.is_lifted and item.place is not None and item.place.tier is Tier.NVME
-            if is_missing and own_class(tensor) in _MISSING:
-                tensor.__class__ = _MISSING[own_class(tensor)]
-            elif item.is_shown_below and not item.is_lifted and tensor is not None:
+            tensor: Any
+            if is_missing:
+                for tensor in (item.tensor, *item.others):
+                    if tensor is not None:
+                        tensor.__class__ = _missing(own_class(tensor))
+            elif item.is_shown_below and not item.is_lifted and item.tensor is not None:
                 restore_class(item)  # nobody looks after it in the child: what waits is done now, in the child's own memory
                 if isinstance(item, GradientItem):
                     item.multiply_in_child()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tieroff.core.place import place_here
 from tieroff.errors import StateError
 from tieroff.runtime.backend.rooms import Room
-from tieroff.runtime.hooks.parameters.live import Stays
+from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.hollow import PLAIN, guarded, untouched
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.tensors import probe_of, unseen, view_of
+from tieroff.runtime.movable import is_wrapper
+from tieroff.runtime.tensors import bytes_of, probe_of, unseen, view_of
 
 
 class _Versioned:
@@ -116,6 +118,114 @@ class PackedParameter(_Versioned):
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"parameter {self.item.name} is at version {home._version}; expected version {self.home_version} instead."
             )
+
+
+Lift = Callable[[ParameterItem], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterView:
+    """A view of a parameter of several tensors, by its geometry: of one of these, wherever that lies.
+
+    Attributes:
+        of: that tensor.
+        first_byte: where the view begins, from where the tensor does.
+        times_assigned: how often the item was given other memory when the view was made.
+    """
+
+    item: ParameterItem
+    of: torch.Tensor
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first_byte: int
+    times_assigned: int
+
+    @classmethod
+    def noted(cls, view: torch.Tensor, item: ParameterItem) -> ParameterView:
+        """Returns what is noted of a view of an item that is up."""
+        first = _first_byte(view)
+        of = max((one for one in (item.living, *item.others) if _first_byte(one) <= first), key=_first_byte)
+        size, stride = tuple(view.size()), view.stride()
+        return cls(item, of, view.dtype, size, stride, first - _first_byte(of), item.times_assigned)
+
+    def made(self) -> torch.Tensor:
+        """Returns the view, of a parameter that is up.
+
+        Raises:
+            StateError: the parameter was given other memory since; the view was of what it had before.
+        """
+        if self.item.times_assigned != self.times_assigned or self.item.was_assigned():
+            raise StateError(
+                f"parameter {self.item.name} was given other memory (`.data = ...`) between the forward that used it and "
+                "backward, which needs its old value; assign it before the forward or after backward"
+            )
+        with untouched(), unseen():
+            of = self.of.detach()
+            first = _first_byte(of) + self.first_byte
+            return view_of(bytes_of(of), self.dtype, self.size, self.stride, first // self.dtype.itemsize)
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+class PackedParts:
+    """A saved tensor of a wrapper subclass whose parts are a parameter's, or views of them.
+
+    Args:
+        item: the parameter's.
+        outer: the tensor, where people hold it for the parameter: its parts lie where the parameter's do.
+        parts: else by name, what they are.
+        made: makes it of its parts.
+        lift: brings a parameter up, for a node in backward.
+
+    Attributes:
+        leaf: None; the tensor comes back as itself.
+    """
+
+    __slots__ = ("_item", "_lift", "_made", "_outer", "_parts")
+    leaf: torch.Tensor | None = None
+
+    def __init__(
+        self, item: ParameterItem, outer: Any, parts: dict[str, ParameterView], made: Callable[[Any], Any], lift: Lift
+    ) -> None:
+        self._item, self._outer, self._parts, self._made, self._lift = item, outer, parts, made, lift
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, live: LiveValues, lift: Lift) -> PackedParts | None:
+        """Returns it, or None for any other tensor."""
+        if not is_wrapper(tensor):
+            return None
+        below = guarded(tensor)
+        if isinstance(below, ParameterItem) and below.outer is tensor:
+            return cls(below, tensor, {}, lambda _: tensor, lift)
+        outer: Any = tensor
+        names, context = outer.__tensor_flatten__()
+        parts = {name: getattr(outer, name) for name in names}
+        if not parts or any(type(part) not in PLAIN for part in parts.values()):
+            return None
+        items = [live.on(part.untyped_storage()) for part in parts.values()]
+        item = items[0]
+        if not isinstance(item, ParameterItem) or any(one is not item for one in items):
+            return None
+        if item.outer is tensor:
+            return cls(item, tensor, {}, lambda _: tensor, lift)
+        kind, size, stride = type(outer), outer.shape, outer.stride()
+
+        def made(inner: Any) -> Any:
+            return kind.__tensor_unflatten__(inner, context, size, stride)
+
+        return cls(item, None, {name: ParameterView.noted(part, item) for name, part in parts.items()}, made, lift)
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor; its parameter is brought up."""
+        self._lift(self._item)
+        if self._outer is not None:
+            outer: torch.Tensor = self._outer
+            return outer
+        made: torch.Tensor = self._made({name: view.made() for name, view in self._parts.items()})
+        return made
 
 
 class Kept:
@@ -229,16 +339,3 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
         and not tensor._is_zerotensor()  # a tangent of forward mode that has no memory
         and tensor.device.type != "meta"
     )
-
-
-def label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
-    """Returns what is saved here, for people, such as "layers.3.mlp.fc1: saved by GELU, made by addmm (model.py:41)".
-
-    Args:
-        path: of the module whose parameter was used last.
-        maker: the op that made the tensor, if autograd knows.
-    """
-    place = place_here()
-    by = "" if maker is None else f", made by {maker.name().partition('Backward')[0].lower()}"
-    line = f" ({place.line})" if place.line else ""
-    return f"{path or 'the model'}: saved by {place.kind or 'the loop'}{by}{line}"

@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tieroff.core.place import module_of
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
-from tieroff.runtime.execution.activations import LiveActivations
+from tieroff.runtime.execution.activations import LiveActivations, label_here
 from tieroff.runtime.execution.autograd import reader_may_write
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.forward.around import with_hooks_around
-from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, is_plain, label_here
+from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, PackedParts, is_plain
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.leaves import give, leaf_saved_here
 from tieroff.runtime.hooks.parameters.live import Stays, is_expired
@@ -113,8 +113,7 @@ class SavedTensors:
     def _pack_to_remember(self, tensor: torch.Tensor, place: int) -> Any:
         """Packs a tensor in a step that follows its plan; later steps know what came in this place. See [Note: by order]."""
         order, count = self._order, self._count
-        packed = self._pack_by_looks(tensor)
-        now = PackedBefore.of(packed, tensor, is_new=self._count > count)
+        now = PackedBefore.of(packed := self._pack_by_looks(tensor), tensor, is_new=self._count > count)
         if place < len(order):
             order[place] = now
         else:
@@ -162,11 +161,12 @@ class SavedTensors:
 
     def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
+            if (parts := PackedParts.of(tensor, self._live, self._gate.fetch.again)) is not None:
+                return parts
             if isinstance(lowered := guarded(tensor), ParameterItem):  # saved by a Function at its end: it may lie below again
                 return self._pack_parameter(tensor, lowered)
             return Kept(tensor, leaf_saved_here(tensor))
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = (storage := tensor.untyped_storage())._cdata
         if self._alone:
             saved = self._alone_of(key)
             if saved is not None:
@@ -317,7 +317,7 @@ class SavedTensors:
                     tensor = self._unpack_alone(packed, is_quiet=is_quiet)
                 return tensor if packed.leaf is None else give(tensor, packed.leaf)
             packed = packed.packed
-        elif kind is Kept:
+        elif kind is Kept or kind is PackedParts:
             return give(packed.get(), packed.leaf)
         packed.check()
         is_parameter = isinstance(packed, PackedParameter)

@@ -181,14 +181,14 @@ def shared_count(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 
 def inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer inside a trainer's (accelerate's), which is one by its type alone: it was never made as one.
+    """Returns the optimizer inside a trainer's (accelerate's, Fabric's), which is one by its type alone and was made as none.
 
     Raises:
         StateError: the trainer's has a loss scale, and puts back the inner one's `step` after each of its own.
     """
     inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
-        return optimizer
+    if not isinstance(inner, torch.optim.Optimizer) or "_optimizer_state_dict_pre_hooks" in vars(optimizer):
+        return optimizer  # Fabric's shows attributes of the inner one as its own
     if getattr(optimizer, "scaler", None) is not None:
         raise StateError(
             f"expected the program's own optimizer, got {type(optimizer).__name__} with a loss scale, which replaces its step; "

@@ -41,8 +41,9 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.movable import local_of, with_local
+from tieroff.runtime.movable import local_of
 from tieroff.runtime.step.mode import PLANNED
+from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.units import format_bytes
 
 # They give an address, which outlives every reference to the memory.
@@ -125,10 +126,10 @@ class UserAccess:
         shown = [item for item in self._own(leaf for leaf in leaves((args, kwargs)) if is_below(leaf)) if item.is_shown_below]
         if shown:
             return self._run_below(shown, function, args, kwargs)
-        if assigns_data(function) and local_of(args[0]) is args[0]:
+        if assigns_data(function) and local_of(args[0]) is args[0] and not guarded(args[0]).others:
             return self._assign(args[0], args[1])
         if self._on_host.count and function is torch.Tensor.detach:
-            return with_local(args[0], self.value_on_host(guarded(args[0])))
+            return guarded(args[0]).on_memory(args[0], self.value_on_host(guarded(args[0])))
         if function is torch.autograd.grad:
             args, kwargs, is_changed = _by_edges(args, kwargs)
             if is_changed:
@@ -363,4 +364,7 @@ def _on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
         return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
     with untouched():
         is_hidden = item.state is DEVICE and not item.is_lifted  # it began to leave, and could not
-        return (item.valid_value if is_hidden else item.living).detach().cpu()
+        value = item.valid_value if is_hidden else item.living
+        if not item.others:
+            return value.detach().cpu()
+        return view_of(bytes_of(value).cpu(), item.dtype, item.size, item.stride, 0)  # with those of the others

@@ -36,7 +36,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.at_work import calls_user_code
-from tieroff.runtime.movable import local_of
+from tieroff.runtime.movable import local_of, package_of
 from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
 from tieroff.uncompiled import uncompiled
 
@@ -75,6 +75,9 @@ class Guarded(Protocol):
     def outer(self) -> torch.Tensor | None: ...
 
     @property
+    def others(self) -> tuple[torch.Tensor, ...]: ...
+
+    @property
     def guard(self) -> Guard | None: ...
 
 
@@ -108,7 +111,8 @@ def guarded(tensor: object) -> Any:
     item = _items.get(id(tensor))
     if item is None or item.guard is None:  # its model was unwrapped
         return None
-    return item if item.tensor is tensor or item.outer is tensor else None
+    is_one = item.tensor is tensor or item.outer is tensor or any(one is tensor for one in item.others)
+    return item if is_one else None
 
 
 class _Below:
@@ -250,9 +254,12 @@ def _below(kind: type) -> type | None:
     """Returns the class of such a tensor while its bytes lie below; None for a class of somebody else's."""
     if kind not in _BELOW:
         distributed = sys.modules.get("torch.distributed.tensor")
-        if distributed is None or kind is not distributed.DTensor:
+        is_known = distributed is not None and kind is distributed.DTensor
+        is_known = is_known or bool(package_of(kind)) or hasattr(kind, "__tensor_flatten__")
+        if not is_known or issubclass(kind, _Below):
             return None
-        _BELOW[kind] = type("BelowDTensor", (_Below, kind), {})
+        # Libraries tell their classes by name.
+        _BELOW[kind] = type(kind.__name__, (_Below, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
         _OWN[_BELOW[kind]] = kind
         _take_in_lists(_BELOW[kind])
     return _BELOW[kind]
@@ -294,7 +301,7 @@ def leaves(values: Any) -> list[Any]:
 def guard_class(item: Guarded) -> None:
     """From now on, functions that get this item's tensor go through its guard."""
     tensor: Any
-    for tensor in (item.tensor, item.outer):
+    for tensor in (item.tensor, item.outer, *item.others):
         below = _below(type(tensor))
         if below is not None:
             _items[id(tensor)] = item
@@ -304,7 +311,7 @@ def guard_class(item: Guarded) -> None:
 def restore_class(item: Guarded) -> None:
     """The bytes of this item's tensor are up, and its user needs nobody's help."""
     tensor: Any
-    for tensor in (item.tensor, item.outer):
+    for tensor in (item.tensor, item.outer, *item.others):
         if type(tensor) in _OWN:
             tensor.__class__ = _OWN[type(tensor)]
 

@@ -236,8 +236,8 @@ class HomeItem(Item):
         """True while something besides the engine holds or uses the tensor's memory below, where it is shown."""
         if self.hollow is not None or self.is_lifted or self.lower is None:
             return False
-        # The tensor, and the engine's view.
-        return self.readers > 0 or owners_by(self.lower_storage) > 2 or is_storage_held(self.lower)
+        # The tensors, and the engine's view.
+        return self.readers > 0 or owners_by(self.lower_storage) > 1 + self.sharers or is_storage_held(self.lower)
 
     def _drop_copy(self, traffic: Mover) -> None:
         """What was fetched of a tensor that is used below may be older than it by the time it would be used."""
@@ -427,8 +427,8 @@ class HomeItem(Item):
             return True
         room = self.room
         if room is not None and room.memory is device:
-            return room.holders > 1  # the tensor
-        return owners_of(device) > 2 + (self.value is not None)  # the tensor, its 1-d view, and the value
+            return room.holders > self.sharers
+        return owners_of(device) > self.sharers + 1 + (self.value is not None)  # its 1-d view, and the value
 
     def detach(self, traffic: Traffic) -> None:
         """Ends the engine's care and leaves the tensor valid where it lies; a hollow one gets its bytes back first."""

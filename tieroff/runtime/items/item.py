@@ -12,6 +12,7 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import Place
 from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.items.residency import DEVICE, Event
+from tieroff.runtime.movable import with_local
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
 
@@ -126,6 +127,23 @@ class Item:
         """People hold `outer` for an item's tensor; None or the tensor itself: they hold no other."""
         if outer is not None and outer is not tensor:
             self.outer_ref = weakref.ref(outer)
+
+    @property
+    def others(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that lie in the item's memory besides its own; see [Note: several parts] in joined/joint.py."""
+        return ()
+
+    @property
+    def sharers(self) -> int:
+        """How many tensors of people lie in the item's memory."""
+        return 1
+
+    def on_memory(self, held: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Returns what one of the item's tensors, or the one that people hold for it, is on other memory."""
+        return with_local(held, memory)
+
+    def follow(self) -> None:
+        """The others lie where the item's own tensor does."""
 
     # What a kind of item does when its copies change; overridden by those that people can reach.
     def make_place(self, traffic: Mover) -> Place:

@@ -86,6 +86,7 @@ def _reconcile(item: Item) -> None:
         _put_below(item)
     elif item.device is not None:
         _put_on_device(item)
+    item.follow()
 
 
 def _lies_elsewhere(item: HomeItem) -> bool:

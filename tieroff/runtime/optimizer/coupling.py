@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tieroff.runtime.movable import is_wrapper, plain_parts
+
 Label = frozenset[int]
 _NOTHING: Label = frozenset()
 
@@ -45,6 +47,8 @@ class Watch(TorchDispatchMode):
 
     def label_of(self, tensor: Any) -> Label:
         """Returns the parameters that a tensor depends on."""
+        if is_wrapper(tensor):  # its own ops run inside of it, unseen
+            return _NOTHING.union(*map(self.label_of, plain_parts(tensor)))
         key = _key_of(tensor)
         known = self._labels.get(key) if key else None
         return known[1] if known is not None and not known[0].expired() else _NOTHING
@@ -92,6 +96,10 @@ class Watch(TorchDispatchMode):
             self._together(func, inputs, [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)], [o[place] for o in outs])
 
     def _set(self, tensor: Any, label: Label) -> None:
+        if is_wrapper(tensor):
+            for part in plain_parts(tensor):
+                self._set(part, label)
+            return
         key = _key_of(tensor)
         if key:
             self._labels[key] = (StorageWeakRef(tensor.untyped_storage()), label)

@@ -80,7 +80,9 @@ def _has_no_master_weights(optimizer: Any) -> bool:
 
 
 _BITS = tuple(
-    f"{name}{bits}" for name in ("Adam", "AdamW", "Lion", "SGD", "RMSprop", "Adagrad") for bits in ("", "8bit", "32bit")
+    f"{name}{bits}"
+    for name in ("Adam", "AdamW", "Lion", "SGD", "RMSprop", "Adagrad", "PagedAdam", "PagedAdamW", "PagedLion")
+    for bits in ("", "8bit", "32bit")
 )
 
 # (package, names of classes in it, what is known, what must hold of the instance)
@@ -93,7 +95,7 @@ _OF_OTHERS: tuple[tuple[str, tuple[str, ...], Known, Callable[[Any], bool]], ...
     ),
     (
         "torchao.optim",
-        ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8"),
+        ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_Adam", "_AdamW"),
         Known("one parameter at a time; state and counter per parameter", may_run_early=False),  # may round at random
         _always,
     ),

@@ -12,8 +12,9 @@ import torch
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.joined.items import JoinedState
 from tieroff.runtime.items.table import all_have_copies, bring_home, settle_below
-from tieroff.runtime.movable import local_of, why_unmovable
+from tieroff.runtime.movable import is_alone, tensors_in, why_kept
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
 from tieroff.runtime.settings import Settings
 from tieroff.storage.nvme.pages import MappedFiles
@@ -71,6 +72,11 @@ class _SettledBucket:
 _VALUES = methodcaller("values")
 
 
+def _is_of(item: HomeItem, parts: list[torch.Tensor]) -> bool:
+    """True for the item of these tensors."""
+    return len(parts) == item.sharers and all(map(is_, (item.tensor, *item.others), parts))
+
+
 def _tensors_in(values: dict[Any, Any]) -> dict[Any, torch.Tensor]:
     return {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -89,14 +95,14 @@ class OptimizerState:
         self._positions: dict[int, int] | None = None  # as `forget_strangers` last saw them
 
     def tensors_of(self, bucket: list[torch.Tensor]) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Returns (parameter, key, tensor) of the state tensors of a bucket; of a sharded one, this rank's shard."""
+        """Returns (parameter, key, tensor) of a bucket's state: of a sharded one this rank's shard, else the first part."""
         state = self._optimizer.state
         return [
-            (param, key, local_of(value))
+            (param, key, parts[0])
             for param in bucket
             if param in state
             for key, value in state[param].items()
-            if isinstance(value, torch.Tensor)
+            if (parts := tensors_in(value))
         ]
 
     def items_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
@@ -137,7 +143,7 @@ class OptimizerState:
             for param, key, tensor in self.tensors_of(bucket):
                 # A counter of steps may stay on the host; everything else goes where its parameter is updated.
                 is_updated_there = id(param) in context.homes.parameters or param.device == device
-                if tensor.device != device and is_updated_there and key != "step":
+                if tensor.device != device and is_updated_there and key != "step" and tensor is state[param][key]:
                     tensor.data = tensor.data.to(device)
             for item in self.adopt(bucket):
                 settle_below(item, context.traffic, mapped)
@@ -179,7 +185,7 @@ class OptimizerState:
                 continue
             adopted += self._adopt(param)
             items = [self._items.get((id(param), key)) for key in values or ()]
-            if values and all(type(value) is torch.Tensor for value in values.values() if isinstance(value, torch.Tensor)):
+            if values and all(type(value) is torch.Tensor or not tensors_in(value) for value in values.values()):
                 self._settled[id(param)] = _Settled(values, tuple(item for item in items if item is not None))
         self._settle(bucket)
         return adopted
@@ -202,19 +208,23 @@ class OptimizerState:
         context, adopted = self._context, list[HomeItem]()
         device = context.traffic.backend.device
         for _, key, tensor in self.tensors_of([param]):
-            known = self._items.get((id(param), key))
-            if known is not None and known.tensor is tensor and known.is_current():
+            known, value = self._items.get((id(param), key)), self._optimizer.state[param][key]
+            parts = tensors_in(value)
+            if known is not None and _is_of(known, parts) and known.is_current():
                 continue
             if known is not None:
                 known.detach(context.traffic)
                 del self._items[id(param), key]
-            size_bytes = local_bytes(tensor)
-            if tensor.device != device or self._why_kept(tensor):
+            size_bytes = sum(map(local_bytes, parts))
+            if tensor.device != device or self._why_kept(value, parts):
                 continue
-            tier = context.traffic.spill.tier_for(size_bytes)
-            name = self._name_of(id(param), key)
-            item = HomeItem(("state", id(param), key), name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
-            item.is_part_of(self._optimizer.state[param][key], tensor)
+            tier, name = context.traffic.spill.tier_for(size_bytes), self._name_of(id(param), key)
+            of = ("state", id(param), key)
+            if isinstance(value, torch.Tensor) and is_alone(value, parts):
+                item = HomeItem(of, name, TensorClass.OPTIMIZER, tensor, tier, context.guard)
+            else:
+                item = JoinedState(of, name, parts, tier, context.guard)
+            item.is_part_of(value if isinstance(value, torch.Tensor) else None, tensor)
             context.runner.assign(item)
             item.adopt(context.traffic)
             self._items[id(param), key] = item
@@ -229,13 +239,16 @@ class OptimizerState:
         for param, key, tensor in self.tensors_of(bucket):
             known = self._items.get((id(param), key))
             if known is None or known.tensor is not tensor:
-                yield self._name_of(id(param), key), self._why_kept(tensor), tensor
+                value = self._optimizer.state[param][key]
+                parts = tensors_in(value)
+                name, why = self._name_of(id(param), key), self._why_kept(value, parts)
+                yield from ((name, why, part) for part in parts)
 
-    def _why_kept(self, tensor: torch.Tensor) -> str:
-        """Returns why a state tensor on the device stays there, or "" where it can move."""
+    def _why_kept(self, value: object, parts: list[torch.Tensor]) -> str:
+        """Returns why an entry of these parts stays on the device, or "" where it can move."""
         if not self._is_covered:
             return "optimizer state is not covered"
-        return "smaller than min_bytes" if local_bytes(tensor) < self._min_bytes else why_unmovable(tensor)
+        return "smaller than min_bytes" if sum(map(local_bytes, parts)) < self._min_bytes else why_kept(value, parts)
 
     def _name_of(self, param: int, key: str) -> str:
         owner = self._context.homes.names.get(param)

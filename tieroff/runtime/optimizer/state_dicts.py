@@ -6,7 +6,8 @@ plan keeps on the device is copied, so that a checkpoint never depends on the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,11 @@ import torch
 from tieroff.errors import StateError
 from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.items.hollow import guarded
-from tieroff.runtime.movable import with_local
+from tieroff.runtime.items.hollow import guarded, untouched
+from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.joined.joint import apart
+from tieroff.runtime.movable import is_wrapper, plain_parts, with_parts
+from tieroff.runtime.tensors import storage_of
 
 
 class Handle(Protocol):
@@ -23,6 +27,68 @@ class Handle(Protocol):
 
     def remove(self) -> None:
         """Takes the hook away."""
+
+
+class _Apart:
+    """A hook after `state_dict()` on the host: parts that lie in one memory become tensors with storages of their own on it.
+
+    `torch.save` refuses several types in one storage. A copy or a pickle of the hook, in a copied model, does nothing.
+    """
+
+    def __init__(self, items: Callable[[], Iterable[HomeItem]] | None = None) -> None:
+        self._items = items
+
+    def __call__(self, owner: Any, state_dict: dict[str, Any], prefix: str | None = None, _metadata: Any = None) -> Any:
+        """Replaces them, of a model in place; of an optimizer, whose own dicts stay as they are, it returns another one."""
+        return self._of_optimizer(state_dict) if prefix is None else self._of_model(owner, state_dict, prefix)
+
+    def _of_model(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        joint = self._storages()
+        if joint:
+            own = {id(tensor) for tensor in model.parameters()}  # given out as they are: keep_vars
+            for name, value in state_dict.items():
+                if name.startswith(prefix) and id(value) not in own:
+                    state_dict[name] = _apart(value, joint)
+
+    def _of_optimizer(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        joint = self._storages()
+        if not joint:
+            return state_dict
+        state = {
+            key: {name: _apart(value, joint) for name, value in entries.items()} if isinstance(entries, dict) else entries
+            for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def _storages(self) -> frozenset[int]:
+        items = self._items() if self._items is not None else ()
+        memory = (one for item in items if item.others for one in (item.value, item.lower) if one is not None)
+        return frozenset(map(storage_of, memory))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apart:
+        return _Apart()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Apart, ()
+
+
+def part_model(model: torch.nn.Module, items: Callable[[], Iterable[HomeItem]]) -> Handle:
+    """Has `model.state_dict()` give parts on storages of their own, on the host."""
+    register: Callable[[Any], Handle] = model.register_state_dict_post_hook
+    return register(_Apart(items))
+
+
+def _apart(value: Any, joint: frozenset[int]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_wrapper(value):
+        parts = plain_parts(value)
+        new = [_apart(part, joint) for part in parts]
+        return value if all(map(is_, new, parts)) else with_parts(value, iter(new))
+    with untouched():
+        if value.layout is not torch.strided or storage_of(value) not in joint:
+            return value
+        return apart(value)
 
 
 def install(model: torch.nn.Module) -> Handle:
@@ -46,9 +112,12 @@ def _copied_in_handlers(model: torch.nn.Module, state_dict: dict[str, Any], pref
             state_dict[name] = value.clone()
 
 
-def install_on_optimizer(optimizer: torch.optim.Optimizer) -> Handle:
-    """Has `optimizer.state_dict()` give CPU tensors."""
-    return optimizer.register_state_dict_post_hook(optimizer_state_to_cpu)
+def install_on_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, items: Callable[[], Iterable[HomeItem]]
+) -> Handle:
+    """Has `optimizer.state_dict()` give CPU tensors, and parts on storages of their own."""
+    hook = _Apart(items) if device.type == "cpu" else optimizer_state_to_cpu
+    return optimizer.register_state_dict_post_hook(hook)
 
 
 class _RefuseInChild:
@@ -106,5 +175,6 @@ def _on_cpu(value: Any) -> Any:
         return value
     item = guarded(value)
     if item is not None and item.guard is not None:
-        return with_local(value, item.guard.value_on_host(item))
+        held: torch.Tensor = item.on_memory(value, item.guard.value_on_host(item))
+        return held
     return value if value.device.type in ("cpu", "meta") else value.detach().cpu()

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from tieroff.errors import StateError
 from tieroff.runtime.items.hollow import own_class
+from tieroff.runtime.movable import is_wrapper, plain_parts, tensors_in
 from tieroff.runtime.optimizer.coupling import Watch, WatchReads
 from tieroff.runtime.optimizer.shared import SharedValues, is_plain
 
@@ -163,7 +164,8 @@ class _Copy:
             self._set_gradients(factor)
             for owner, param in enumerate(self.params):
                 state = self.optimizer.state.get(param)
-                watch.mark((param, param.grad, *(state.values() if isinstance(state, dict) else ())), owner)
+                entries = state.values() if isinstance(state, dict) else ()
+                watch.mark((param, param.grad, *(one for entry in entries for one in tensors_in(entry))), owner)
             with watch, WatchReads(watch):
                 step(self.optimizer, *args, **kwargs)
             if watch.why:
@@ -315,6 +317,8 @@ def random_numbers_put_back() -> Iterator[None]:
 
 def is_same(a: Any, b: Any) -> bool:
     """Returns whether two values are equal, tensors in them bit for bit."""
+    if is_wrapper(a) and type(a) is type(b):
+        return a.shape == b.shape and is_same(plain_parts(a), plain_parts(b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and _has_same_bits(a, b)
     if isinstance(a, numpy.ndarray) and isinstance(b, numpy.ndarray):
@@ -323,6 +327,8 @@ def is_same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(is_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(is_same, a, b))
+    if type(a) is type(b) and hasattr(a, "__dict__") and not any("__eq__" in vars(kind) for kind in type(a).__mro__[:-1]):
+        return a is b or is_same(vars(a), vars(b))  # an object that only knows itself, as a projector: by what it holds
     return a is b or bool(a == b)
 
 

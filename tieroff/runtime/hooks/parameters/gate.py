@@ -29,6 +29,7 @@ from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.fetch import ParameterFetch
+from tieroff.runtime.hooks.forward.rebound import Rebound
 from tieroff.runtime.hooks.parameters.casting import Casts
 from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.hooks.parameters.mint import Mints
@@ -47,6 +48,7 @@ class Gate:
         updated: ids of parameters that were updated in the backward that runs.
         fetch: brings parameters to the device.
         live: device values by their storage.
+        rebound: what Functions keep of parameters beside what they save.
         casts: of the running forward.
         mints: tensors through which gradients reach homes.
         beside: how many wrapped forwards the calling thread runs beside the step.
@@ -60,6 +62,7 @@ class Gate:
         self.updated = context.state.updated
         self.fetch = ParameterFetch(context)
         self.live = LiveValues()
+        self.rebound = Rebound(context, self.fetch, self.live)
         self.casts = Casts(compute_dtype)
         self.mints = Mints(context.homes)
         self.beside = _Depth()
@@ -72,6 +75,7 @@ class Gate:
         """A step begins: what threads read in the one before may move."""
         while self._lent:
             self._lent.pop().readers -= 1
+        self.rebound.begin()
         quiet = self._context.runner.quiet
         if quiet is not self._quiet_of[0]:
             items = [item for item in self._context.homes.parameters.values() if item.position in quiet.reads]
@@ -176,6 +180,7 @@ class Gate:
         if item is None:
             return home
         self._note(item, self.fetch.home(item))
+        self.rebound.read(item)
         return home
 
     def _cast(self, item: ParameterItem | None, home: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
