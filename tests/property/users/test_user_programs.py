@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.property.users.further import ACTIONS, Versed
 from tests.property.users.parts import OPTIMIZERS
 from tests.property.users.programs import Person
+from tests.property.users.strange import ACTIONS, Strange
 from tests.support.twins import Setting, equal
 from tieroff.errors import TieroffError
 
@@ -62,7 +62,7 @@ def run(program: Program) -> None:
         def wrap(model: Any, optimizer: Any, device: str | None) -> Any:
             return replace(kind, device=device or kind.device).wrap(model, optimizer)
 
-        plain, wrapped = Versed(optimizer, None), Versed(optimizer, wrap)
+        plain, wrapped = Strange(optimizer, None), Strange(optimizer, wrap)
         try:
             is_whole = compare(plain, wrapped, [("step", 1)] * steps + actions, looks)
         finally:
@@ -142,6 +142,9 @@ FOUND: list[Program] = [
     ("cpu floor", "adamw", 0, [("step", 2), ("share_all", 13), ("evaluate", 34), ("step", 35)], False),
     ("cpu demand", "own", 0, [("change_forward", 22), ("step", 23), ("freeze_all", 22), ("step", 49)], False),
     ("cpu auto 100", "adamw", 4, [("replace_layer", 7), ("evaluate", 32), ("step", 6)], True),
+    ("cpu auto 100", "sgd", 2, [("retain", 11), ("step", 44), ("alternate_halves", 9), ("assign_vector", 38)], True),
+    ("cpu demand", "sgd", 2, [("retain", 24), ("alternate_halves", 52), ("assign_slice", 37)], True),
+    ("cpu auto 100", "normed", 2, [("retain", 45), ("parametrize", 42), ("step", 54), ("share", 5), ("step", 13)], True),
 ]
 
 

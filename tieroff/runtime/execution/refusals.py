@@ -49,7 +49,8 @@ class Refusals:
 
     def _ask(self, refused: Iterable[Item]) -> None:
         for item in dict.fromkeys(refused):
-            if not item.is_refused or self._runner.keeps(item):
+            # Who was given other memory meanwhile has none of the engine's on the device.
+            if not item.is_refused or item.device is None or self._runner.keeps(item):
                 continue
             was_lent = isinstance(item, ActivationItem) and item.is_lent
             item.leave(self._traffic)

@@ -313,7 +313,7 @@ class Traffic:
     def release(self, item: Item) -> None:
         """Lets go of the item's device copy, whatever its state; nothing may be in flight."""
         if item.device is not None:
-            item.device = None
+            item.device, item.is_refused = None, False
             self.device_bytes -= allocated_bytes(item.size_bytes, self._device_type)
 
     def let_go(self, item: Item) -> None:
