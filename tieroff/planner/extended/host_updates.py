@@ -37,8 +37,8 @@ from tieroff.planner.simulate.options import rerank
 from tieroff.planner.simulate.simulator import simulate
 from tieroff.units import NS_PER_S
 
-# Of the time that may be updated on the host, in order of trial; the share that balances both sides comes after the second.
-_SHARES = (1.0, 0.8, 0.6, 0.4)
+# Of the time that may be updated on the host, in order of trial; the share that balances both sides comes after the third.
+_SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +390,7 @@ def updated_problems(problem: Problem, count: int) -> Iterator[Updated]:
     cpu_ns, moved_ns = sum(b.cpu_ns for b in buckets), sum(b.moved_ns for b in buckets)
     if not buckets:
         return
-    shares = (*_SHARES[:2], moved_ns / max(1, cpu_ns + moved_ns), *_SHARES[2:])
+    shares = (*_SHARES[:3], moved_ns / max(1, cpu_ns + moved_ns), *_SHARES[3:])
     seen: set[int] = set()
     for share in shares:
         taken, busy_ns = 0, 0
