@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from tieroff.units import format_bytes, format_seconds
 
 TRAIN = ROOT / "scripts" / "gpu_kit" / "train.py"
 TINY_LIMIT_S, TINY_STEPS = 150, 6
+BUILD_LIMIT_S = 300
 LEAST_S = 15
 """No run begins with less time left than this."""
 MESSAGE_CHARACTERS = 3000
@@ -160,6 +162,19 @@ class Sitting:
         print(f"{row['key']}: {row['status']}", file=sys.stderr, flush=True)
 
 
+def build() -> str:
+    """Builds the native module where it cannot be loaded; returns why that failed, or an empty text.
+
+    Without it every row would fail, each after the time that PyTorch takes to load.
+    """
+    env = environment(is_tiny=True)
+    if run_limited(["-c", "import tieroff._native"], BUILD_LIMIT_S, env).status == "ok":
+        return ""
+    with tempfile.TemporaryDirectory() as scratch:
+        built = run_limited(["setup.py", "--quiet", "build_ext", "--inplace", "--build-temp", scratch], BUILD_LIMIT_S, env)
+    return "" if built.status == "ok" else f"{built.status}: {built.said}"
+
+
 def card() -> str:
     """Returns the GPU's name, asked of the driver: PyTorch would keep memory of it in this process."""
     try:
@@ -219,7 +234,7 @@ def _cell(value: Any, written: Any) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the kit; exit status 0 when each row says what became of it, 1 without a GPU."""
+    """Runs the kit; exit status 0 when each row says what became of it, 1 without a GPU or where the library does not build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for what was measured, and for scratch")
@@ -233,11 +248,22 @@ def main(given: Sequence[str] | None = None) -> int:
     if not gpu and not options.tiny:
         print("gpu_evidence: expected a GPU of NVIDIA's, nvidia-smi names none; --tiny does without", file=sys.stderr)
         return 1
+    failed = build()
+    if failed:
+        print(f"gpu_evidence: expected the native module to build, it did not: {failed}", file=sys.stderr)
+        return 1
     sitting = Sitting(options)
     sitting.run(chosen(options.case, options.row))
     expected = {} if options.tiny else expected_of(gpu)
     rows = [with_expected(row, expected) for row in sitting.rows]
-    head = {"date": date.today().isoformat(), "gpu": gpu or "none", "minutes": options.minutes, "is_tiny": options.tiny}
+    head = {
+        "date": date.today().isoformat(),
+        "gpu": gpu or "none",
+        "torch": next((row["torch"] for row in rows if "torch" in row), None),
+        "command": shlex.join(["python", "scripts/gpu_evidence.py", *(sys.argv[1:] if given is None else given)]),
+        "minutes": options.minutes,
+        "is_tiny": options.tiny,
+    }
     (options.out / "evidence.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     make_console().print(show(rows, gpu or "small models, no GPU"))
     return 0

@@ -2,8 +2,8 @@
 
     python scripts/evidence/evidence.py DATA/gpu
 
-Takes some minutes: every model is traced on fake tensors. Without DATA the kit's section alone is made anew. Measurements of
-GPUs that are in data/gpus.toml and were not fitted are predicted from their makers' figures alone.
+Takes some minutes: every model is traced on fake tensors. Measurements of GPUs that are in data/gpus.toml and were
+not fitted are predicted from their makers' figures alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import math
 import tarfile
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fit_frontier import FULL_GIB, SEQUENCE, STEP_TOKENS, measured_tokens_per_s
 from fit_machines import MACHINES, PROJECT, coverage, left_out, multiples, nine_in_ten
-from gpu_kit import page as kit
-from gpu_kit.page import table
 from llama_steps import SIZES_8B, evenly, llama
 from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, predict_s, step_of
 from tieroff.core.machine import Machine, load_machine
@@ -44,12 +42,19 @@ KEPT_LAYERS: dict[float, tuple[Kept, ...]] = {
 UP_BYTES_PER_S, DOWN_BYTES_PER_S = 52_400_000_000, 50_800_000_000  # both directions busy, as the source measured them
 HOST_BYTES = 200 << 30
 
+OF_THE_KIT = "## Predicted before, measured after"
 HEAD = """# Evidence from real GPUs
 
 Predictions beside what others measured, error by error. Written by
 `python scripts/evidence/evidence.py DATA`; the origin of the data is
 in its README. A prediction is what `tieroff plan` says before anything ran.
 """
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def own_machines() -> dict[str, Machine]:
@@ -249,14 +254,11 @@ def _fastest(traces: dict[Kept, Trace], machine: Machine, gib: float) -> tuple[K
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="measurements: neusight/, kineto/, llama3_8b_h100.csv")
+    parser.add_argument("folder", type=Path, help="the folder of measurements: neusight/, kineto/, llama3_8b_h100.csv")
     folder = parser.parse_args().folder
-    if folder is None:  # of GPUs that the kit measured alone
-        others = PAGE.read_text().split(f"\n{kit.TITLE}")[0]
-    else:
-        parts = (HEAD, steps_section(folder / "neusight"), import_section(folder), frontier_section(folder))
-        others = "\n".join(parts)
-    PAGE.write_text(f"{others}\n{kit.section()}")
+    sections = (HEAD, steps_section(folder / "neusight"), import_section(folder), frontier_section(folder))
+    measured = PAGE.read_text().partition(f"\n{OF_THE_KIT}")  # which scripts/gpu_kit/page.py writes
+    PAGE.write_text("\n".join(sections) + "".join(measured[1:]))
     print(f"written to {PAGE}")
 
 

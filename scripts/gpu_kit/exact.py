@@ -1,6 +1,6 @@
 """Whether updates on the CPU give the GPU's bits: which share of the elements is equal after each of the first updates.
 
-    python scripts/gpu_kit/exact.py [--device cuda] [--elements N] [--json FILE]
+    cd scripts && python -m gpu_kit.exact [--device cuda] [--elements N] [--json FILE]
 
 From zero state most ways of rounding give the same first update, so the second and third are what tells them apart.
 """

@@ -1,7 +1,7 @@
 """Writes what is expected of the kit's rows on a GPU, before any is measured there.
 
-    python scripts/gpu_kit/expected.py --machine configs/machines/h100_80gb.toml --host 104GiB \
-        --out docs/results/expected_h100.json
+    cd scripts && python -m gpu_kit.expected --machine ../configs/machines/h100_80gb.toml --host 96GiB \
+        --out ../docs/results/expected_h100.json
 
 A prediction is what `tieroff plan` says of the same model on fake tensors: step, interval, peak of the device, bytes that
 move. Rows of other libraries have none.

@@ -1,4 +1,7 @@
-"""The kit's rows as a section of docs/evidence.md: what was predicted before, and what a GPU then did, bad rows too."""
+"""The kit's rows as the last section of docs/evidence.md: what was predicted before, and what a GPU then did, bad rows too.
+
+cd scripts && python -m gpu_kit.page
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_kit.places import RESULTS
+from gpu_kit.places import RESULTS, ROOT
 from gpu_kit.rows import CASES
 from tieroff.units import format_bytes
 
+PAGE = ROOT / "docs" / "evidence.md"
 TITLE = "## Predicted before, measured after"
 SITTINGS = {"h100": "NVIDIA H100 80GB", "h200": "NVIDIA H200"}
 """By the end of the files' names, the card."""
@@ -41,7 +45,10 @@ def _sitting(name: str, card: str) -> str:
     rows = [_cells(row, expected.get(row["key"], {})) for row in document["rows"] if row["case"] in _with_rows()]
     header = ("row", "predicted", "nine in ten", "measured", "of it", "inside", "tokens/s", "peak", "moved", "stalls")
     head = f"### {card}, {document['date']}, PyTorch {document['torch']}"
-    return f"{head}\n\n{table(header, rows)}\n"
+    reasons = [
+        f"* `{row['key']}`: {row['reason']}\n" for row in document["rows"] if row.get("step_s") is None and row.get("reason")
+    ]
+    return "\n".join([f"{head}\n\n{table(header, rows)}\n", *reasons])
 
 
 def _with_rows() -> set[str]:
@@ -81,3 +88,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    """Writes the section anew and leaves the rest of the page."""
+    others = PAGE.read_text().partition(f"\n{TITLE}")[0]
+    PAGE.write_text(f"{others}\n{section()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Trains one row in this process and writes what was measured.
 
-    python scripts/gpu_kit/train.py --row full/3b-full/tieroff/25% --out row.json [--device cuda] [--tiny]
+    cd scripts && python -m gpu_kit.train --row full/3b-full/tieroff/25% --out row.json [--device cuda] [--tiny]
 
 The figures are of the last quarter of the steps, by the device's own timing events where it has such, and the peak is the
 allocator's of these steps.

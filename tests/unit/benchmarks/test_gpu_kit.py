@@ -99,6 +99,16 @@ def test_what_does_not_fit_into_the_minutes_is_named(tmp_path: Path, monkeypatch
     assert run.left_s() > -0.1 * 5
 
 
+def test_a_library_that_does_not_build_ends_the_kit_before_any_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        gpu_evidence, "run_limited", lambda arguments, *_: gpu_evidence.Ran("failed", f"from {arguments[0]}", 1.0)
+    )
+    assert gpu_evidence.main(["--tiny", "--minutes", "1", "--out", str(tmp_path)]) == 1
+    assert "to build" in capsys.readouterr().err and not (tmp_path / "rows.jsonl").exists()
+
+
 def test_every_row_of_tieroff_has_a_prediction_with_an_interval() -> None:
     """Each file of predictions has the rows that can be predicted, and no other; a measured row stands beside one."""
     wanted = {row.key for row in ROWS.values() if row.way in PREDICTED_WAYS}
@@ -111,6 +121,16 @@ def test_every_row_of_tieroff_has_a_prediction_with_an_interval() -> None:
                 assert 0 < low < row["step_s"] < high
             else:
                 assert row["reason"]
+
+
+def test_every_measured_row_of_tieroff_was_predicted_before() -> None:
+    for card, name in (("h100", "NVIDIA H100"), ("h200", "NVIDIA H200")):
+        measured = json.loads((RESULTS / f"gpu_evidence_{card}.json").read_text())
+        expected = json.loads((RESULTS / f"expected_{card}.json").read_text())
+        predicted = {row["key"] for row in expected["rows"] if row["status"] == "ok"}
+        assert measured["gpu"].startswith(name) and expected["date"] <= measured["date"]
+        wanted = {row["key"] for row in measured["rows"] if row["key"] in ROWS and ROWS[row["key"]].way in PREDICTED_WAYS}
+        assert wanted <= predicted
 
 
 def test_a_measured_row_says_whether_it_lies_in_the_interval() -> None:

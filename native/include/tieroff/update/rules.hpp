@@ -224,18 +224,20 @@ void run(const UpdatePart& part, std::int64_t first, std::int64_t count, Rule ru
     for (std::size_t i = 0; i < TENSORS; ++i)
       if (i != 1) store<V, S, A>(to[i] + at, x[i]);
   }
-  if (at == count) return;
-  const auto left = static_cast<std::size_t>(count - at);
-  std::array<std::array<S, V::kWidth>, TENSORS> rest{};
-  for (std::size_t i = 0; i < TENSORS; ++i) {
-    std::copy_n(from[i] + at, left, rest[i].data());
-    x[i] = V::load(rest[i].data());
-  }
-  rule(shared, x);
-  for (std::size_t i = 0; i < TENSORS; ++i) {
-    if (i == 1) continue;
-    store<V, S, A>(rest[i].data(), x[i]);
-    std::copy_n(rest[i].data(), left, to[i] + at);
+  if constexpr (V::kWidth > 1) {  // of single elements nothing is left
+    if (at == count) return;
+    const auto left = std::min(static_cast<std::size_t>(count - at), V::kWidth);
+    std::array<std::array<S, V::kWidth>, TENSORS> rest{};
+    for (std::size_t i = 0; i < TENSORS; ++i) {
+      std::copy_n(from[i] + at, left, rest[i].data());
+      x[i] = V::load(rest[i].data());
+    }
+    rule(shared, x);
+    for (std::size_t i = 0; i < TENSORS; ++i) {
+      if (i == 1) continue;
+      store<V, S, A>(rest[i].data(), x[i]);
+      std::copy_n(rest[i].data(), left, to[i] + at);
+    }
   }
 }
 
