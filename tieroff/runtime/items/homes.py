@@ -401,11 +401,11 @@ class HomeItem(Item):
     def leave(self, traffic: Mover) -> None:
         """Moves the tensor to its lower tier, with its latest value; one that somebody holds stays up, and is asked again."""
         self.end_copy_out(traffic)
+        self._take_assigned(traffic)  # who shares the memory that it was given, as a vector of all, holds that
         if self.is_held:
             self.touch(traffic)  # no version says what is written through an alias
             self.is_refused = True
-            traffic.refused.append(self)
-            return
+            return traffic.refused.append(self)
         self.refresh(traffic)
         traffic.leave(self)
 
