@@ -20,7 +20,6 @@ from tieroff.errors import StateError
 from tieroff.runtime.at_work import calls_user_code, is_interrupting
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active, is_followed, refused_hooks
-from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, elements_in, makes_graph, signature_of, to_device
 from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
@@ -136,6 +135,7 @@ class Engine:
             known = self._compiled.get(module)
             if known is None or not known.is_current:
                 self._compiled[module] = CompiledCall(module, self.executor.gate, self.executor.context)
+        self.executor.hooks.has_compiled = bool(self._compiled)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer whose `step` ends a training step.
@@ -291,7 +291,7 @@ class Engine:
             executor.gate.depth += 1
             with contextlib.ExitStack() as hooks:
                 if executor.state.mode is not PASS or self.settings.compute_dtype is not None:
-                    hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks()))
+                    hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*executor.hooks.pair()))
                 out = inner(*args, **kwargs)
             executor.gate.check_casts()
             executor.shards.check_seam()
@@ -306,19 +306,13 @@ class Engine:
             executor.gate.depth = 0
             executor.gate.forget_casts()
             executor.on_demand.release_reachable()
+            executor.user_code_begins()
 
     @calls_user_code
     def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's `state_dict`: what lies below is given out there."""
         with self.executor.guard.on_host():
             return inner(*args, **kwargs)
-
-    def _saved_tensors_hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        saved = self.executor.saved_tensors
-        own_pack = saved.pack if self.executor.state.mode is not PASS else saved.pack_casts
-        pack, unpack = with_hooks_around(own_pack, saved.unpack)
-        # Modules of torch's own that are compiled in place run as they are, and torch would compile what they call instead.
-        return (torch.compiler.disable(pack), torch.compiler.disable(unpack)) if self._compiled else (pack, unpack)
 
     @calls_user_code
     def _beside(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -342,7 +336,7 @@ class Engine:
 
         Enter it after the model's forward has begun the step: around the loss, or around forward and loss together.
         """
-        return self.executor.saved_tensors.scope()
+        return self.executor.hooks.scope()
 
     def on_host(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which parameters, gradients and buffers are used on the host; see `tieroff.on_host`."""

@@ -27,10 +27,12 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.hooks.forward.own_hooks import OwnHooks
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.parameters.communication import Communication
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.sharded import Shards
+from tieroff.runtime.hooks.recompute.in_backward import ModulesInBackward
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.hooks.scaled import ScaledGradients
 from tieroff.runtime.hooks.user_access import UserAccess
@@ -56,6 +58,7 @@ class Executor:
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
         gate, shards, communication, saved_tensors, gradients: the hooks.
+        hooks: the pair of saved-tensor hooks, to be put in force.
         scaled: answers user code that clips gradients which lie below.
         guard: serves user code that uses what lies below a device.
     """
@@ -79,6 +82,8 @@ class Executor:
         self.gradients = Gradients(self.context, settings, self.shards)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
         self.saved_tensors.gathered = self.shards.gathered
+        self.hooks = OwnHooks(state, self.gate, self.saved_tensors)
+        self.gate.in_backward = ModulesInBackward(self.hooks)
         self.guard.serve(self.context, self.gate, self.saved_tensors, self.scaled)
 
     def begin(self, kind: StepKind, recorder: Recorder | None, *, may_be_quiet: bool = False) -> None:
@@ -121,6 +126,10 @@ class Executor:
         """Returns what the plan left alone and the program still holds; see [Note: left alone] in step/executable.py."""
         return self.saved_tensors.alone() + self.gradients.alone()
 
+    def user_code_begins(self) -> None:
+        """A forward has ended: user code runs next, in the midst of the step."""
+        self.guard.user_code_begins(self.runner.movable(self.homes.parameters.values()))
+
     def begin_aside(self) -> None:
         """A new step begins of the kind that ran last, in which nothing moves, and nothing has moved since."""
         state = self.state
@@ -160,6 +169,7 @@ class Executor:
         self.runner.stop()
         self.gate.end()
         self.gradients.end()
+        self.guard.user_code_begins()
         self.state.mode = IDLE
 
     def claim(self) -> None:

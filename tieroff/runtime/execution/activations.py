@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.place import place_here
 from tieroff.runtime.execution.on_demand import OnDemand
@@ -109,3 +111,56 @@ def label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
     by = "" if maker is None else f", made by {maker.name().partition('Backward')[0].lower()}"
     line = f" ({place.line})" if place.line else ""
     return f"{path or 'the model'}: saved by {place.kind or 'the loop'}{by}{line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A storage that stands for an activation.
+
+    Attributes:
+        storage: whether it lives.
+        item: the activation's.
+        lives: how many storages that had stood for by then; see `Traffic.retire`.
+        version: of the memory that backward was given, as it was given; -1: it is memory that autograd was about to save.
+    """
+
+    storage: StorageWeakRef
+    item: ActivationItem
+    lives: int
+    version: int = -1
+
+
+class StandingStorages:
+    """Which storages stand for an activation.
+
+    [Note: one activation]
+    What is saved again is the activation that it was, wherever that lies: an event of a step must not depend on the plan. So
+    the memory that backward got for one stands for it as much as the memory that autograd saved first. It comes here again
+    where modules run in backward (the input of a checkpoint), and where a backward makes a graph (`create_graph`).
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, Standing] = {}
+
+    def saved(self, storage: torch.UntypedStorage, item: ActivationItem) -> None:
+        """Autograd saves what lies on this storage, and it is this activation."""
+        self._found[storage._cdata] = Standing(StorageWeakRef(storage), item, item.lives)
+
+    def given(self, tensor: torch.Tensor, item: ActivationItem) -> None:
+        """Backward gets this for an activation."""
+        storage = tensor.untyped_storage()
+        if self.on(storage) is None:
+            self._found[storage._cdata] = Standing(StorageWeakRef(storage), item, item.lives, tensor._version)
+
+    def on(self, storage: torch.UntypedStorage) -> Standing | None:
+        """Returns what a storage stands for while some graph has that saved, or None."""
+        found = self._found.get(storage._cdata)
+        if found is None or found.storage.expired():
+            return None
+        item = found.item
+        stands = item.lives == found.lives and item.size_bytes == storage.nbytes() and next(item.views(), None) is not None
+        return found if stands else None
+
+    def sweep(self) -> None:
+        """Forgets storages that died."""
+        self._found = {key: found for key, found in self._found.items() if not found.storage.expired()}

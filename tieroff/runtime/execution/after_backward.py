@@ -36,6 +36,7 @@ class AfterBackward:
                 item.refresh(context.traffic)
                 item.lift(context.traffic)
                 item.touch(context.traffic)
+        context.guard.user_code_begins()
 
     def _leaves(self, item: HomeItem) -> bool:
         runner = self._context.runner

@@ -9,7 +9,7 @@ import torch
 
 from tieroff.runtime.execution.autograd import modes_here, training_phase, unseen_by_the_program
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.items.hollow import is_below, restore_class, untouched
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
@@ -44,7 +44,10 @@ class ParameterFetch:
             else:
                 context.clock.tick(item.key, lambda: f"param:{item.name}", None)
         if context.runner.leaves_alone(item):
-            return item.living  # as a rule it is there
+            home = item.living  # as a rule it is there
+            if is_below(home):  # by its class alone: see [Note: saved outside] in hooks/user_access.py
+                restore_class(item)
+            return home
         if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():
             return self._home_by_plan(item)
         with context.state.lock, torch.inference_mode(False):

@@ -267,6 +267,12 @@ class PlanRunner:
         if item.index >= 0 and self.planned is not None:  # what `_births` added: a smaller step has smaller tensors
             self.unborn_bytes -= self.planned.trace.tensors[item.index].size_bytes
 
+    def passed(self, key: Hashable) -> None:
+        """The step has a tensor in this one's place that is too small to move, of which nothing is counted."""
+        index = self.planned.recorded.index.get(key, -1) if self.planned is not None else -1
+        if self.planned is not None and index in self.planned.executable.tiers:
+            self.unborn_bytes -= self.planned.trace.tensors[index].size_bytes
+
     def unassign(self, item: Item) -> None:
         """The care for an item ends in mid-step: the plan that runs does not move it again."""
         if 0 <= item.index < len(self._items) and self._items[item.index] is item:

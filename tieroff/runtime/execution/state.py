@@ -22,9 +22,10 @@ class StepRecord:
         keys, names: the events so far; names only while a recorder watches.
         subjects: activations and gradients of the step, while a recorder watches.
         passes: how many passes without gradients made events in it.
+        places: per activation, how many tensors autograd had saved in the step before it; while a recorder watches.
     """
 
-    __slots__ = ("keys", "names", "passes", "recorder", "subjects")
+    __slots__ = ("keys", "names", "passes", "places", "recorder", "subjects")
 
     def __init__(self) -> None:
         self.begin(None)
@@ -35,6 +36,7 @@ class StepRecord:
         self.keys: list[Hashable] = []
         self.names: list[str] = []
         self.subjects: list[Subject] = []
+        self.places: list[int] = []
 
     def event(self, key: Hashable, name: Callable[[], str], phase: str) -> None:
         """An op begins."""

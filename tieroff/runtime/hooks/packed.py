@@ -316,6 +316,21 @@ class LeftAlone(Kept):
         return packed
 
 
+def is_packed(packed: object) -> bool:
+    """True for what stands for a tensor whose bytes the engine moves, or may take over."""
+    return isinstance(packed, (_Versioned, LeftAlone))
+
+
+def looks_of(packed: Any) -> torch.Tensor:
+    """Returns a tensor of the shape, type and device of a packed one, with no values."""
+    if isinstance(packed, LeftAlone):
+        if packed.packed is None:
+            return packed.tensor
+        packed = packed.packed
+    with torch.no_grad(), unseen():
+        return torch.empty((), dtype=packed.dtype, device=packed.probe.device).expand(packed.size)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for tensors whose bytes alone, with size and stride, say everything."""
     if type(tensor) not in PLAIN or torch._C._functorch.peek_interpreter_stack() is not None:

@@ -9,27 +9,24 @@ which is right whatever it is; an activation's event then says that the step has
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import weakref
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.place import module_of
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
-from tieroff.runtime.execution.activations import LiveActivations, label_here
-from tieroff.runtime.execution.autograd import reader_may_write
+from tieroff.runtime.execution.activations import LiveActivations, Standing, StandingStorages, label_here
+from tieroff.runtime.execution.autograd import current_graph_task, reader_may_write
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
-from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, PackedParts, is_plain
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.parameters.leaves import give, leaf_saved_here
-from tieroff.runtime.hooks.parameters.live import Stays, is_expired
+from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
@@ -58,14 +55,14 @@ class SavedTensors:
         self._state, self._clock, self._live = context.state, context.clock, gate.live
         is_covered = TensorClass.ACTIVATION in settings.covers
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
-        # By storage: whether it lives, its item and how many that had stood for.
-        self._known: dict[int, tuple[StorageWeakRef, ActivationItem, int]] = {}
+        self._standing = StandingStorages()
         self._alone: dict[int, list[weakref.ref[LeftAlone]]] = {}  # activations in this step, by storage
         self._alone_parameters: list[weakref.ref[LeftAlone]] = []
         self._count = 0  # of storages that were packed in this step
         self._written = WrittenActivations()
         self._order: list[PackedBefore | None] = []  # of the steps that follow one plan; None: to be looked at
-        self._place = 0  # in that order
+        self._place = 0  # in that order, of the tensor that is saved next
+        self._places: tuple[int, ...] = ()  # of activations, in the recorded step
         self._ordered_for: Executable | None = None  # the plan
         self._quiet = NOTHING
         self.fixed: set[int] = set()
@@ -81,25 +78,26 @@ class SavedTensors:
         executable = planned.executable if planned is not None and self._context.state.mode is PLANNED else None
         if executable is None or executable is not self._ordered_for:
             self._order, self._ordered_for = [], executable
+        self._places = planned.recorded.places if planned is not None and executable is not None else ()
         self._quiet = self._context.runner.quiet
         self._written.begin()
         recorder = self._context.state.record.recorder
         if recorder is not None:
             recorder.follow(self._used)
-        self._known = {key: entry for key, entry in self._known.items() if not is_expired(entry[0].cdata)}
+        self._standing.sweep()
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: does not modify its input."""
         state = self._state
+        place, order = self._place, self._order
+        self._place = place + 1
         if state.mode is not PLANNED:
             state.inside += 1  # not in a `finally`: see `StepState.inside`
             packed = self._pack_by_looks(tensor)
             state.inside -= 1
             return packed
-        place, order = self._place, self._order
-        self._place = place + 1
         before = order[place] if place < len(order) else None
         if before is not None:
             packed = self._pack_as_before(tensor, before)
@@ -171,36 +169,44 @@ class SavedTensors:
             saved = self._alone_of(key)
             if saved is not None:
                 return self._leave_alone(key, tensor, saved.ordinal)
+        standing = self._standing.on(storage)
+        if standing is not None:
+            self._keep_up(standing, tensor)
+            return self._move(tensor, standing.item, Packed(tensor, standing.item))
         parameter = self._gate.live.on(storage)
         if parameter is not None:
             return self._pack_parameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
             return Kept(alias_of(tensor), leaf_saved_here(tensor))  # no home of ours: whoever owns it may free it
-        if self._min_bytes is None or key in self.fixed or storage.nbytes() < self._min_bytes:
+        is_small = self._min_bytes is None or storage.nbytes() < self._min_bytes
+        if key in self.fixed or (is_small and not self._had_event_here()):
             return Kept(alias_of(tensor))
         if self.gathered is not None and self.gathered.leaf_of(tensor) is not None:
             return Kept(alias_of(tensor))  # also one that needs no gradient
-        item = self._known_for(storage)
-        if item is None:
-            self._count += 1
-            return self._pack_new(tensor, storage, self._count - 1)
-        self._keep_up(item, tensor)
-        return self._move(tensor, item, Packed(tensor, item))
+        self._count += 1
+        return self._pack_new(tensor, storage, self._count - 1, stays=is_small)
 
-    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int) -> Any:
+    def _had_event_here(self) -> bool:
+        """True where the recorded step had a larger tensor: a small one in its place stays, and is an event like it."""
+        places, count = self._places, self._count
+        return count < len(places) and places[count] == self._place - 1
+
+    def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, *, stays: bool = False) -> Any:
         """Packs a tensor of whose storage nothing was saved before: an event of the step."""
         context, key = self._context, storage._cdata
         if ordinal not in self._quiet.packs:
             context.clock.tick(("pack", storage.nbytes()), lambda: f"pack:{ordinal}", None)
-        if ordinal in context.runner.alone_activations and context.state.mode is PLANNED:
+        if (stays or ordinal in context.runner.alone_activations) and context.state.mode is PLANNED:
             self._alone[key] = []
+            if stays:
+                context.runner.passed(("activation", ordinal))
             if context.traffic.tell_held is not None:
                 context.traffic.took(tensor)
             return self._leave_alone(key, tensor, ordinal)
         item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
         packed = Packed(tensor, item)
-        self._known[key] = (StorageWeakRef(storage), item, item.lives)
+        self._standing.saved(storage, item)
         return self._move(tensor, item, packed)
 
     def _move(self, tensor: torch.Tensor, item: ActivationItem, packed: Packed) -> Packed:
@@ -221,22 +227,18 @@ class SavedTensors:
         context.on_demand.saved(parameter)
         return PackedParameter(tensor, parameter, leaf_saved_here(tensor))
 
-    def _known_for(self, storage: torch.UntypedStorage) -> ActivationItem | None:
-        """Returns the item that stands for a storage, or None."""
-        known = self._known.get(storage._cdata)
-        if known is None:
-            return None
-        ref, item, lives = known
-        stands = item.lives == lives and item.packs and not ref.expired() and item.size_bytes == storage.nbytes()
-        return item if stands else None
-
-    def _keep_up(self, item: ActivationItem, tensor: torch.Tensor) -> None:
+    def _keep_up(self, standing: Standing, tensor: torch.Tensor) -> None:
         """A view is about to be saved of a storage that has an item: what was written since it was copied counts.
 
         Views may count their versions apart (`unsafe_chunk`: the gates of LSTM and GRU cells, of which each is written and then
         saved). As in the plain run, all that were saved have what the storage holds when backward comes.
         """
-        if item.state is not DEVICE and not any(count_together(view.probe, tensor) for view in item.views()):
+        item, given = standing.item, standing.version
+        if given >= 0:
+            is_old = tensor._version != given
+        else:
+            is_old = item.state is not DEVICE and not any(count_together(view.probe, tensor) for view in item.views())
+        if is_old:
             with self._context.state.lock:
                 self._context.traffic.recall(item, bytes_of(tensor))
 
@@ -280,7 +282,7 @@ class SavedTensors:
                 if item is None:
                     item = items[storage._cdata] = self._item_for(alone.ordinal, bytes_of(alone.tensor))
                 packed = alone.become(item)
-                self._known[storage._cdata] = (StorageWeakRef(storage), item, item.lives)
+                self._standing.saved(storage, item)
                 self._activations.watch(packed, item)
             left.pop()
         self._alone, self._alone_parameters = {}, []
@@ -302,6 +304,9 @@ class SavedTensors:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The unpack hook: the same data each time it is asked."""
+        may_be_saved = False
+        if current_graph_task() != -1:
+            may_be_saved = self._gate.in_backward.unpacked(sys._getframe().f_back)
         kind = type(packed)
         if kind is LeftAlone:
             if packed.packed is None:
@@ -325,6 +330,8 @@ class SavedTensors:
         if is_parameter and packed.leaf is not None and isinstance(packed.item, ParameterItem):
             lifted = self._gate.fetch.saved_leaf(packed.item)
             self._context.state.inside -= 1
+            if packed.item.value is not None:
+                self._live.add(packed.item, packed.item.value)  # it may be saved again
             return give(lifted, packed.leaf)
         device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
         self._context.state.inside -= 1
@@ -334,6 +341,8 @@ class SavedTensors:
             lent: torch.Tensor = packed.lent
             return lent
         view: torch.Tensor = packed.over(device, room, is_recorded=is_recorded)
+        if may_be_saved and not is_parameter:
+            self._standing.given(view, packed.item)
         return packed.lend(view) if not is_parameter and packed.item.is_lent else view
 
     def _unpack_alone(self, packed: LeftAlone, *, is_quiet: bool) -> torch.Tensor:
@@ -348,19 +357,6 @@ class SavedTensors:
             context.clock.tick(("saved", parameter.position), lambda: f"saved:{parameter.name}", "backward")
         state.inside -= 1
         return tensor
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Hooks what is saved outside of the model's forward, by a loss for example, while a step runs."""
-
-        def pack(tensor: torch.Tensor) -> object:
-            return self.pack(tensor) if self._context.state.mode in (DEMAND, PLANNED) else tensor
-
-        def unpack(packed: object) -> torch.Tensor:
-            return packed if isinstance(packed, torch.Tensor) else self.unpack(packed)
-
-        with torch.autograd.graph.saved_tensors_hooks(*with_hooks_around(pack, unpack)):
-            yield
 
     def _used(self, tensor: torch.Tensor, is_written: bool) -> None:
         """An op of a recorded step is about to use memory that may have been saved; see the note in written.py."""
@@ -390,6 +386,7 @@ class SavedTensors:
         if context.state.record.recorder is not None:
             label = label_here(module_of(reversed(context.state.record.names)), maker)
             context.state.record.add(Subject(item.key, f"activation:{ordinal}", item.size_bytes, item.kind, label=label))
+            context.state.record.places.append(self._place - 1)
         return item
 
     def _item_for(self, ordinal: int, storage_bytes: torch.Tensor) -> ActivationItem:

@@ -4,12 +4,19 @@
 of the engine's lock, since it may be a backward whose thread needs that lock; then the tensors count as written, for what
 a fused kernel writes shows in no version. A few stay up for a moment, the others go below at once. What somebody holds an alias
 of (`p.data`, a view) stays up as long as the alias lives; what somebody asked the address of, until the next step.
+
+[Note: saved outside] Autograd saves a parameter that user code computes with outside of the model's forward (a penalty on
+weights in the loss, say) as the leaf itself, which would be hollow by the time backward asks. So the call has it saved as what
+can be brought up again, and for that the call has to come here, wherever the plan has the parameter by then: while user code
+runs in the midst of a step, parameters that are up and may move have the class of those that lie below. So have, all the
+time, those that autograd saved so before, since each such use is an event of the step in backward.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -42,7 +49,7 @@ from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of
-from tieroff.runtime.step.mode import PLANNED
+from tieroff.runtime.step.mode import DEMAND, PLANNED
 from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.units import format_bytes
 
@@ -63,7 +70,11 @@ class _Calls(threading.local):
 
 
 class UserAccess:
-    """The guard of one engine's hollow tensors."""
+    """The guard of one engine's hollow tensors.
+
+    Attributes:
+        saved_outside: parameters that autograd saved outside of the model's forward; see [Note: saved outside].
+    """
 
     def __init__(self) -> None:
         self._context: StepContext | None = None
@@ -73,6 +84,8 @@ class UserAccess:
         self._addressed: deque[HomeItem] = deque()  # pinned until the next step
         self._on_host = _Calls()  # of `state_dict`, under way in each thread
         self._thread = threading.get_ident()  # that runs the steps
+        self.saved_outside: weakref.WeakSet[ParameterItem] = weakref.WeakSet()
+        self._is_updated = False  # what user code does now is between two steps
 
     def serve(self, context: StepContext, gate: Gate, saved: SavedTensors, scaled: ScaledGradients) -> None:
         """Begins to serve the tensors of this engine."""
@@ -94,8 +107,25 @@ class UserAccess:
     def begin(self) -> None:
         """A step begins: addresses that were given out are not used any more."""
         self._thread = threading.get_ident()
+        self._is_updated = False
         while self._addressed:
             self._addressed.popleft().pins -= 1
+
+    def user_code_begins(self, movable: Iterable[HomeItem] = ()) -> None:
+        """User code runs next; `movable`: what the step that runs may move. See [Note: saved outside]."""
+        assert self._context is not None
+        if self._context.state.mode not in (DEMAND, PLANNED):
+            return
+        for item in (*self.saved_outside, *movable):
+            if item.is_lifted and not item.is_shown_below and type(item) is ParameterItem and item.tensor is not None:
+                guard_class(item)
+
+    def update_begins(self) -> None:
+        """The optimizer uses parameters next, as what they are."""
+        self._is_updated = True
+        for item in self.saved_outside:
+            if item.is_lifted:
+                restore_class(item)
 
     def repair(self) -> None:
         """An exception may have left calls half begun: none is under way any more, and nothing stays up for one."""
@@ -200,11 +230,11 @@ class UserAccess:
         assert self._context is not None
         context, lock = self._context, self._context.state.lock
         is_outside = threading.get_ident() != self._thread and current_graph_task() == -1
-        is_in_pass = self._is_in_pass and not is_outside
+        is_in_pass = self._is_in_pass and not is_outside and (not keeps or self._is_in_model)
         computing = context.traffic.backend.computing  # FSDP2 adds to gradients under a stream of its own
         with lock, as_the_engine(), computing():
             raised = [item for item in items if is_below(item.tensor)]
-            unplanned = [item for item in raised if not is_in_pass or item.state not in ON_DEVICE]
+            unplanned = [i for i in raised if i.state not in ON_DEVICE or not (is_in_pass or i.is_lifted)]
             self._check_room([item for item in raised if item.device is None])
             try:
                 for item in items:
@@ -289,23 +319,35 @@ class UserAccess:
             self._gate.live.add(item, item.living)
 
     @property
-    def _is_in_pass(self) -> bool:
-        """True in forward and in recomputations of it: what they use is planned."""
+    def _is_in_model(self) -> bool:
+        """True in forward and its recomputations."""
         assert self._gate is not None
         return self._gate.depth > 0 or (current_graph_task() != -1 and torch.is_grad_enabled())
 
+    @property
+    def _is_in_pass(self) -> bool:
+        """True in forward and recomputations, and where user code goes on with a graph in a step: those uses are planned."""
+        assert self._context is not None
+        is_in_step = self._context.state.mode in (DEMAND, PLANNED) and not self._is_updated
+        return self._is_in_model or (is_in_step and torch.is_grad_enabled())
+
     def _saving(self) -> contextlib.AbstractContextManager[None]:
         """Has autograd save parameters that come up for this call as what can be brought up again."""
-        assert self._gate is not None and self._saved is not None
+        assert self._context is not None and self._gate is not None and self._saved is not None
         is_elsewhere = self._gate.depth > 0 or current_graph_task() != -1 or functorch_is_active()
         if is_elsewhere or not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
             return contextlib.nullcontext()  # others' hooks see it; what those keep stays up
-        live, saved = self._gate.live, self._saved
+        live, saved, clock = self._gate.live, self._saved, self._context.clock
 
         def pack(tensor: torch.Tensor) -> Any:
             with untouched():
                 item = live.on(tensor.untyped_storage())
-            return PackedParameter(tensor, item) if isinstance(item, ParameterItem) else tensor
+            if not isinstance(item, ParameterItem):
+                return tensor
+            self.saved_outside.add(item)
+            if not self._is_updated:  # else that is no part of a step
+                clock.tick(("outside", item.position), lambda: f"outside:{item.name}", None)
+            return PackedParameter(tensor, item)
 
         def unpack(packed: Any) -> torch.Tensor:
             return packed if isinstance(packed, torch.Tensor) else saved.unpack(packed)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -84,6 +84,8 @@ class Guarded(Protocol):
 class Guard(Protocol):
     """Who is asked when a function gets a tensor whose bytes may lie below."""
 
+    saved_outside: weakref.WeakSet[Any]  # items of parameters that autograd saved outside of the model's forward
+
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function, with everything of ours among its arguments on the device."""
 
@@ -98,6 +100,9 @@ class Guard(Protocol):
 
     def multiplying(self) -> AbstractContextManager[None]:
         """Inside, a gradient that came up is multiplied in the place of the program."""
+
+    def user_code_begins(self, movable: Iterable[Any] = ()) -> None:
+        """User code runs next; `movable`: items that the step which runs may move."""
 
     def reaches_data(self, item: Any) -> None:
         """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""

@@ -327,6 +327,7 @@ class Steps:
         """
         self._custody.check_alive()
         self._mend()
+        self._custody.executor.guard.update_begins()
         if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._kind.stage.recorded.is_updated:
             self._diverge_in_update()
         if self._kind is None or self._is_updated:

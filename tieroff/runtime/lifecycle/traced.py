@@ -116,6 +116,7 @@ class TracedStep:
             leaves_gradients=not (used or norms or recorder.used_gradients) and sums_no_gradients(trace, keys),
             scratch_bytes=recorder.scratch_bytes,
             norms=norms,
+            places=tuple(record.places),
         )
 
     def _subjects(self, *, is_updated: bool) -> list[Subject]:

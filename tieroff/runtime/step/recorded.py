@@ -47,6 +47,8 @@ class Recorded:
         leaves_gradients: the update took all gradients as one backward made them: user code used none.
         scratch_bytes: the most memory that an op took for itself.
         norms: gradients that user code measured or scaled where they lay below -> the norms that it took.
+        places: per activation, how many tensors autograd had saved before it: a smaller step may have one that is too small to
+            move in such a place.
     """
 
     keys: tuple[Hashable, ...]
@@ -59,6 +61,7 @@ class Recorded:
     leaves_gradients: bool
     scratch_bytes: int
     norms: Mapping[Hashable, frozenset[Norm]] = field(default_factory=dict)
+    places: tuple[int, ...] = ()
 
     @functools.cached_property  # asked in every step
     def update_at(self) -> int:

@@ -44,6 +44,8 @@ class FetchingDict(QuietDict):
         value = dict.__getitem__(self, name)
         gate = self.gate
         if id(value) in gate.quiet:
+            if current_graph_task() != -1:
+                gate.note_recomputation()
             return value
         if gate.updated and id(value) in gate.updated and current_graph_task() != -1:
             raise StateError(

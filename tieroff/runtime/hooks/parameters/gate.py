@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -39,6 +41,16 @@ from tieroff.runtime.step.quiet import NOTHING, Quiet
 from tieroff.runtime.tensors import bytes_of
 
 
+class InBackward(Protocol):
+    """What is told that modules may run in backward; see recompute/in_backward.py."""
+
+    def read(self) -> None:
+        """A module reads a parameter while a backward runs, with gradients enabled."""
+
+    def unpacked(self, caller: FrameType | None) -> bool:
+        """A saved tensor is asked for in a backward, by autograd or by code in Python; may it be saved again?"""
+
+
 class Gate:
     """Says whether item access fetches, and how. One per engine, shared by all its dicts.
 
@@ -53,7 +65,10 @@ class Gate:
         mints: tensors through which gradients reach homes.
         beside: how many wrapped forwards the calling thread runs beside the step.
         quiet: ids of parameters that are read as they are; see [Note: quiet events] in step/quiet.py.
+        in_backward: is told of reads in backward.
     """
+
+    in_backward: InBackward
 
     def __init__(self, context: StepContext, compute_dtype: torch.dtype | None = None) -> None:
         self._context = context
@@ -76,9 +91,11 @@ class Gate:
         while self._lent:
             self._lent.pop().readers -= 1
         self.rebound.begin()
-        quiet = self._context.runner.quiet
-        if quiet is not self._quiet_of[0]:
-            items = [item for item in self._context.homes.parameters.values() if item.position in quiet.reads]
+        quiet, outside = self._context.runner.quiet, self._context.guard.saved_outside
+        if quiet is not self._quiet_of[0] or not outside.isdisjoint(self._quiet_of[1]):
+            # Those that user code had before need a look, whether or not they are an event.
+            known = self._context.homes.parameters.values()
+            items = [item for item in known if item.position in quiet.reads and item not in outside]
             self._quiet_of = quiet, items, frozenset(id(item.leaf) for item in items)
         _, items, self.quiet = self._quiet_of
         for item in items:
@@ -122,11 +139,17 @@ class Gate:
             # In backward: a recomputation runs with grad enabled; a hook that looks at the parameter wants the home.
             if not torch.is_grad_enabled():
                 return home
+            self.note_recomputation()
         if functorch_is_active():
             # Tensors made under a transform are its wrappers, which no home may lie on.
             with temporarily_clear_interpreter_stack():
                 return self._fetched(item, home)
         return self._fetched(item, home)
+
+    def note_recomputation(self) -> None:
+        """A module reads a parameter in backward."""
+        if torch.is_grad_enabled():
+            self.in_backward.read()
 
     def _is_plain_read(self, item: ParameterItem) -> bool:
         """True for what most reads are: by a module's forward in the step's own thread, of the home itself."""
