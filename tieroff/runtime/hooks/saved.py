@@ -25,7 +25,7 @@ from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
 from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, PackedParts, is_plain
 from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.hooks.parameters.leaves import give, leaf_saved_here
+from tieroff.runtime.hooks.parameters.leaves import give, is_asked, leaf_saved_here
 from tieroff.runtime.hooks.parameters.live import Stays
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
@@ -327,7 +327,7 @@ class SavedTensors:
         packed.check()
         is_parameter = isinstance(packed, PackedParameter)
         self._context.state.inside += 1
-        if is_parameter and packed.leaf is not None and isinstance(packed.item, ParameterItem):
+        if is_parameter and packed.leaf is not None and isinstance(packed.item, ParameterItem) and is_asked():
             lifted = self._gate.fetch.saved_leaf(packed.item)
             self._context.state.inside -= 1
             if packed.item.value is not None:

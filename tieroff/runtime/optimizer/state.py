@@ -241,7 +241,7 @@ class OptimizerState:
             if known is None or known.tensor is not tensor:
                 value = self._optimizer.state[param][key]
                 parts = tensors_in(value)
-                name, why = self._name_of(id(param), key), self._why_kept(value, parts)
+                name, why = self._name_of(id(param), key), self._why_kept(value, parts) or "not under the engine's care now"
                 yield from ((name, why, part) for part in parts)
 
     def _why_kept(self, value: object, parts: list[torch.Tensor]) -> str:

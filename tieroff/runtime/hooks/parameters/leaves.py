@@ -5,18 +5,21 @@ Without hooks autograd keeps a saved leaf, and gives that very object back. Unde
 hook returns: the same bytes and the same gradient, but not the same object, so that `is weight` is False, and that what people
 hang on it (`main_grad`, flags) is not there. Operators of torch do not ask; Functions of Megatron, TransformerEngine and
 others do. So `ctx.saved_tensors` of a Function that was seen to save a leaf is read through `_leaves_among`, which puts leaves
-in the place of such variables. What torch made for its `ctx` gets it, one class for each Function: nothing of torch's own.
+in the place of such variables. What torch made for its `ctx` gets it, one class for each Function: nothing of torch's own. Who
+saves is seen by the frame of `Function.apply`. Torch 2.14 has no such frame: there every Function gets it, and a leaf counts as
+saved by one where one reads it.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)  # None: see the note
 _BETWEEN = ("tieroff.", "torch._dynamo.")  # modules of frames that lie between a hook and who saves
 _saved: Any = torch._C._FunctionBase.saved_tensors
 
@@ -25,6 +28,15 @@ class _Asked(threading.local):
     """What the hooks gave while the calling thread reads `ctx.saved_tensors`: each tensor and the leaf that was saved."""
 
     given: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    _known = 0  # Functions that there were when all of them were served
+
+    def serve_all(self) -> None:
+        """Has every Function of this process find leaves; next to nothing where there is no new one."""
+        count = len(torch.autograd.Function.__subclasses__())
+        if count != self._known:
+            self._known = count
+            for function in _functions():
+                _serve(function._backward_cls)
 
 
 _asked = _Asked()
@@ -34,16 +46,37 @@ def leaf_saved_here(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns a tensor that is just saved, if it is a leaf and a Function saves it; from now on that finds it again."""
     if not tensor.is_leaf or not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
         return None
+    if _APPLY is None:
+        _asked.serve_all()
+        return tensor
     frame = sys._getframe(1)
     while frame.f_code is not _APPLY:
         before = frame.f_back
         if before is None or not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
             return None
         frame = before
-    kind = frame.f_locals["cls"]._backward_cls
+    _serve(frame.f_locals["cls"]._backward_cls)
+    return tensor
+
+
+def _functions() -> Iterator[Any]:
+    """Yields every Function of this process."""
+    left = torch.autograd.Function.__subclasses__()
+    while left:
+        function = left.pop()
+        left += function.__subclasses__()
+        yield function
+
+
+def _serve(kind: Any) -> None:
+    """Has what torch made for a Function's `ctx` find leaves."""
     if "saved_tensors" not in vars(kind):
         kind.saved_tensors = property(_leaves_among)
-    return tensor
+
+
+def is_asked() -> bool:
+    """True while the calling thread reads `ctx.saved_tensors` of a Function that finds leaves."""
+    return _asked.given is not None
 
 
 def give(tensor: torch.Tensor, leaf: torch.Tensor | None) -> torch.Tensor:
