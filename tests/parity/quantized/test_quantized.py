@@ -21,6 +21,7 @@ from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.hooks.forward.rebound import Rebound
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.units import format_bytes
 
 WIDTH, LAYERS = 128, 6
 CHECKPOINTS = ("none", "reentrant", "non-reentrant")
@@ -202,8 +203,11 @@ def test_unknown_class_stays_and_is_told(tmp_path: Path) -> None:
     for index in range(work.steps):
         trainer.run(index)
     engine = tieroff.engine(trainer.model)
-    told = [line for line in engine.explain().splitlines() if "Unknown" in line]
-    assert len(told) == 1 and f"and {LAYERS - 3} more" in told[0]
+    said = engine.explain().splitlines()
+    left_alone = [line for line in said if line.startswith("Left alone") and "Unknown" in line]
+    assert len(left_alone) == 1 and f"and {LAYERS - 3} more" in left_alone[0]
+    not_managed = [line for line in said if line.startswith("Not managed") and "Unknown" in line]
+    assert len(not_managed) == 1 and format_bytes(LAYERS * WIDTH * WIDTH * 4) in not_managed[0]
     assert engine.plan.peak_bytes[Tier.DEVICE] >= LAYERS * WIDTH * WIDTH * 4
     assert_equal(run_plain(work, torch.device("cpu")), trainer.finish())
     tieroff.unwrap(trainer.model)
