@@ -367,3 +367,37 @@ def test_a_function_that_saves_more_leaves_than_stay_at_hand(device: str, tmp_pa
         p.steps(6)
 
     check(usage, tmp_path, policy="auto", device=device, make=lambda: nn.Sequential(*(FusedLayer() for _ in range(4))))
+
+
+class Parts(torch.autograd.Function):
+    """Keeps two halves of one weight, which is saved itself too, and a square one with its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fused: Tensor, square: Tensor) -> Tensor:
+        first, second = fused.chunk(2)
+        ctx.save_for_backward(x, first, second, fused, square, square.t())
+        return x @ first.t() + torch.tanh(x @ second.t()) @ square
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, first, second, fused, square, transposed = ctx.saved_tensors
+        assert fused.shape == (2 * WIDTH, WIDTH)
+        hidden = torch.tanh(x @ second.t())
+        inner = (gradient @ transposed) * (1 - hidden * hidden)
+        of_square = hidden.t() @ gradient + 0 * square
+        return gradient @ first + inner @ second, torch.cat([gradient.t() @ x, inner.t() @ x]), of_square
+
+
+class PartsLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) * 0.2)
+        self.square = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Parts.apply(x, self.fused, self.square)
+        return x + out
+
+
+def test_a_function_that_saves_views_of_a_leaf_finds_these(tmp_path: Path) -> None:
+    check(grad_of_parameters, tmp_path, make=lambda: nn.Sequential(PartsLayer(), PartsLayer()), planned=3)

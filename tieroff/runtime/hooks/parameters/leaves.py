@@ -43,8 +43,11 @@ _asked = _Asked()
 
 
 def leaf_saved_here(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a tensor that is just saved, if it is a leaf and a Function saves it; from now on that finds it again."""
-    if not tensor.is_leaf or not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+    """Returns a tensor that is just saved, if it is a leaf and a Function saves it; from now on that finds it again.
+
+    Views that a Function's forward makes of a leaf say that they are leaves, too: these come back by their geometry.
+    """
+    if not tensor.is_leaf or tensor._is_view() or not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
         return None
     if _APPLY is None:
         _asked.serve_all()
@@ -105,7 +108,10 @@ def _leaf_of(found: torch.Tensor | None, given: list[tuple[torch.Tensor, torch.T
 
 
 def _is_made_of(found: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """True for the variable that torch made of what a hook returned for a leaf; of a view it makes none with a gradient."""
-    if not (found.is_leaf and found.requires_grad) or found.size() != tensor.size():
+    """True for the variable that torch made of what a hook returned for a leaf, not for one that it made of a view of that."""
+    if not (found.is_leaf and found.requires_grad) or found.size() != tensor.size() or found.layout is not tensor.layout:
         return False
-    return found.layout is not torch.strided or found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    if found.layout is not torch.strided:
+        return True
+    lies_so = found.stride() == tensor.stride() and found.storage_offset() == tensor.storage_offset()
+    return lies_so and found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
