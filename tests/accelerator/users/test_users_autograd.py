@@ -401,3 +401,50 @@ class PartsLayer(nn.Module):
 
 def test_a_function_that_saves_views_of_a_leaf_finds_these(tmp_path: Path) -> None:
     check(grad_of_parameters, tmp_path, make=lambda: nn.Sequential(PartsLayer(), PartsLayer()), planned=3)
+
+
+class Inside(torch.autograd.Function):
+    """Runs a layer again in backward, asks for what it saved inside of others' hooks, and computes on behind these."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, hooks: str, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.hooks, ctx.counts = layer, hooks, counts
+        with torch.no_grad():
+            return torch.sin(layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        count = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return tensor
+
+        def run(moved: Tensor) -> Any:
+            return ctx.layer(ctx.saved_tensors[0].detach() + moved)
+
+        moved = torch.zeros_like(gradient).requires_grad_()
+        with torch.enable_grad():
+            if ctx.hooks == "a checkpoint's":
+                out = checkpoint(run, moved, use_reentrant=False)
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    out = run(moved)
+            out = torch.sin(out)
+        ctx.counts.append(count)
+        torch.autograd.backward(out, gradient)
+        return moved.grad, None, None, None
+
+
+@pytest.mark.parametrize("hooks", ["a checkpoint's", "of its own"])
+def test_a_function_that_asks_for_what_it_saved_inside_of_other_hooks(hooks: str, tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        counts: list[int] = []
+        p.model.inside = lambda model, x: Inside.apply(x, model.second, hooks, counts)
+        p.wrap()
+        p.steps()
+        p.note(counts)
+
+    check(usage, tmp_path)

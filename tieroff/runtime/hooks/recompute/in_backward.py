@@ -56,18 +56,28 @@ class ModulesInBackward:
 
     def read(self) -> None:
         """A module reads a parameter while a backward runs, with gradients enabled."""
+        if self._hooks.are_wanted and not functorch_is_active():
+            self._put_in_force()
+
+    def _put_in_force(self) -> bool:
+        """Puts the engine's pair in force in the place of the one that is, so that who put that there takes ours off.
+
+        Returns:
+            False where a checkpoint keeps what is saved here: its pair stays, as it computes all of that again.
+        """
         here = hooks_here()
-        if here is not None and self._hooks.are_ours(here):
-            return
-        if not self._hooks.are_wanted or functorch_is_active():
-            return
         if here is None:
             if torch._C._current_autograd_node() is not None:  # else nobody would take them off
                 push_hooks(*self._hooks.pair())
+        elif self._hooks.are_ours(here):
+            return True
+        elif is_of_checkpoint(here, CHECKPOINTED):
+            return False
         elif is_of_checkpoint(here, RECOMPUTED):
             self.take_part(here)
-        elif not is_of_checkpoint(here, CHECKPOINTED):
+        else:
             replace_hooks(*self._hooks.pair())
+        return True
 
     def unpacked(self, caller: FrameType | None) -> bool:
         """A saved tensor is asked for while a backward runs, by autograd itself or by code in Python; may it be saved again?"""
@@ -85,13 +95,10 @@ class ModulesInBackward:
             if asking.f_back is None or asking.f_code is _RUNS_BACKWARD:
                 break
             asking = asking.f_back
-        here = hooks_here()
-        if here is not None and self._hooks.are_ours(here):
-            return True
         if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
-            push_hooks(*self._hooks.pair())
-            return True
-        return torch.is_grad_enabled()
+            return self._put_in_force()
+        here = hooks_here()
+        return torch.is_grad_enabled() or (here is not None and self._hooks.are_ours(here))
 
     def take_part(self, here: tuple[Pack, Unpack]) -> None:
         """Has a recomputation, whose hooks are in force, keep what it computes as the engine packs it."""
