@@ -23,7 +23,7 @@ from tests.support.parity import NVME, config_for, differing, state_of
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.integrations.transformers import TieroffCallback
-from tieroff.runtime.hooks.forward.inputs import signature_of, storages_of
+from tieroff.runtime.hooks.forward.inputs import signature_of, storages_in
 from tieroff.runtime.hooks.forward.walk import Walk
 
 # The name that is to go is the one that every version 5 knows; peft uses it too.
@@ -259,7 +259,9 @@ def test_batches_of_a_tokenizer_tell_kinds_of_steps_apart() -> None:
     trained = Walk(model).trained
     assert signature_of(model, (short,), {}, trained) == signature_of(model, (batch(3),), {}, trained)
     assert signature_of(model, (short,), {}, trained) != signature_of(model, (batch(4),), {}, trained)
-    assert storages_of(short) == {t.untyped_storage()._cdata for t in (short["input_ids"], short["more"]["mask"])}
+    assert {storage._cdata for storage in storages_in(short)} == {
+        t.untyped_storage()._cdata for t in (short["input_ids"], short["more"]["mask"])
+    }
 
 
 def test_a_model_compiled_in_place_is_refused(tmp_path: Path) -> None:

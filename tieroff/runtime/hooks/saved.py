@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -45,7 +46,7 @@ class SavedTensors:
     """The pack and unpack hooks of one engine.
 
     Attributes:
-        fixed: storages that are never moved (the step's inputs, module buffers, homes on the device).
+        fixed: storages that are never moved, by identity (the step's inputs, module buffers, homes on the device).
         gathered: whole parameters, which FSDP2 frees and gathers again.
         is_closed: graphs that are left find what they saved on the device.
     """
@@ -65,7 +66,7 @@ class SavedTensors:
         self._places: tuple[int, ...] = ()  # of activations, in the recorded step
         self._ordered_for: Executable | None = None  # the plan
         self._quiet = NOTHING
-        self.fixed: set[int] = set()
+        self.fixed: Mapping[int, object] = {}
         self.gathered: Gathered | None = None
         self.is_closed = False
         context.clock.at_divergence.append(self)

@@ -24,7 +24,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import current_graph_task, refuse_compiled_autograd
 from tieroff.runtime.execution.experience import Experience, Shapes
-from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of, storages_of
+from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of
 from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.parameters.watch import Watch
@@ -202,7 +202,7 @@ class Steps:
             self._watch_inputs((args, kwargs))
         if executor.state.mode is not PASS:
             self._note_input(shapes)
-            executor.saved_tensors.fixed = storages_of((args, kwargs)) | storages_of(walk.buffers()) | walk.storages()
+            executor.saved_tensors.fixed = walk.fixed((args, kwargs))
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
 
     def _watch_inputs(self, inputs: Any) -> None:

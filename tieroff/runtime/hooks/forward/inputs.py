@@ -68,11 +68,6 @@ def storages_in(values: Any) -> Iterator[torch.UntypedStorage]:
             yield leaf.untyped_storage()
 
 
-def storages_of(values: Any) -> set[int]:
-    """Returns the identities of the storages of all plain tensors in a nested structure."""
-    return {storage._cdata for storage in storages_in(values)}
-
-
 def elements_in(values: Any) -> int:
     """Returns how many elements the tensors in a nested structure have."""
     return sum(leaf.numel() for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor) and not leaf.is_nested)

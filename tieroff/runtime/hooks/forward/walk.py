@@ -12,9 +12,10 @@ from operator import attrgetter, is_not, itemgetter, methodcaller
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.hooks.forward.compiled import is_compiled
-from tieroff.runtime.hooks.forward.inputs import modules_in
+from tieroff.runtime.hooks.forward.inputs import modules_in, storages_in
 from tieroff.runtime.items.hollow import own_class, untouched
 
 _DICTS = ("_modules", "_parameters")
@@ -68,10 +69,16 @@ class Walk:
         """Returns the buffers that the modules have now: a forward may give them others."""
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
-    def storages(self) -> set[int]:
-        """Returns the identities of the storages that its plain parameters lie on now."""
+    def fixed(self, inputs: Any) -> dict[int, StorageWeakRef]:
+        """Returns the storages, by identity, of a call's inputs, and on which buffers and plain parameters lie now.
+
+        While the references are kept nobody else gets these identities: inputs may die within the step, and an activation that
+        got the identity of one would be taken for it.
+        """
         with untouched():
-            return {p.untyped_storage()._cdata for p in self.plain}
+            storages = [p.untyped_storage() for p in self.plain]
+        storages += storages_in((inputs, self.buffers()))
+        return {storage._cdata: StorageWeakRef(storage) for storage in storages}
 
     def _look(self) -> tuple[list[Any], ...]:
         with untouched():
