@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,26 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Usage]] = {
 def test_loops_follow_plans_of_every_budget(loop: str, share: str, tmp_path: Path) -> None:
     make, usage = LOOPS[loop]
     check(usage, tmp_path, make=make, policy="auto", device=share, planned=3)
+
+
+@pytest.mark.parametrize("device", ["80%", "50%", "40%"])
+def test_what_is_written_after_another_thread_evaluated_counts(device: str, tmp_path: Path) -> None:
+    """What a pass between steps leaves on the device is the next one's, whoever reads it meanwhile."""
+
+    def usage(p: Program) -> None:
+        def evaluate(index: int) -> None:
+            with torch.no_grad():
+                p.note(p.model(p.rows(index)[:2]))
+
+        p.wrap()
+        for index in range(STEPS):
+            p.step(index)
+            evaluate(index)
+            beside = threading.Thread(target=evaluate, args=(index + 1,))
+            beside.start()
+            beside.join()
+            for parameter in p.parameters:
+                parameter.data.mul_(1.25)
+            evaluate(index + 2)
+
+    check(usage, tmp_path, device=device, policy="auto")

@@ -141,12 +141,17 @@ class OnDemand:
 
     def stray(self, item: HomeItem) -> None:
         """Another thread than those of the step brings this up; it leaves as its next ones come, unless the step uses it."""
+        self._resting.pop(id(item), None)
         self._strays[id(item)] = item
         self._strays.move_to_end(id(item))
         for old in list(self._strays.values())[:-_READ_KEPT]:
             if not old.pins:
                 del self._strays[id(old)]
                 self._drop(old)
+
+    def is_resting(self, item: HomeItem) -> bool:
+        """True for a parameter of which a pass between steps left a copy on the device, and that nobody used since."""
+        return id(item) in self._resting
 
     def is_stray(self, item: HomeItem) -> bool:
         """True while another thread's call brought this up, and the step did not use it since."""

@@ -239,7 +239,7 @@ class UserAccess:
             try:
                 for item in items:
                     if item in raised:
-                        if is_outside and item.device is None:
+                        if is_outside and (item.device is None or context.on_demand.is_resting(item)):
                             context.on_demand.stray(item)
                         self._raise(item, is_in_pass)
                     item.pins += 1
