@@ -6,8 +6,9 @@ an item's state and its bytes need not agree. What a handler does with the model
 ends before the engine goes on, and meanwhile nothing moves in this thread: so parameters are read where they lie, no event is
 noted and no op is recorded. A `state_dict()` holds copies, since the engine may be about to free what it was asked about
 before. The stack tells: on the way outwards the first frame of the engine is one of those that call user code, or it was
-interrupted. It needs no state, which an exception in the handler could leave wrong. An optimizer's own step counts as the
-engine's code: what it is about to write is lifted, and a model that it evaluates is read where it lies, too.
+interrupted. The traceback of an exception tells the same of where that was raised. It needs no state, which an exception in the
+handler could leave wrong. An optimizer's own step counts as the engine's code: what it is about to write is lifted, and a model
+that it evaluates is read where it lies, too.
 """
 
 from __future__ import annotations
@@ -51,3 +52,14 @@ def is_interrupting() -> bool:
             return frame.f_code not in _calls_out
         frame = frame.f_back
     return False
+
+
+def came_from_engine(error: BaseException) -> bool:
+    """True for an exception that came between two lines of the engine, as by Ctrl-C, and not from user code that it called."""
+    innermost: CodeType | None = None
+    place = error.__traceback__
+    while place is not None:
+        code = place.tb_frame.f_code
+        innermost = code if _is_own[code.co_filename] else innermost
+        place = place.tb_next
+    return innermost is not None and innermost not in _calls_out

@@ -32,7 +32,7 @@ from tieroff.runtime.hooks.recompute.layers import layers_of
 from tieroff.runtime.hooks.unattached import Unattached, check_shares, inside
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
-from tieroff.runtime.lifecycle.repair import repair
+from tieroff.runtime.lifecycle.repair import is_torn_by, repair
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.movable import refuse_lazy
 from tieroff.runtime.optimizer import state_dicts
@@ -324,12 +324,18 @@ class Engine:
     @calls_user_code
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
-        with self.executor.state.lock:  # other threads may read
-            self._steps.check_model()
-        with self.executor.inferring(elements_in((args, kwargs))):
-            out = inner(*args, **kwargs)
-            self.executor.shards.check_seam()
-            return out
+        self._steps.mend()
+        try:
+            with self.executor.state.lock:  # other threads may read
+                self._steps.check_model()
+            with self.executor.inferring(elements_in((args, kwargs))):
+                out = inner(*args, **kwargs)
+                self.executor.shards.check_seam()
+                return out
+        except BaseException as error:
+            if is_torn_by(self._custody, error):
+                self._steps.broke()
+            raise
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which tensors saved outside the model, by a loss for example, are moved like its own.

@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 import tieroff
 from tests.support.covering import in_turn
 from tests.support.injector import Injector
+from tests.support.recipes.alike import WIDTH, Recipe
 from tests.support.twins import Setting, copied, equal, sgd
 
 # An interrupt may come while the engine has a file open, which is closed when its frame is gone.
@@ -189,6 +191,40 @@ def test_interrupted_before_every_line_that_a_planned_step_runs(case: str, tmp_p
     for at in run.injector.places(1):
         run.interrupt(at, STEPS_BETWEEN)
     run.unwrap()
+
+
+class Anywhere(Injector):
+    """Acts also before lines of what the engine calls, of torch say."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename != __file__ else None
+
+
+# Torch's own reference to a storage may be half made.
+@pytest.mark.filterwarnings("ignore:.*StorageWeakRef:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.timeout(120)
+def test_interrupted_anywhere_in_a_pass_between_steps(tmp_path: Path) -> None:
+    recipe = Recipe()
+    model: Any = recipe.build(4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    Setting(tmp_path, policy="auto", device="50%", nvme=True).wrap(model, optimizer)
+    for index in range(6):
+        recipe.step(model, optimizer, index, torch.device("cpu"))
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = model(torch.ones(2, WIDTH))
+            return out
+
+    injector, expected, parameters = Anywhere(), evaluate(), list(model.parameters())
+    injector.run(evaluate)
+    for number, at in enumerate(random.Random(3).choices(range(injector.seen), k=400)):
+        injector.run(evaluate, at)
+        torch.set_grad_enabled(True)  # the interrupt may have come in the end of `no_grad` itself
+        parameters[number % 8].data.add_(0)
+        assert equal(evaluate(), expected), injector.where
+    tieroff.unwrap(model)
+    assert equal(evaluate(), expected)
 
 
 @pytest.mark.timeout(120)

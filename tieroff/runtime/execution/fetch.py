@@ -50,7 +50,8 @@ class ParameterFetch:
             return home
         if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():
             return self._home_by_plan(item)
-        with context.state.lock, torch.inference_mode(False):
+        # Only where it is on: after an interrupt its guard may die with the traceback, and set what was when it was entered.
+        with context.state.lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             self._lift(item)
             context.on_demand.used(item.key)
             context.clock.resume()

@@ -113,8 +113,9 @@ class OnDemand:
                 self._keep_few()
 
     def abandon(self) -> None:
-        """The step broke off: no call is under way, wherever in it the exception came."""
-        self._calls = 0
+        """The step, or a pass, broke off: no call is under way, wherever in it the exception came."""
+        self._calls = self.pass_room_bytes = 0
+        self._resting.clear()
 
     def forget_read(self, item: HomeItem) -> None:
         """Somebody else decides when it leaves."""

@@ -19,6 +19,7 @@ Copies may also be under way that nobody has noted yet. They are waited for, sin
 from __future__ import annotations
 
 from tieroff.core.tensor import allocated_bytes
+from tieroff.runtime.at_work import came_from_engine
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.items.gradient import GradientItem
@@ -38,6 +39,18 @@ def is_torn(custody: Custody) -> bool:
     if custody.executor.gate.depth or current_graph_task() != -1:
         return False  # in the middle of something
     return state.inside != 0 or clock.is_backward_open
+
+
+def is_torn_by(custody: Custody, error: BaseException) -> bool:
+    """True where an exception left a pass without gradients between two lines of the engine: it is to be repaired at once.
+
+    One of user code leaves all as it was, and a step that runs goes on.
+    """
+    executor = custody.executor
+    if not executor.gate.depth and not came_from_engine(error):
+        return False
+    executor.state.inside += 1  # in a backward, whatever follows that repairs
+    return current_graph_task() == -1
 
 
 def repair(custody: Custody) -> None:

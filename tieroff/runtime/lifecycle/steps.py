@@ -160,7 +160,7 @@ class Steps:
         """A forward begins: of a new step, or one more of the one that runs; `walk`: over the model as it is now."""
         refuse_compiled_autograd()
         self.come_back()
-        self._mend()
+        self.mend()
         with self._custody.executor.state.lock:  # other threads may read parameters
             self._begin_forward(signature, args, kwargs, walk)
 
@@ -301,7 +301,7 @@ class Steps:
         """
         if self._custody.executor.gate.depth or current_graph_task() != -1:
             raise StateError("tieroff.sleep was called in the middle of a forward or backward; call it between steps")
-        self._mend()
+        self.mend()
         if self._is_updated:
             self._end_last_op()
         self._custody.sleep()
@@ -326,7 +326,7 @@ class Steps:
             StateError: in a forked child, or after the engine was closed.
         """
         self._custody.check_alive()
-        self._mend()
+        self.mend()
         self._custody.executor.guard.update_begins()
         if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._kind.stage.recorded.is_updated:
             self._diverge_in_update()
@@ -361,7 +361,7 @@ class Steps:
         else:
             self._custody.executor.context.lower_all()
 
-    def _mend(self) -> None:
+    def mend(self) -> None:
         """Repairs what an exception left since the engine last ran, as one in backward does."""
         if is_torn(self._custody):
             self.broke()
