@@ -162,10 +162,7 @@ class SavedTensors:
         if not is_plain(tensor):
             if (parts := PackedParts.of(tensor, self._live, self._gate.fetch.again)) is not None:
                 return parts
-            lowered = guarded(tensor)  # saved by a Function at its end: it may lie below again
-            if (
-                isinstance(lowered, ParameterItem) and lowered.guard is self._context.guard
-            ):  # another engine's is not ours to lift
+            if isinstance(lowered := guarded(tensor), ParameterItem) and lowered.guard is self._context.guard:  # below again
                 return self._pack_parameter(tensor, lowered)
             return Kept(tensor, leaf_saved_here(tensor))
         key = (storage := tensor.untyped_storage())._cdata
