@@ -304,7 +304,9 @@ def test_what_compiled_code_makes_counts_from_where_it_was_made(tmp_path: Path) 
 
     eager = peak_bytes(None)
     compiled = peak_bytes(Graphs(buffer_bytes=MIB).backend)
-    assert eager <= compiled <= 1.1 * eager + MIB  # a call is one op, in which all that it makes is there at once
+    # A call is one op, in which all that it makes is there at once; eager has a norm's statistics besides, a float a row.
+    statistics_bytes = rows * 4 + 512
+    assert eager - statistics_bytes <= compiled <= 1.1 * eager + MIB
 
 
 def test_nothing_is_compiled_twice_where_nothing_moves(tmp_path: Path) -> None:

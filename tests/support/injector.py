@@ -63,7 +63,11 @@ class Injector:
         return False
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(_SOURCE) else None
+        return self._line if self.is_watched(frame.f_code.co_filename) else None
+
+    def is_watched(self, file: str) -> bool:
+        """Returns whether lines of a file count: those of the engine."""
+        return file.startswith(_SOURCE)
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":

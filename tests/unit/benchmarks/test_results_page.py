@@ -21,7 +21,7 @@ def test_every_stored_result_is_shown() -> None:
     page = (results_page.ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     names = {path.stem for path in results_page.RESULTS.glob("*.json")}
     elsewhere = {"bench_policies", "bench_plan_moves"}  # in docs/policies.md, and in the table of bench_plan
-    elsewhere |= {"expected_h100", "expected_h200"}  # beside what scripts/gpu_evidence.py measures
+    elsewhere |= {f"{kind}_{card}" for kind in ("expected", "gpu_evidence") for card in ("h100", "h200")}  # in docs/evidence.md
     assert {name for name in names if f"<!-- table: {name} -->" not in page} == elsewhere
 
 

@@ -17,6 +17,7 @@ OWN_WITH_WRAP = {
     "device_budget",
     "core",
     "errors",
+    "parts",
     "planner",
     "probe",
     "runtime",
