@@ -68,7 +68,7 @@ def serve(native: Native, machine: Machine) -> None:
         setattr(cuda.nvtx, name, lambda *_args, **_options: 0)
     cuda.nvtx.range = lambda *_args, **_options: contextlib.nullcontext()
     # Libraries read it as they are imported where there is CUDA: bitsandbytes, which peft imports.
-    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
 
 
 def _streams() -> dict[str, Any]:

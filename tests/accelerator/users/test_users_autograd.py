@@ -395,7 +395,7 @@ class PartsLayer(nn.Module):
         self.square = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Parts.apply(x, self.fused, self.square)
+        out: Tensor = Parts.apply(x, self.fused, self.square)  # type: ignore[no-untyped-call]
         return x + out
 
 
@@ -442,7 +442,7 @@ class Inside(torch.autograd.Function):
 def test_a_function_that_asks_for_what_it_saved_inside_of_other_hooks(hooks: str, tmp_path: Path) -> None:
     def usage(p: Program) -> None:
         counts: list[int] = []
-        p.model.inside = lambda model, x: Inside.apply(x, model.second, hooks, counts)
+        p.model.inside = lambda model, x: Inside.apply(x, model.second, hooks, counts)  # type: ignore[no-untyped-call]
         p.wrap()
         p.steps()
         p.note(counts)
