@@ -8,6 +8,7 @@ are estimated. Fake tensors report the CPU as their device; `kernels` covers whe
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from tieroff.tracing.buckets import Buckets, EarlyUpdates
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.fakes import FakeRecorder, Fakes, Prices
+from tieroff.tracing.in_backward import HooksInBackward
 from tieroff.tracing.kernels import DeviceKernels, run_backward, use_device_updates
 from tieroff.tracing.roofline import Roofline
 
@@ -128,17 +130,17 @@ def checked(made: Any) -> DryModel:
 class _Packed:
     """A saved tensor without its memory, which is made again when backward wants it."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "key", "offset", "size", "size_bytes", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "key", "offset", "shape", "size_bytes", "stride")
 
     def __init__(self, tensor: torch.Tensor, key: tuple[str, int]) -> None:
         self.dtype, self.device, self.key = tensor.dtype, tensor.device, key
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.shape, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self.size_bytes = tensor.untyped_storage().nbytes()
 
     def tensor(self) -> torch.Tensor:
         """Returns a tensor of the same geometry on new memory."""
         whole = torch.empty(-(-self.size_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.size, self.stride, self.offset)
+        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,18 @@ class _Saved:
 
     tensor: torch.Tensor
     position: int = -1
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
 
 
 class _Parameters(dict[str, Any]):
@@ -181,6 +195,7 @@ class _DryStep:
         self._recorded: list[Subject] = []
         self._states: dict[Hashable, Subject] = {}
         self._is_forward = False
+        self._hooks = HooksInBackward(self._pack, self._unpack, _is_moved)
         self._optimizer: torch.optim.Optimizer | None = None
         self._buckets: Buckets | None = None
         self._early: EarlyUpdates | None = None
@@ -208,6 +223,7 @@ class _DryStep:
                 self._finish_updates()
         finally:
             recorder.stop()
+        recorder.stands(tensor.untyped_storage() for tensor in self._standing())
         subjects = [*self._homes(), *self._states.values(), *self._recorded]
         return recorder.finish(subjects, recorder.spent_ns, name)
 
@@ -290,6 +306,8 @@ class _DryStep:
 
     def _read(self, param: torch.Tensor) -> None:
         is_recomputing = _graph_task() != -1 and torch.is_grad_enabled()
+        if is_recomputing:
+            self._hooks.put_in_force()
         if id(param) in self._positions and (self._is_forward or is_recomputing):
             self._tick(f"param:{self._names[id(param)]}", self._phase())
             self._recorder.access(("param", self._positions[id(param)]))
@@ -305,18 +323,25 @@ class _DryStep:
             return _Saved(tensor.detach(), position)
         base = tensor._base if tensor._is_view() else tensor
         is_parameter = base is not None and base.is_leaf and base.requires_grad
-        if is_parameter or storage._cdata in self._fixed or storage.nbytes() < self._min_bytes:
-            return _Saved(tensor.detach())
-        packed = _Packed(tensor, self._key_of(tensor, storage))
+        key = self._known_key(tensor, storage)
+        if key is None:
+            if is_parameter or storage._cdata in self._fixed or storage.nbytes() < self._min_bytes:
+                return _Saved(tensor.detach())
+            key = self._new_key(tensor, storage)
+        packed = _Packed(tensor, key)
         self._living[packed.key] += 1
         weakref.finalize(packed, self._dead.append, packed.key).atexit = False
         return packed
 
-    def _key_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[str, int]:
-        """Returns the key of a saved storage; what is new, or was written since it was saved, opens an op."""
+    def _known_key(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[str, int] | None:
+        """Returns the key of a storage that is saved, or that backward got for one; None if it was written since."""
         known = self._known.get(storage._cdata)
         if known is not None and not known[0].expired() and self._living[known[1]] and known[2] == tensor._version:
             return known[1]
+        return None
+
+    def _new_key(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[str, int]:
+        """Returns the key of a storage that is saved for the first time, or anew after a write: it opens an op."""
         ordinal = len(self._living)
         key = ("activation", ordinal)
         self._tick(f"pack:{ordinal}", self._phase())
@@ -327,6 +352,7 @@ class _DryStep:
         return key
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        may_be_saved = _graph_task() != -1 and self._hooks.unpacked(sys._getframe().f_back)
         if isinstance(packed, _Saved):
             if packed.position >= 0:
                 self._tick(f"saved:{self._names[id(self._parameters[packed.position])]}", "backward")
@@ -334,7 +360,10 @@ class _DryStep:
             return packed.tensor
         self._tick(f"unpack:{packed.key[1]}", "backward")
         tensor: torch.Tensor = packed.tensor()
-        self._recorder.bind(tensor.untyped_storage(), packed.key, is_new=True)
+        storage = tensor.untyped_storage()
+        self._recorder.bind(storage, packed.key, is_new=True)
+        if may_be_saved:  # and is then the activation that it was
+            self._known[storage._cdata] = (StorageWeakRef(storage), packed.key, tensor._version)
         return tensor
 
     # -- gradients and state -------------------------------------------------------------------------------------
@@ -386,6 +415,15 @@ class _DryStep:
                     ("state", name), name, _size(tensor), TensorClass.OPTIMIZER, is_persistent=True
                 )
 
+    def _standing(self) -> Iterator[torch.Tensor]:
+        """Yields what lies on the device whatever a plan says: small parameters, buffers, and state that is not listed."""
+        assert self._optimizer is not None
+        small = (param for param in self._parameters if id(param) not in self._positions)
+        states = (tensor for state in self._optimizer.state.values() for tensor in tree_iter(state))
+        for tensor in (*small, *self._made.model.buffers(), *states):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                yield tensor
+
     def _homes(self) -> Iterator[Subject]:
         for position in self._positions.values():
             param = self._parameters[position]
@@ -393,6 +431,10 @@ class _DryStep:
 
     def _is_listed(self, param: torch.Tensor) -> bool:
         return param.layout is torch.strided and _size(param) >= self._min_bytes and _is_whole(param)
+
+
+def _is_moved(packed: Any) -> bool:
+    return isinstance(packed, _Packed) or packed.position >= 0
 
 
 def _read_weights(layer: torch.nn.Module, _: Any) -> None:

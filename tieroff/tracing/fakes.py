@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from tieroff.tracing.recording.arguments import tensors_in
 from tieroff.tracing.recording.life import Life
 
 _DEVICE = torch.ops.prim.device.default
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
@@ -118,10 +119,21 @@ class FakeRecorder(StepRecorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _use(self, tensor: torch.Tensor, is_written: bool, is_output: bool = False) -> None:
+        if self._makers.running is _LIFT_FRESH:
+            # A number in code: a real step has one tensor, made before any op; here a fake one takes the place of it.
+            if not is_output:
+                return
+            is_written = is_output = False
         if type(tensor) is FakeTensor and tensor.layout is torch.strided and tensor.fake_device.type == self._device_type:
             self._use_storage(tensor, tensor.untyped_storage(), is_written, is_output)  # asked for its device, it dispatches
         else:
             super()._use(tensor, is_written, is_output)
+
+    def _followed(self, storages: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+        """All of them: fake ones say that their device is meta."""
+        for storage in storages:
+            assert isinstance(storage, torch.UntypedStorage)
+            yield storage
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
         call = self._memo.call_of(func, args, kwargs)
