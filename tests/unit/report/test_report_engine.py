@@ -61,7 +61,7 @@ def test_saved_run_has_what_the_step_did(tmp_path: Path) -> None:
     assert run.steps[-1].scalars() == stats.figures(5).scalars()
     assert stats.scalars()["tieroff/stall_s"] == pytest.approx(stats.stall_s)
     assert run.explanation == engine.explain(detail=True)
-    assert len(engine.explain().splitlines()) == 5
+    assert len(engine.explain().splitlines()) == 7  # "Held, and why" and "Not managed, and why" among them
     engine.save_report(tmp_path / "run.html")
     assert 'id="figure-lanes"' in (tmp_path / "run.html").read_text()
     with pytest.raises(ConfigError, match="nowhere does not exist"):
