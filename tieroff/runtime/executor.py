@@ -3,8 +3,9 @@
 [Note: passes without gradients]
 A forward without gradients between a step's first forward and its update (of a reference model, for a divergence) is a part of
 the step if it comes in each: its reads are events, so that it needs a layer at a time and plans fetch ahead for it. A step that
-follows its plan has one where the plan has one next; any other that comes, as an evaluation now and then, is none, and the plan
-goes on behind it: what it reads is fetched as it reads it.
+follows its plan has one where the plan has one next, and a measured step where the recorded one had one next; any other that
+comes, as an evaluation now and then, is none, and the plan goes on behind it: what it reads is fetched as it reads it. Where a
+recorded step had some that the next one lacks, and is like otherwise, passes in steps of that kind make none from then on.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from tieroff.runtime.hooks.user_access import UserAccess
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.step.kinds import Planned, StepKind
+from tieroff.runtime.step.kinds import Measuring, Planned, StepKind
+from tieroff.runtime.step.likeness import PASS_BEGINS, PASS_ENDS
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 
-_PASS, _PASSED = ("pass",), ("passed",)
 # Passes of one step that have events: more of them, as where a step generates text, are of a number of their own each time.
 _PASSES_MAX = 8
 
@@ -235,8 +236,13 @@ class Executor:
         if state.kind is None or torch.is_grad_enabled() or self.shards or current_graph_task() != -1:
             return False
         if state.mode is PLANNED:
-            return self.runner.expects(_PASS)
-        return state.mode is DEMAND and not self._is_between_steps() and record.passes < _PASSES_MAX
+            return self.runner.expects(PASS_BEGINS)
+        if state.mode is not DEMAND or state.kind.passes_vary or self._is_between_steps():
+            return False
+        if isinstance(state.kind.stage, Measuring):
+            known, at = state.kind.stage.recorded.keys, len(record.keys)
+            return known[at : at + 1] == (PASS_BEGINS,)
+        return record.passes < _PASSES_MAX
 
     def _is_between_steps(self) -> bool:
         """True while no step runs, or user code runs after the update of one."""
@@ -250,7 +256,7 @@ class Executor:
         """A pass without gradients runs whose reads are events of the step."""
         state = self.state
         state.record.passes += 1
-        self.clock.tick_in_inference(_PASS, lambda: "pass")
+        self.clock.tick_in_inference(PASS_BEGINS, lambda: "pass")
         self.gate.depth += 1
         try:
             yield
@@ -259,7 +265,7 @@ class Executor:
             self.gate.depth -= 1
             self.gate.forget_casts()
             self.on_demand.release_reachable()
-        self.clock.tick_in_inference(_PASSED, lambda: "passed")
+        self.clock.tick_in_inference(PASS_ENDS, lambda: "passed")
         if state.saw_backward:  # the update may be next, and user code before it
             with state.lock, torch.inference_mode(False), torch.no_grad():
                 self._after_backward.backward_ended()

@@ -317,6 +317,22 @@ def test_an_evaluation_pass_anywhere_leaves_the_plan_alone(
     assert messages(caplog) == []
 
 
+def test_an_evaluation_in_every_other_step_is_no_part_of_the_plan(
+    each_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        with torch.no_grad():
+            seen = None if index % 2 else model(torch.randn(6, 8)).clone()
+        loss.backward()
+        optimizer.step()
+        return loss, seen
+
+    phases = phases_of(mlp_and_adam, step, 8, each_setting, caplog)
+    assert phases == ["traced", "measured", "traced", "measured"] + ["planned"] * 4
+
+
 def test_a_forward_whose_graph_is_thrown_away(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     def step(model: Any, optimizer: Any, index: int) -> Any:
         extra = loss_of(model).detach() if index == 4 else None  # with a graph, and no backward

@@ -121,6 +121,7 @@ class StepKind:
         retraces: how often it was traced.
         foreseen: steps that it still runs on demand, by what traces of other kinds say, before it is traced itself.
         mismatches: steps in a row that left their plan.
+        passes_vary: passes without gradients come in some of its steps only: they make no events.
         strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
     """
@@ -131,6 +132,7 @@ class StepKind:
         "foreseen",
         "is_passed_through",
         "mismatches",
+        "passes_vary",
         "planned",
         "ran",
         "recorded",
@@ -140,7 +142,7 @@ class StepKind:
     )
 
     def __init__(self, *, is_passed_through: bool = False) -> None:
-        self.is_passed_through = is_passed_through
+        self.is_passed_through, self.passes_vary = is_passed_through, False
         self.stage: Stage = Recording()
         self.recorded: Recorded | None = None
         self.planned: Planned | None = None

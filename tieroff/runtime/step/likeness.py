@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+# The events around a pass without gradients.
+PASS_BEGINS, PASS_ENDS = ("pass",), ("passed",)
+
 Signature = tuple[Any, ...]
 
 
@@ -34,6 +37,21 @@ def suits(key: Hashable, known: Hashable) -> bool:
     if key[0] == "pack":
         return bool(key[1] <= known[1])
     return key[0] == "forward" and is_within(key[1], known[1])
+
+
+def is_like_but_for_passes(keys: Sequence[Hashable], known: Sequence[Hashable]) -> bool:
+    """Returns whether a step is not like the known one, and would be if neither had passes without gradients."""
+    return not is_like(keys, known) and is_like(_without_passes(keys), _without_passes(known))
+
+
+def _without_passes(keys: Sequence[Hashable]) -> list[Hashable]:
+    left, is_in_pass = list[Hashable](), False
+    for key in keys:
+        is_in_pass = is_in_pass or key == PASS_BEGINS
+        if not is_in_pass:
+            left.append(key)
+        is_in_pass = is_in_pass and key != PASS_ENDS
+    return left
 
 
 def is_like(keys: Sequence[Hashable], known: Sequence[Hashable]) -> bool:
