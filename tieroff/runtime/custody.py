@@ -251,6 +251,8 @@ class Custody:
             return "smaller than min_bytes"
         if parameter in shards:
             return shards.why_kept(parameter)
+        if local_of(parameter) is not parameter:  # its own memory is none: only FSDP2's gathering asks for its part's
+            return "a DTensor that FSDP2 does not gather"
         return why_kept(parameter, parts)
 
     def _fingerprint_of(self, walk: Walk) -> tuple[Any, ...]:

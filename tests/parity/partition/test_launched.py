@@ -53,7 +53,7 @@ tieroff.wrap(wrapped, optimizer)  # it makes the process group
 losses = sharded.train(wrapped, batch, optimizer, 7)
 engine = tieroff.engine(wrapped)
 stats = engine.stats()
-found = {"losses": losses, "phase": stats.phase, "moved": stats.moved_bytes_by_class,
+found = {"losses": losses, "phase": stats.phase, "moved": stats.moved_bytes_by_class, "said": engine.explain(),
          "budget": {tier.value: size for tier, size in engine.plan.budget_bytes.items()}}
 tieroff.unwrap(wrapped)
 
@@ -132,6 +132,8 @@ def test_what_is_left_of_a_partition_is_moved_bit_for_bit(ranks: list[dict[str, 
     for found in ranks:
         assert found["phase"] == "planned"
         assert found["moved"]["optimizer"] > 0
+        assert found["moved"].get("parameter", 0) == 0
+        assert "(a DTensor that FSDP2 does not gather)" in found["said"]
         assert found["differ"] == []
         assert found["losses"] == found["plain"]
         assert found["losses"] == pytest.approx(losses, rel=1e-6)
