@@ -39,7 +39,7 @@ class HooksInBackward:
 
     def put_in_force(self) -> bool:
         """Puts the pair in the place of the one in force; False where a checkpoint will compute all of that again."""
-        here = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        here: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if here is None:
             if torch._C._current_autograd_node() is not None:  # else nobody would take them off
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -69,7 +69,7 @@ class HooksInBackward:
             asking = asking.f_back
         if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
             return self.put_in_force()
-        here = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        here: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return torch.is_grad_enabled() or (here is not None and here[0] in self._own)
 
     def _take_part(self, outer_pack: Pack) -> None:
