@@ -29,7 +29,7 @@ from tieroff.tracing.buckets import Buckets, EarlyUpdates
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.fakes import FakeRecorder, Fakes, Prices
-from tieroff.tracing.in_backward import HooksInBackward
+from tieroff.tracing.in_backward import HooksInBackward, Packed, Saved
 from tieroff.tracing.kernels import DeviceKernels, run_backward, use_device_updates
 from tieroff.tracing.roofline import Roofline
 
@@ -125,42 +125,6 @@ def checked(made: Any) -> DryModel:
     if made.rounds < 1:
         raise CaptureError(f"expected 1 round of forward and backward per update or more, got {made.rounds}")
     return made
-
-
-class _Packed:
-    """A saved tensor without its memory, which is made again when backward wants it."""
-
-    __slots__ = ("__weakref__", "device", "dtype", "key", "offset", "shape", "size_bytes", "stride")
-
-    def __init__(self, tensor: torch.Tensor, key: tuple[str, int]) -> None:
-        self.dtype, self.device, self.key = tensor.dtype, tensor.device, key
-        self.shape, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.size_bytes = tensor.untyped_storage().nbytes()
-
-    def tensor(self) -> torch.Tensor:
-        """Returns a tensor of the same geometry on new memory."""
-        whole = torch.empty(-(-self.size_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.shape, self.stride, self.offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A saved tensor that stays where it is; `position` is that of the parameter whose memory it has, or -1."""
-
-    tensor: torch.Tensor
-    position: int = -1
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
 
 
 class _Parameters(dict[str, Any]):
@@ -316,19 +280,19 @@ class _DryStep:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided:
-            return _Saved(tensor.detach())
+            return Saved(tensor.detach())
         storage = tensor.untyped_storage()
         position = self._by_storage.get(storage._cdata)
         if position is not None:
-            return _Saved(tensor.detach(), position)
+            return Saved(tensor.detach(), position)
         base = tensor._base if tensor._is_view() else tensor
         is_parameter = base is not None and base.is_leaf and base.requires_grad
         key = self._known_key(tensor, storage)
         if key is None:
             if is_parameter or storage._cdata in self._fixed or storage.nbytes() < self._min_bytes:
-                return _Saved(tensor.detach())
+                return Saved(tensor.detach())
             key = self._new_key(tensor, storage)
-        packed = _Packed(tensor, key)
+        packed = Packed(tensor, key)
         self._living[packed.key] += 1
         weakref.finalize(packed, self._dead.append, packed.key).atexit = False
         return packed
@@ -353,7 +317,7 @@ class _DryStep:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         may_be_saved = _graph_task() != -1 and self._hooks.unpacked(sys._getframe().f_back)
-        if isinstance(packed, _Saved):
+        if isinstance(packed, Saved):
             if packed.position >= 0:
                 self._tick(f"saved:{self._names[id(self._parameters[packed.position])]}", "backward")
                 self._recorder.access(("param", packed.position))
@@ -434,7 +398,7 @@ class _DryStep:
 
 
 def _is_moved(packed: Any) -> bool:
-    return isinstance(packed, _Packed) or packed.position >= 0
+    return isinstance(packed, Packed) or packed.position >= 0
 
 
 def _read_weights(layer: torch.nn.Module, _: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -154,3 +155,39 @@ def _is_of_checkpoint(pack: Pack, which: str) -> bool:
     pack = inspect.unwrap(pack)  # torch.compiler.disable wraps torch's own
     name = getattr(pack, "__qualname__", "")
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint" and name.startswith(which)
+
+
+class Packed:
+    """A saved tensor without its memory, which is made again when backward wants it."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "key", "offset", "shape", "size_bytes", "stride")
+
+    def __init__(self, tensor: torch.Tensor, key: tuple[str, int]) -> None:
+        self.dtype, self.device, self.key = tensor.dtype, tensor.device, key
+        self.shape, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.size_bytes = tensor.untyped_storage().nbytes()
+
+    def tensor(self) -> torch.Tensor:
+        """Returns a tensor of the same geometry on new memory."""
+        whole = torch.empty(-(-self.size_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor that stays where it is; `position` is that of the parameter whose memory it has, or -1."""
+
+    tensor: torch.Tensor
+    position: int = -1
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device

@@ -58,4 +58,4 @@ def test_a_rows_program_computes_the_same_and_resumes(name: str, tmp_path: Path)
     assert len(set(plain.values["losses"].tolist())) > 1
     assert wrapped.moved
     assert wrapped.peak_bytes <= wrapped.budget_bytes < wrapped.plain_bytes
-    assert same(plain, run(name, tmp_path / "wrapped"))  # goes on from the checkpoint of the run before
+    assert same(plain, run(name, tmp_path / "wrapped", is_resumed=True))  # goes on from the checkpoint of the run before

@@ -36,7 +36,7 @@ from tieroff.runtime.lifecycle.repair import is_torn, repair
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
-from tieroff.runtime.step.likeness import is_like, is_like_but_for_passes, is_within, structure_of
+from tieroff.runtime.step.likeness import is_like, is_within, structure_of
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 from tieroff.runtime.step.recorded import Recorded
 
@@ -422,8 +422,7 @@ class Steps:
             kind.strangers += 1
         elif isinstance(kind.stage, Measuring):
             log.info("two steps in a row differed: the step is traced again")
-            kind.passes_vary = kind.passes_vary or is_like_but_for_passes(keys, kind.stage.recorded.keys)
-            kind.advance(Recording())
+            kind.trace_again(keys, kind.stage.recorded.keys)
 
     def _may_plan(self, recorded: Recorded, keys: tuple[Hashable, ...]) -> bool:
         """True after a step like the recorded one; a plan that moves nothing suits others too."""

@@ -18,7 +18,7 @@ Steps that differ from a kind in smaller inputs only are taken for it once it wa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan
@@ -28,6 +28,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.step.executable import Executable, make_executable
 from tieroff.runtime.step.feedback import Feedback
+from tieroff.runtime.step.likeness import is_like_but_for_passes
 from tieroff.runtime.step.recorded import Recorded
 
 
@@ -150,6 +151,11 @@ class StepKind:
         self.retraces = self.mismatches = self.foreseen = self.strangers = 0
         self.feedback = Feedback()
         self.asked: Asked | None = None
+
+    def trace_again(self, keys: Sequence[Hashable], known: Sequence[Hashable]) -> None:
+        """The step that was to be measured had other events than the traced one."""
+        self.passes_vary = self.passes_vary or is_like_but_for_passes(keys, known)
+        self.advance(Recording())
 
     def advance(self, stage: Stage) -> None:
         """Enters a stage.
