@@ -31,7 +31,8 @@ class InfeasiblePlanError(TieroffError):
         needed_bytes: bytes that the op needs at once.
         available_bytes: bytes that the budget leaves for it.
         is_proven: True when nothing can fit; False when a search ended before it found anything that fits.
-        why: the part of the message on what needs the bytes and what would help.
+        why: the part of the message on what needs the bytes.
+        helps: the part on what would lower the need; "" where nothing is known to.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class InfeasiblePlanError(TieroffError):
         available_bytes: int = 0,
         is_proven: bool = True,
         why: str = "",
+        helps: str = "",
     ) -> None:
         super().__init__(message)
-        self.op, self.why = op, why
+        self.op, self.why, self.helps = op, why, helps
         self.is_proven = is_proven
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

@@ -70,13 +70,66 @@ def attach(model: torch.nn.Module, optimizer: object, config: ConfigSource, devi
     check_ranks(model, config)
     wrap(model, inner, config)
     made = engine(model)
-    if made.device.type != device.type:
+    try:
+        check_device(made, device)
+    except ConfigError:
         unwrap(model)
+        raise
+    return made
+
+
+def attach_all(
+    parts: list[tuple[torch.nn.Module, torch.optim.Optimizer]], config: ConfigSource, device: torch.device
+) -> list[Engine]:
+    """Has several models of a trainer train under one budget, as `tieroff.wrap` of lists does, and returns their engines.
+
+    Models that are wrapped already with these very optimizers keep their engines; else all are wrapped anew.
+
+    Raises:
+        As `attach` does.
+    """
+    found = [engine_of(model) for model, _ in parts]
+    if all(one is not None and one.optimizer is optimizer for one, (_, optimizer) in zip(found, parts, strict=True)):
+        return [one for one in found if one is not None]
+    for (model, _), one in zip(parts, found, strict=True):
+        if one is not None:
+            unwrap(model)
+        check_ranks(model, config)
+    models, optimizers = [model for model, _ in parts], [optimizer for _, optimizer in parts]
+    wrap(models, optimizers, config)
+    try:
+        check_device(engine(models[0]), device)
+    except ConfigError:
+        for model in models:
+            unwrap(model)
+        raise
+    return [engine(model) for model in models]
+
+
+def check_device(made: Engine, device: torch.device) -> None:
+    """Checks that a trainer computes where an engine does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if made.device.type != device.type:
         raise ConfigError(
             f"device: the trainer uses {device.type} and tieroff {made.device.type}; set device in the config, or the "
             "trainer's; tieroff supports cpu and cuda"
         )
-    return made
+
+
+def owner_of(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> torch.nn.Module:
+    """Returns the module that a loop by hand calls for what an optimizer trains: the child of a root that has all of that.
+
+    A child that cannot be called, such as a `ModuleDict`, stands for its own children; where no child has all, it is the root.
+    """
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for child in root.children():
+        if wanted and wanted <= {id(parameter) for parameter in child.parameters()}:
+            found = child if type(child).forward is not torch.nn.Module.forward else owner_of(optimizer, child)
+            return found if type(found).forward is not torch.nn.Module.forward else root
+    return root
 
 
 def check_ranks(model: torch.nn.Module, config: ConfigSource) -> None:

@@ -16,7 +16,7 @@ from tieroff.planner.layers import layer_runs, run_again
 from tieroff.planner.problem.problem import Bytes, Problem, held_bytes, make_problem
 from tieroff.units import format_bytes, pasteable
 
-_NAMED_TENSORS = 5
+_NAMED_TENSORS = 3
 # What lowers the need by less than this is not worth a word.
 _WORTHWHILE = 0.05
 _PASSES = ("forward", "backward", "recompute")
@@ -77,7 +77,8 @@ def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlan
         op=where,
         needed_bytes=needed,
         available_bytes=problem.device_bytes,
-        why=why + advice,
+        why=why,
+        helps=helps,
     )
 
 

@@ -55,7 +55,10 @@ class Telling:
         may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
         allocator = self._custody.backend.allocated_most()
         unmoved = self._custody.unmoved_by_reason()
-        step = Explained(trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged())
+        planned = kind.feedback.plan_count, kind.feedback.replanned_since
+        step = Explained(
+            trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged(), planned
+        )
         return "\n".join(explain(step, detail=detail))
 
     def _unmanaged(self) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -58,7 +57,7 @@ class Planning:
         self._needed_bytes = 0  # the largest need of any op of the steps that were asked about
         self._machines: dict[str, Machine] = {}  # digest of a trace -> the machine it was last planned for
         self._recomputed: tuple[str, ...] | None = None  # chosen once, for all kinds of steps
-        self._told = Told(config.budget.device, ranks.rank)
+        self._told = Told(config.budget.device, ranks.rank, budgets.part.budget if budgets.part is not None else None)
         self._leasts: dict[str, Least] = {}  # by digest of a trace
 
     def recorder(self) -> StepRecorder:
@@ -86,7 +85,7 @@ class Planning:
                 budget = self._budget_of(trace)
                 self._rank_budget.publish(trace, budget[Tier.DEVICE], self._least(trace).floor_bytes)
         elif trace is not None and self._rank_budget.is_alone and self._wanted is not None:
-            self._check(trace, self._budget_of(trace)[Tier.DEVICE], self._budgets.limit_bytes(trace))
+            self._check(trace, self._budget_of(trace)[Tier.DEVICE], self._budgets.limit_bytes(trace), is_traced=True)
 
     @property
     def _wanted(self) -> DeviceBudget | None:
@@ -108,8 +107,13 @@ class Planning:
         budget = {Tier.DEVICE: device_bytes, **self._budgets.lower}
         return make_problem(trace, self._links.unmeasured, budget, self._capabilities)
 
-    def _check(self, trace: Trace, device_bytes: int, limit: int) -> None:
+    def _check(self, trace: Trace, device_bytes: int, limit: int, *, is_traced: bool = False) -> None:
         """Says that a step gets more than was asked for, if it does.
+
+        Args:
+            trace: of the step.
+            device_bytes, limit: what it gets, and what was asked for.
+            is_traced: the step was traced just now, so of several models of a budget others have not shown theirs.
 
         Raises:
             InfeasiblePlanError: it does not, and needs more.
@@ -120,8 +124,9 @@ class Planning:
             saved_bytes = device_bytes - max(limit, self._least(trace).floor_bytes)
             self._told.kept_whole(saved_bytes, device_bytes, WORTH_SAVING * self._planning.min_bytes)
             return
-        policy = self._planning.policy
-        self._told.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit).why)
+        if not is_traced or self._budgets.part is None:
+            policy = self._planning.policy
+            self._told.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit))
 
     def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
         last = traces[-1]
@@ -194,7 +199,7 @@ class Planning:
         would have to move it is raised here again, and the step waits for the plan.
         """
         trace, budget = order.traces[-1], order.budget
-        why = ""
+        need: InfeasiblePlanError | None = None
         limit = asked if agreed.rank == self._ranks.rank else agreed.budget_bytes
         for _ in range(_RAISES_AT_MOST):
             try:
@@ -204,14 +209,16 @@ class Planning:
                 raised = self._budgets.raised(error.needed_bytes, limit)
                 if raised is None or raised <= budget[Tier.DEVICE]:
                     raise
-                budget[Tier.DEVICE], why = raised, error.why
+                budget[Tier.DEVICE], need = raised, error
                 take = self._workshop.ask(order, lambda again: again()).take
         else:
             made = take()
-        if agreed.rank != self._ranks.rank and not why:
+        if agreed.rank != self._ranks.rank and need is None:
             why = f"rank {agreed.rank} needs {format_bytes(agreed.floor_bytes)}, and all ranks plan with the same budget"
-        if self._wanted is not None and why:
-            self._told.raised(asked, budget[Tier.DEVICE], partial(str, why))
+            need = InfeasiblePlanError(why, why=why)
+        if self._wanted is not None and need is not None:
+            told = need  # the name of an error that was caught ends with its block
+            self._told.raised(asked, budget[Tier.DEVICE], lambda: told)
         elif self._wanted is not None:
             self._check(trace, budget[Tier.DEVICE], asked)
         return made

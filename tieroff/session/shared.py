@@ -73,6 +73,17 @@ class SharedResources(Resources):
         self.leave()
 
 
+@dataclass
+class Said:
+    """What people were told of a budget.
+
+    Attributes:
+        told_bytes: the most that it was said to be raised to.
+    """
+
+    told_bytes: int = 0
+
+
 @dataclass(eq=False)
 class Part:
     """One model's part of a budget; see [Note: parts].
@@ -219,6 +230,7 @@ class Budget:
         self.parts: list[Part] = []
         self.lock = threading.RLock()
         self.recording: tuple[Part, Recorder] | None = None  # whose step was traced last
+        self.told = Said()
         self._below: Below | None = None
 
     def __repr__(self) -> str:
@@ -264,6 +276,11 @@ class Budget:
         if self.wanted.is_least:
             return sum(part.floor for part in self.parts)
         return self.wanted.resolve(sum(part.peak for part in self.parts))
+
+    def asked_and_least(self) -> tuple[int, int, int]:
+        """Returns the bytes that were asked for, those that all models run in at least, and how many models there are."""
+        with self.lock:
+            return self.total_bytes(), sum(part.floor for part in self.parts), len(self.parts)
 
     def _divided(self, part: Part, total_bytes: int) -> int:
         floors, ceilings = (sum(getattr(each, name) for each in self.parts) for name in ("floor", "ceiling"))

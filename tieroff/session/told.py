@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tieroff.core.place import user_frame
 from tieroff.device_budget import DeviceBudget
-from tieroff.errors import BudgetWarning
+from tieroff.errors import BudgetWarning, InfeasiblePlanError
 from tieroff.probe.limits import available_folder_bytes
+from tieroff.session.shared import Budget, Said
 from tieroff.units import format_bytes, pasteable
 
 log = logging.getLogger("tieroff")
@@ -25,11 +26,12 @@ class Told:
     Args:
         wanted: the budget that was asked for; None: no one did.
         rank: of this process; rank 0 warns for all, the others log.
+        shared: the budget, where it is for several models: what is said of it is said once.
     """
 
-    def __init__(self, wanted: DeviceBudget | None, rank: int) -> None:
-        self._wanted, self._rank = wanted, rank
-        self._told_bytes = 0
+    def __init__(self, wanted: DeviceBudget | None, rank: int, shared: Budget | None = None) -> None:
+        self._wanted, self._rank, self._shared = wanted, rank, shared
+        self._ledger = shared.told if shared is not None else Said()
         self._told_lowered = self._was_kept_whole = False
 
     def lowered(self, limit_bytes: int, device_bytes: int, limiter: str) -> None:
@@ -68,28 +70,37 @@ class Told:
             "all the same"
         )
 
-    def raised(self, limit_bytes: int, device_bytes: int, why: Callable[[], str]) -> None:
+    def raised(self, limit_bytes: int, device_bytes: int, need: Callable[[], InfeasiblePlanError]) -> None:
         """A kind of step is planned with more than was asked for.
+
+        Of a budget for several models the sum is told, when the first plan is made: by then the others have shown a step.
 
         Args:
             limit_bytes: what was asked for.
             device_bytes: what the step gets.
-            why: gives what needs it, as `InfeasiblePlanError.why` says.
+            need: gives what needs it, and what would lower that.
         """
-        if self._wanted is None or self._wanted.is_least or device_bytes <= max(limit_bytes, self._told_bytes):
+        if self._wanted is None or self._wanted.is_least or device_bytes <= limit_bytes:
             return
-        self._told_bytes = device_bytes
+        whose = "this step runs in"
+        if self._shared is not None:
+            limit_bytes, device_bytes, count = self._shared.asked_and_least()
+            whose = f"the steps of its {count} models run in"
+        if device_bytes <= max(limit_bytes, self._ledger.told_bytes):
+            return
+        self._ledger.told_bytes = device_bytes
         written = self._wanted.written()
         asked = f'"{written}" ({format_bytes(limit_bytes)})' if isinstance(written, str) else format_bytes(limit_bytes)
         text = pasteable(device_bytes)
         text = text if text.isdigit() else f'"{text}"'
         meant = f' If a share was meant, write "{written}%".' if isinstance(written, int) and 0 < written <= 100 else ""
-        message = (
-            f"the device budget {asked} is below the least that this step runs in, and was raised to "
-            f'{format_bytes(device_bytes)}: {why()}. A budget of {text} or "min" asks for it without this warning; '
-            f"[budget] strict = true makes it an error.{meant}"
+        found = need()
+        lower = f" What would lower it: {found.helps}." if found.helps else ""
+        self._warn(
+            f"the device budget {asked} is below the least that {whose}, and was raised to {format_bytes(device_bytes)}. "
+            f'A budget of {text} or "min" asks for it without this warning; [budget] strict = true makes it an error.'
+            f"{meant}{lower} What needs it: {found.why}"
         )
-        self._warn(message)
 
     def _warn(self, message: str) -> None:
         if self._rank:

@@ -225,6 +225,15 @@ def test_an_optimizer_whose_parameters_reach_each_other_is_stepped_whole_even_wh
     assert len(told) == 1, told
 
 
+def test_why_a_first_update_cannot_be_tried_is_said_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    tieroff.wrap(model, CountsInGroup(model.parameters(), lr=0.1), {"device": "cpu", "plan": {"min_bytes": 0}}, budget="min")
+    step_of(model, tieroff.engine(model).optimizer, 0)
+    tieroff.unwrap(model)
+    (told,) = (record.getMessage() for record in caplog.records if "is stepped whole" in record.getMessage())
+    assert "takes two gradients, and there are 1" in told
+
+
 def test_an_optimizer_that_holds_the_model_is_stepped_whole(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Any:
         model = Deep()

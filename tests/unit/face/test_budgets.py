@@ -263,3 +263,28 @@ def test_sizes_to_paste_are_enough_and_not_much_more(size_bytes: int) -> None:
     read = parse_bytes(pasteable(size_bytes))
     assert size_bytes <= read <= size_bytes * 33 // 32 + 1
     assert pasteable(read) == pasteable(size_bytes)
+
+
+def test_the_warning_begins_with_what_to_do_and_names_what_needs_it_last(config: dict[str, Any]) -> None:
+    model, said = train(config, "1%", steps=2)
+    tieroff.unwrap(model)
+    text = str(said[0])
+    assert text.index("A budget of") < text.index("What needs it: op ") and len(text) < 800
+
+
+def test_several_models_of_one_budget_are_told_once_with_what_all_of_them_need(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pairs = [make() for _ in range(3)]
+    config["plan"]["background"] = False
+    tieroff.wrap([model for model, _ in pairs], [optimizer for _, optimizer in pairs], config, budget="1%")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(STEPS):
+            for model, optimizer in pairs:
+                step(model, optimizer)
+    said = [str(warning.message) for warning in caught]
+    needed = sum(device_budget(model) for model, _ in pairs)
+    for model, _ in pairs:
+        tieroff.unwrap(model)
+    assert len(said) == 1 and "its 3 models" in said[0]
+    assert 0.97 * needed <= parse_bytes(pasted(said[0])) <= 1.03 * needed

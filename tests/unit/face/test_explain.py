@@ -24,12 +24,23 @@ def test_five_lines_say_fit_moves_cost_exactness_and_what_was_left_alone() -> No
     assert explain(step) == [
         "It fits: the device holds at most 7.00 MiB of 7.00 MiB; with nothing moved it would be 7.00 MiB.",
         "Moved: 1 of 3 tensors, for a part of the step: activation 4.00 MiB to nvme. "
-        "Host memory asked for, unused, because nvme was enough.",
+        "Host memory is there and unused, because NVMe was enough.",
         "Predicted step 48.0 ms, of which compute 40.0 ms; the last one (planned) took 57.0 ms: compute 42.0 ms, "
         "waiting for transfers 12.0 ms, the engine's own work 3.0 ms (750 us for each of 4 ticks).",
         "Numbers are those of the plain run, bit for bit: nothing is rounded or reordered.",
         "Left alone: 1 by rule 'small'; smaller than min_bytes: x, y, z and 1 more.",
     ]
+
+
+def test_the_engines_work_is_told_per_tick_where_it_is_something() -> None:
+    whole = replace(figures(3), compute_ns=figures(3).step_ns - figures(3).stall_ns)  # as where ops have no times of their own
+    assert explain(Explained(TRACE, PLAN, whole))[2].endswith("the engine's own work 0 us.")
+
+
+def test_a_step_that_was_planned_again_says_why() -> None:
+    again = Explained(TRACE, PLAN, figures(3), planned=(3, "compute takes 2.00 s, planned were 1.00 s"))
+    assert explain(again)[2].endswith(" It was planned again, 3 times in all: compute takes 2.00 s, planned were 1.00 s.")
+    assert "planned again" not in explain(Explained(TRACE, PLAN, figures(3)))[2]
 
 
 def test_updates_in_backward_are_named_where_they_would_help() -> None:
@@ -63,8 +74,8 @@ def test_nothing_moved_because_everything_fits() -> None:
     lines = explain(Explained(TRACE, FITS))
     assert lines[0] == "Nothing moved, because everything fits: the device holds at most 7.00 MiB of 7.00 MiB."
     assert lines[1] == (
-        "Moved: none of 3 tensors. Host memory asked for, unused, because everything fits without it. "
-        "NVME asked for, unused, because everything fits without it."
+        "Moved: none of 3 tensors. Host memory is there and unused, because everything fits without it. "
+        "NVMe is there and unused, because everything fits without it."
     )
     assert lines[2].endswith("none was measured yet.")
     assert lines[4] == "Left alone: nothing that could move."
@@ -74,7 +85,7 @@ def test_nvme_is_unused_because_host_memory_was_enough() -> None:
     held = (Residency(0, HOST, 2, 4), *(r for r in PLAN.residencies if r.tier is not NVME))
     moves = (Transfer(0, DEVICE, HOST, 2, 2, 0), Transfer(0, HOST, DEVICE, 3, 3, 0))
     plan = replace(PLAN, residencies=held, transfers=moves, peak_bytes={DEVICE: 7 * MIB, HOST: 4 * MIB, NVME: 0})
-    assert explain(Explained(TRACE, plan))[1].endswith("NVME asked for, unused, because host was enough.")
+    assert explain(Explained(TRACE, plan))[1].endswith("NVMe is there and unused, because host memory was enough.")
 
 
 def test_tier_without_a_budget_is_not_said_to_be_unused() -> None:

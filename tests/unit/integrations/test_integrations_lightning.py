@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tieroff
 from tests.support.parity import NVME, config_for, differing, state_of
+from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
 from tieroff.integrations.lightning import TieroffCallback
 
@@ -172,29 +173,44 @@ def test_a_second_fit_of_the_same_model_is_wrapped_anew(tmp_path: Path) -> None:
     assert differing(*outcomes) == []
 
 
-class ByHand(Classifier):
-    """Optimizes by hand."""
+class ByHand(lightning.LightningModule):
+    """Trains one inner model by hand, which it calls beside a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.models = nn.ModuleDict({"net": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))})
+        self.teacher = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        loss = (self.models["net"](batch[0]) - self.teacher(batch[0])).square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.models.parameters(), 1e-2)
 
 
-class TwoOptimizers(Classifier):
-    """Has two optimizers, which Lightning takes with manual optimization only."""
+class Entangled(Classifier):
+    """Has two optimizers of one module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.net, self.head)]
+        both = [self.head.weight, self.scale], [self.head.bias, *self.net.parameters()]
+        return [torch.optim.SGD(part, 0.1) for part in both]
 
 
-@pytest.mark.parametrize("kind", [ByHand, TwoOptimizers])
-def test_manual_optimization_is_refused_with_what_to_do(kind: type[Classifier], tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"call tieroff.wrap\(self.model, optimizer\)"):
-        fit(TieroffCallback(config_on_cpu(tmp_path)), kind)
+def test_two_optimizers_of_one_module_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"SGD of Entangled, SGD of Entangled; .*call tieroff.wrap\(self.model, optimizer\)"):
+        fit(TieroffCallback(config_on_cpu(tmp_path)), Entangled)
 
 
 def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
@@ -204,9 +220,9 @@ def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
 
 
 class Adversaries(lightning.LightningModule):
-    """A GAN by hand, whose inner models are wrapped together when training begins."""
+    """A GAN by hand; one that wraps its inner models itself, or leaves that to the callback."""
 
-    def __init__(self, config: dict[str, Any] | None) -> None:
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.automatic_optimization = False
         torch.manual_seed(0)
@@ -222,27 +238,51 @@ class Adversaries(lightning.LightningModule):
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
         of_generator, of_judge = self.optimizers()
+        self.toggle_optimizer(of_judge)
         fake = self.generator(batch[0])
         loss = (self.judge(batch[0]) - 1).square().mean() + self.judge(fake.detach()).square().mean()
         of_judge.zero_grad()
         self.manual_backward(loss)
         of_judge.step()
-        gain = (self.judge(fake) - 1).square().mean()
+        self.untoggle_optimizer(of_judge)
+        self.toggle_optimizer(of_generator)
+        gain = (self.judge(self.generator(batch[0])) - 1).square().mean()
         of_generator.zero_grad()
         self.manual_backward(gain)
         of_generator.step()
+        self.untoggle_optimizer(of_generator)
         self.losses += [loss.detach(), gain.detach()]
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.judge)]
 
 
-def test_models_wrapped_together_train_by_hand_as_plain(tmp_path: Path) -> None:
-    outcomes = []
-    for config in (None, config_on_cpu(tmp_path, "auto")):
-        module = Adversaries(config)
-        trainer_of(None).fit(module, batches())
-        if config is not None:
-            assert all(tieroff.engine(part).stats().phase in ("planned", "nothing moved") for part in module.children())
-        outcomes.append([*module.losses, *(p.detach().clone() for p in module.parameters())])
+def outcome(module: Any, callback: TieroffCallback | None, fits: int = 1) -> list[Tensor]:
+    for _ in range(fits):
+        trainer_of(callback, max_epochs=3).fit(module, batches())
+    return [*module.losses, *(p.detach().clone() for p in module.parameters())]
+
+
+def assert_equal(*outcomes: list[Tensor]) -> None:
     assert [i for i, (a, b) in enumerate(zip(*outcomes, strict=True)) if not torch.equal(a, b)] == []
+
+
+def test_models_wrapped_together_train_by_hand_as_plain(tmp_path: Path) -> None:
+    module = Adversaries(config_on_cpu(tmp_path, "auto"))
+    assert_equal(outcome(Adversaries(), None), outcome(module, None))
+    assert all(tieroff.engine(part).stats().phase in ("planned", "nothing moved") for part in module.children())
+
+
+@pytest.mark.parametrize("build", [ByHand, Adversaries])
+@pytest.mark.parametrize("fits", [1, 2])
+def test_a_module_that_optimizes_by_hand_trains_within_the_budget(build: Any, fits: int, tmp_path: Path) -> None:
+    config = config_on_cpu(tmp_path, "auto")
+    config["budget"]["device"] = "min"
+    module, callback = build(), TieroffCallback(config)
+    assert_equal(outcome(build(), None, fits), outcome(module, callback, fits))
+    assert len(callback.engines) == (2 if build is Adversaries else 1)
+    for engine in callback.engines:
+        stats = engine.stats()
+        assert stats.phase == "planned" and sum(stats.moved_bytes.values()) > 0
+        assert engine.plan.peak_bytes[Tier.DEVICE] <= engine.plan.budget_bytes[Tier.DEVICE]
+        tieroff.unwrap(engine.model)

@@ -252,6 +252,7 @@ def test_engine_plans_again_when_the_model_slows_down(tmp_path: Path, caplog: py
         raise AssertionError("the plan is still the one for fast layers")
     assert engine.stats().plans >= 1
     assert "compute takes" in caplog.text and "the step was planned again" in caplog.text
+    assert "It was planned again, " in engine.explain()
     tieroff.unwrap(model)
 
 

@@ -21,6 +21,7 @@ HOST_BOUND_SHARE = 0.25  # the same of the engine's own work
 AHEAD_SHARE = 0.01  # share of a step up to which a host that is ahead of its accelerator by no more sets its pace
 # From which share of the device memory that was taken, and from which size on, what lies unused in pieces is worth a hint.
 FRAGMENTED_SHARE, FRAGMENTED_BYTES_MIN = 0.2, 256 << 20
+_TOLD_NS = 1000  # the engine's work for a tick is told from here on; a shorter one reads as none
 _MOVING = (TensorClass.ACTIVATION, TensorClass.PARAMETER, TensorClass.GRADIENT, TensorClass.OPTIMIZER)
 
 Away = dict[int, dict[Tier, int]]
@@ -40,6 +41,7 @@ class Explained:
         may_update_in_backward: the optimizer could be stepped in backward but is not, and user code used no gradients.
         allocator: of an accelerator: the most bytes that PyTorch's allocator took of the device, and the most that tensors had
             of them; None on the CPU.
+        planned: how many plans were made of the step, and why the last took the place of the one before it.
         unmanaged: why tensors stay on the device whatever a plan says -> their bytes.
     """
 
@@ -52,6 +54,7 @@ class Explained:
     may_update_in_backward: bool = False
     allocator: tuple[int, int] | None = None
     unmanaged: Mapping[str, int] = field(default_factory=dict)
+    planned: tuple[int, str] = (1, "")
 
 
 def explain(step: Explained, *, detail: bool = False) -> list[str]:
@@ -151,9 +154,11 @@ def unused(plan: Plan) -> list[str]:
     if plan.moves_nothing:
         reason = "everything fits without it"
     else:
-        reason = f"{used[0]} was enough" if used else "nothing has to be held there"
+        reason = (
+            f"{'NVMe' if used[0] == Tier.NVME.value else 'host memory'} was enough" if used else "nothing has to be held there"
+        )
     return [
-        f"{tier.value.upper() if tier is Tier.NVME else 'Host memory'} asked for, unused, because {reason}."
+        f"{'NVMe' if tier is Tier.NVME else 'Host memory'} is there and unused, because {reason}."
         for tier in (Tier.HOST, Tier.NVME)
         if plan.budget_bytes.get(tier, 0) and tier.value not in used
     ]
@@ -162,15 +167,17 @@ def unused(plan: Plan) -> list[str]:
 def _cost(step: Explained) -> str:
     predicted = step.plan.step_ns
     text = f"Predicted step {_time(predicted)}, of which compute {_time(step.trace.ideal_ns)}"
-    measured = step.measured
+    measured, (count, reason) = step.measured, step.planned
     if measured is None:
         return f"{text}; none was measured yet."
-    ticks, limit, hint = max(len(step.trace.ops), 1), _host_limit(len(step.plan.transfers), measured), ""
+    limit, hint = _host_limit(len(step.plan.transfers), measured), ""
     if limit:
         hint = (
             f" The host limits this step: {limit}. A larger batch has more compute for the same work; a larger [plan] "
             "min_bytes keeps small tensors on the device."
         )
+    if reason:
+        hint += f" It was planned again, {count} times in all: {reason}."
     if step.may_update_in_backward and measured.stall_ns > STALLED_SHARE * measured.step_ns:
         hint += (
             " Nothing used gradients between backward and optimizer.step(): [plan] update_in_backward = true would not keep "
@@ -178,9 +185,15 @@ def _cost(step: Explained) -> str:
         )
     return (
         f"{text}; the last one ({measured.phase}) took {_time(measured.step_ns)}: compute {_time(measured.compute_ns)}, "
-        f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)} "
-        f"({_time(measured.rest_ns // ticks)} for each of {ticks} ticks).{hint}"
+        f"waiting for transfers {_time(measured.stall_ns)}, the engine's own work {_time(measured.rest_ns)}"
+        f"{_each(measured.rest_ns, len(step.trace.ops))}.{hint}"
     )
+
+
+def _each(rest_ns: int, ticks: int) -> str:
+    """Returns what of the engine's work a tick takes; "" where that is nothing, as where only the whole step is timed."""
+    each_ns = rest_ns // max(ticks, 1)
+    return f" ({_time(each_ns)} for each of {ticks} ticks)" if each_ns >= _TOLD_NS else ""
 
 
 def _host_limit(transfers: int, measured: StepFigures) -> str:

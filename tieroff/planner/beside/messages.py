@@ -19,7 +19,10 @@ from tieroff.planner.beside.work import Order, Question
 Document = dict[str, Any]
 
 # Attributes of errors that are more than their text.
-_FIELDS = {"InfeasiblePlanError": ("op", "needed_bytes", "available_bytes", "is_proven", "why"), "InvalidPlanError": ("rule",)}
+_FIELDS = {
+    "InfeasiblePlanError": ("op", "needed_bytes", "available_bytes", "is_proven", "why", "helps"),
+    "InvalidPlanError": ("rule",),
+}
 
 
 def write_request(request: Order | Question) -> Document:

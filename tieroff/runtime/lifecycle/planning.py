@@ -181,7 +181,8 @@ class StepPlanning:
 
     def _plan_again(self, kind: StepKind, stage: Planned, trace: Trace, reason: str) -> None:
         self._custody.backend.keep_freed(0)  # planning takes memory too
-        pending = self._plans.plan((trace,), kind.feedback.plan_again())
+        feedback = kind.feedback
+        pending = self._plans.plan((trace,), feedback.plan_again())
 
         def take() -> None:
             try:
@@ -196,6 +197,7 @@ class StepPlanning:
             if self._recomputation.begin(made.plan.recompute):
                 kind.advance(Recording())
                 return
+            feedback.replanned_since = reason
             log.info("%s: the step was planned again", reason)
             self._adopt(kind, stage.recorded, trace, made)
 

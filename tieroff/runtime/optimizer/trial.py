@@ -30,6 +30,7 @@ from tieroff.runtime.items.hollow import own_class
 from tieroff.runtime.movable import is_wrapper, plain_parts, tensors_in
 from tieroff.runtime.optimizer.coupling import Watch, WatchReads
 from tieroff.runtime.optimizer.shared import SharedValues, is_plain
+from tieroff.units import format_bytes
 
 # Of the gradients, step by step: more steps than most schedules within an optimizer take, and both sides of thresholds.
 _FACTORS = (1.0, 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0, 1.0, 1e6, 1.0)
@@ -107,8 +108,12 @@ class Trial:
                 continue
             size_bytes += own_bytes
             wanted[id(param)] = param
+        if len(everything) < 2:
+            raise _NotTriable(f"a trial of its first update takes two gradients, and there are {len(everything)}")
         if len(wanted) < 2 or any(id(param) not in wanted for param in smallest.values()):
-            raise _NotTriable("copies for a trial of its first update take more memory than there is, or gradients are too few")
+            raise _NotTriable(
+                f"copies for a trial of its first update take more than the {format_bytes(self.limit_bytes)} there are for them"
+            )
         return wanted
 
     def _copy(self, taken: dict[int, torch.Tensor]) -> _Copy:

@@ -39,12 +39,13 @@ class Feedback:
         plan_count: plans made of this kind of step since it was recorded.
         settled_after: planned steps after which the plan that runs was found to hold; 0 while none was.
         rates: bytes per second of links, beside compute, that the plan that runs was made for; {} before any was seen.
+        replanned_since: why the plan that runs took the place of another; "" while the first one runs.
         slack: step time predicted when the plan was made, over the lower bound of any plan; 0 if unknown.
     """
 
     def __init__(self, rates: dict[str, float] | None = None) -> None:
         self.plan_count = self.settled_after = 0
-        self.slack = 0.0
+        self.slack, self.replanned_since = 0.0, ""
         self.rates = dict(rates or {})
         self._planned_steps = self._looks = 0
         self._later_steps = _LATER_STEPS

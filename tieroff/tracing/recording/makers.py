@@ -9,7 +9,7 @@ from typing import Any
 from tieroff.core.place import module_of, place_here
 
 # Calls that are named for one tick's memory.
-_AT_MOST = 4
+_AT_MOST = 2
 
 
 @dataclass(frozen=True, slots=True)
