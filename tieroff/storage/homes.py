@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from tieroff.errors import StateError
@@ -55,3 +56,17 @@ def check_published(block: Block | None) -> None:
     if not written.done():
         raise StateError("publish() was called before the write has ended; wait for its completion first")
     written.wait(0.0)
+
+
+class Death(weakref.ref[Any]):
+    """What is queued when a home dies. [Note: finalizers]
+
+    C code alone runs then. An exception before a line of Python there (Ctrl-C) would leave the home's room taken, and comes
+    out of nothing, so that nobody would repair the store.
+
+    Attributes:
+        item: what the home had.
+    """
+
+    __slots__ = ("item",)
+    item: Any

@@ -17,6 +17,7 @@ from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.engines.base import Engine, Transfer
 from tieroff.storage.extents import FreeList
+from tieroff.storage.homes import Death
 from tieroff.storage.locks import let_go
 from tieroff.storage.memory import align_up
 from tieroff.storage.store import Block, By, Home
@@ -61,7 +62,8 @@ class SpaceStore(ABC):
         self._is_closed = False
         self._live: set[Block] = set()
         self._resting: dict[Block, None] = {}  # longest first: see `rest`
-        self._freed: deque[Any] = deque()  # blocks, and what the subclass queues for its homes
+        self._freed: deque[Any] = deque()  # blocks, and deaths of homes
+        self._awaited: dict[int, Death] = {}  # by id: a weak reference that nobody holds calls nobody
         self._dissolving: Any = None  # what is on the way from there to there
         self._ending: list[Block] = []  # freed, with transfers that have not ended
         self._is_draining = False
@@ -126,6 +128,12 @@ class SpaceStore(ABC):
     def _area_order(self) -> list[int]:
         """Areas in the order in which they are tried."""
         return list(range(len(self.areas)))
+
+    def _free_with(self, home: Home, item: Any) -> None:
+        """Frees `item`, which `_dissolve` knows, when a home dies."""
+        death = Death(home, self._freed.append)
+        death.item = item
+        self._awaited[id(death)] = death
 
     def _dissolve(self, item: Any) -> list[Block]:
         """Returns the blocks of something that was queued as freed. Under the lock."""
@@ -289,6 +297,7 @@ class SpaceStore(ABC):
         self._ending += copied
         self._resting.clear()
         self._ending = [block for block in {id(b): b for b in (*self._ending, *lost)}.values() if block in self._live]
+        self._forget_deaths()
         for block in list(self._live):
             if sys.getrefcount(block) <= _REFERENCES_OF_NOBODY:  # the call that took it never returned
                 self._live.discard(block)
@@ -296,6 +305,13 @@ class SpaceStore(ABC):
             area.rebuild((block.offset, block.extent_bytes) for block in self._live if block.area == index)
         self._used_bytes = sum(block.extent_bytes for block in self._live)
         self._is_draining = False
+
+    def _forget_deaths(self) -> None:
+        """Drops what is neither awaited any more nor queued: an exception came after it was taken from the queue."""
+        queued = {id(item) for item in tuple(self._freed)}
+        for key, death in list(self._awaited.items()):
+            if death() is None and key not in queued:
+                del self._awaited[key]
 
     def _blocks_in(self, item: Any) -> list[Block]:
         """Returns the blocks of something that was queued as freed, without another effect."""
@@ -306,7 +322,11 @@ class SpaceStore(ABC):
             self._recount()
         self._is_draining = True
         while self._freed:
-            self._dissolving = self._freed.popleft()
+            freed = self._freed.popleft()
+            if isinstance(freed, Death):
+                self._awaited.pop(id(freed), None)
+                freed = freed.item
+            self._dissolving = freed
             self._ending.extend(self._dissolve(self._dissolving))
             self._dissolving = None
         still_ending = []

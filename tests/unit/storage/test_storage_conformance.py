@@ -179,6 +179,34 @@ def test_an_exception_in_a_finalizer_that_frees_does_no_harm(store: SpaceStore) 
     store.free(kept)
 
 
+class Anywhere(Injector):
+    """Acts before lines of the standard library, too."""
+
+    def is_watched(self, file: str) -> bool:
+        return file != __file__
+
+
+def test_no_exception_comes_while_a_home_dies(store: SpaceStore) -> None:
+    """Nobody would hear of it: what runs then is no code of Python."""
+    injector, homes = Anywhere(), [store.home(4096)]
+    injector.run(homes.clear)
+    assert injector.seen == 0
+    assert store.used_bytes == 0
+
+
+def test_an_exception_in_what_takes_a_dead_home_in_loses_nothing(store: SpaceStore) -> None:
+    injector = Injector()
+    for at in itertools.count():
+        homes = [store.home(4096), store.home(8192)]
+        homes.clear()
+        was_out = injector.run(lambda: store.used_bytes, at)
+        store.repair()
+        assert store.used_bytes == 0, f"interrupted before line {at}: {injector.where}"
+        if not was_out:
+            break
+    assert at > 10
+
+
 def test_a_read_that_an_exception_kept_from_being_noted_is_over_after_repair(store: SpaceStore, engine: Engine) -> None:
     """The caller's memory has another use then. Engines that take faults begin late, so that it shows."""
     size, injector = MIB, Injector()

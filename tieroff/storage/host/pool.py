@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -98,7 +97,7 @@ class HostStore(SpaceStore):
             home.block = block
             home.slab = self._slabs[block.area]
             block.is_home = True
-        weakref.finalize(home, self._freed.append, block).atexit = False
+        self._free_with(home, block)
         return home
 
     def _make_slab(self, size_bytes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,7 +175,7 @@ class FileStore(SpaceStore):
             home = cast(FileHome, place_home(FileHome, size_bytes, place.address, self._home_types))
             home.store = self
             home.place = place
-        weakref.finalize(home, self._freed.append, place).atexit = False  # [Note: finalizers]
+        self._free_with(home, place)
         return home
 
     # For homes.
@@ -415,7 +414,7 @@ def _close_files(opened: Sequence[OpenFile]) -> None:
         os.close(file.fd)
 
 
-_open_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
+_open_stores: WeakSet[FileStore] = WeakSet()
 
 
 def _close_all_in_child() -> None:
