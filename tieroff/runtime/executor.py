@@ -83,6 +83,7 @@ class Executor:
         self.gradients = Gradients(self.context, settings, self.shards)
         self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
         self.saved_tensors.gathered = self.shards.gathered
+        self.gate.rebound.packs = self.saved_tensors
         self.hooks = OwnHooks(state, self.gate, self.saved_tensors)
         self.gate.in_backward = ModulesInBackward(self.hooks)
         self.guard.serve(self.context, self.gate, self.saved_tensors, self.scaled)

@@ -26,7 +26,10 @@ class Net(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("kind", "tiers"), [("four bits", HOST), ("eight bits", MIXED), ("parts", NVME), ("foreign", HOST)])
+KINDS_AND_TIERS = [("four bits", HOST), ("eight bits", MIXED), ("parts", NVME), ("foreign", HOST), ("with input", MIXED)]
+
+
+@pytest.mark.parametrize(("kind", "tiers"), KINDS_AND_TIERS)
 def test_quantized_weights_compute_the_same(kind: str, tiers: Tiers, tmp_path: Path) -> None:
     work = Workload(
         kind,

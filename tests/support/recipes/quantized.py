@@ -18,7 +18,7 @@ BLOCK = 64
 
 
 class Seen:
-    """Counts, apart from the engine, the bytes of packed weights that Functions got and that are alive.
+    """Counts, apart from the engine, the bytes of tensors that Functions got and that are alive.
 
     On the host a tensor that is up has memory of its own, which dies when it leaves; what lies below is memory of a file.
     """
@@ -39,7 +39,7 @@ class Seen:
         self.most_bytes = max(self.most_bytes, sum(size for _, size in self._alive.values()))
 
 
-SEEN = Seen()
+SEEN, INPUTS = Seen(), Seen()  # of packed weights; of inputs that Functions keep
 
 
 def _is_of_file(address: int) -> bool:
@@ -155,6 +155,26 @@ class Keeping(torch.autograd.Function):
         return grads[0] @ unpacked(weight, state), None, None
 
 
+class Squares(torch.autograd.Function):
+    """Keeps its input on its ctx, as no saved tensor, and its derivative needs that; its module says what else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, state: QuantState, module: Any) -> Tensor:
+        INPUTS.note(x)
+        ctx.tensors, ctx.state, ctx.hook, ctx.kept = [x, weight.view(-1, 1)], state, module.hook, module.kept
+        return x.square() @ unpacked(weight, state).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        x, data = ctx.tensors
+        INPUTS.note(x)
+        SEEN.note(data)
+        grad = 2 * x * (grads[0] @ unpacked(data, ctx.state))
+        if ctx.hook is not None:
+            ctx.hook(ctx, grads[0])
+        return grad, None, None, None
+
+
 class _Quantized(nn.Module):
     """A frozen matrix; `.to` moves what it holds, as these libraries see to."""
 
@@ -181,6 +201,21 @@ class Linear4bit(_Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = MatMul4Bit.apply(x, self.weight, self.weight.quant_state)  # type: ignore[no-untyped-call]
+        return out
+
+
+class SquaresOf4bit(Linear4bit):
+    """A Function that keeps its input and more; nobody else has that input."""
+
+    hook: Callable[[Any, Tensor], None] | None = None  # what its backward does besides
+    kept: Tensor | None = None  # what it keeps besides
+    given: Tensor | None = None  # what its Function got last, where the program asks for it
+    gives = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x * 1.5
+        out: Tensor = Squares.apply(own, self.weight, self.weight.quant_state, self)  # type: ignore[no-untyped-call]
+        self.given = own if self.gives else None
         return out
 
 
@@ -306,6 +341,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "eight bits": Linear8bit,
     "parts": LinearOfParts,
     "foreign": Foreign,
+    "with input": SquaresOf4bit,
 }
 
 

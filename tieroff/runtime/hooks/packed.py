@@ -58,15 +58,17 @@ class Packed(_Versioned):
     Attributes:
         lent: what was given to somebody who may write it, while its memory is the item's; see [Note: lent activations] in
             items/activation.py. As in a plain run it is one object each time, and not autograd's to take for a gradient.
+        takes_writes: what is written to it counts, and is no error; see [Note: tensors on a ctx] in forward/on_ctx.py.
     """
 
-    __slots__ = ("__weakref__", "_lent_version", "item", "lent")
+    __slots__ = ("__weakref__", "_lent_version", "item", "lent", "takes_writes")
 
     def __init__(self, tensor: torch.Tensor, item: ActivationItem) -> None:
         super().__init__(tensor)
         self.item = item
         self.lent: torch.Tensor | None = None
         self._lent_version = 0
+        self.takes_writes = False
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
         """Somebody gets a tensor for what was saved, who may write it."""
@@ -74,8 +76,9 @@ class Packed(_Versioned):
         return tensor
 
     def check(self) -> None:
-        self._see_writes()
-        super().check()
+        if not self.takes_writes:
+            self._see_writes()
+            super().check()
 
     def take_back(self) -> None:
         """The memory that was lent is not the item's any more."""
@@ -302,7 +305,7 @@ class LeftAlone(Kept):
     def become(self, item: ActivationItem) -> Packed:
         """The engine has this for an item from here on; the version that was saved stays the one that is expected."""
         packed = Packed(self.tensor, item)
-        packed.version = self.version
+        packed.version, packed.takes_writes = self.version, self.version < 0
         self.packed = packed
         self.tensor = packed.probe
         return packed
@@ -314,6 +317,14 @@ class LeftAlone(Kept):
         self.packed = packed
         self.tensor = packed.probe
         return packed
+
+
+def take_writes(packed: object) -> None:
+    """What is written to a packed tensor from here on counts, and is no error."""
+    if isinstance(packed, Packed):
+        packed.takes_writes = True
+    elif isinstance(packed, Kept):
+        packed.version = -1  # no version is expected
 
 
 def is_packed(packed: object) -> bool:

@@ -39,6 +39,7 @@ class View(Protocol):
     offset: Any
     probe: torch.Tensor
     version: int
+    takes_writes: bool
 
 
 class _Saved:
@@ -86,9 +87,10 @@ class WrittenActivations:
         with torch._C._DisableTorchDispatch():
             for ref, checksum in known.views:
                 view: Any = ref()
-                if view is None or view.probe._version != view.version:
+                if view is None or (view.probe._version != view.version and not view.takes_writes):
                     continue  # nobody wants it any more, or autograd will say that it was written
-                if is_written and not count_together(view.probe, tensor) and _overlap(view, tensor):
+                is_unseen = view.takes_writes or not count_together(view.probe, tensor)
+                if is_written and is_unseen and _overlap(view, tensor):
                     return self._keep(known.item)
                 if checksum is not None and checksum != _checksum(storage, view, tensor):
                     return self._keep(known.item)

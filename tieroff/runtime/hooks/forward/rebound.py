@@ -7,7 +7,7 @@ hook on saved tensors sees. Such a view holds the memory, so the parameter could
 around it look, when their forward returns, at what the graph gained since: a view of a parameter that a node keeps is taken
 off it, and noted by its geometry. Before the node runs, the parameter is brought up and the view is made anew; after it, the
 view goes again. An object that the node keeps, such as a quantization state, is left as it is: the tensors in it lie where
-the parameter lies.
+the parameter lies. Other tensors on that ctx, such as the Function's input, come and go with it: see [Note: tensors on a ctx].
 
 Nothing of any library is named or replaced here. What is found nowhere (a view in a closure, in another object, in a node of
 C++) holds its parameter up, as any alias does.
@@ -26,12 +26,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.fetch import ParameterFetch
+from tieroff.runtime.hooks.forward.on_ctx import OnCtx, Packs
 from tieroff.runtime.hooks.packed import ParameterView
 from tieroff.runtime.hooks.parameters.live import LiveValues
 from tieroff.runtime.items.hollow import leaves
 from tieroff.runtime.items.joined.items import JoinedParameter
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.movable import is_wrapper
+from tieroff.runtime.step.mode import DEMAND, PLANNED
 
 _DEPTH = 3  # of lists and objects on a ctx
 
@@ -41,37 +43,38 @@ class _Node:
 
     Args:
         items: the parameters.
-        kept: by attribute of the node, what it holds with a `ParameterView` in the place of each view.
+        kept: by attribute of the node, what it holds with a handle in the place of each tensor that comes and goes.
     """
 
     def __init__(self, node: Any, items: list[ParameterItem], kept: dict[str, Any], fetch: ParameterFetch) -> None:
         self._node = weakref.ref(node)
         self._items, self._kept, self._fetch = items, kept, fetch
-        self._put(kept)
+        self._given = dict[str, Any]()
+        vars(node).update(kept)
         node.register_prehook(self._before)
         node.register_hook(self._after)
-
-    def _put(self, values: dict[str, Any]) -> None:
-        node = self._node()
-        if node is not None:
-            for name, value in values.items():
-                setattr(node, name, value)
 
     def _before(self, grads: Any) -> None:
         """The node runs next."""
         for item in self._items:
             self._fetch.again(item)
-        self._put({name: _with_views(value) for name, value in self._kept.items()})
+        node: Any = self._node()
+        here = vars(node)
+        self._given = {name: _with_tensors(value) for name, value in self._kept.items() if here.get(name) is value}
+        here.update(self._given)
 
     def _after(self, inputs: Any, outputs: Any) -> None:
-        """The node ran; with a kept graph it may again."""
-        self._put(self._kept)
+        """The node ran; with a kept graph it may again. What its backward put on the ctx itself stays there."""
+        node: Any = self._node()
+        here, given = vars(node), self._given
+        here.update({name: self._kept[name] for name, value in given.items() if here.get(name) is value})
+        self._given = {}
 
 
-def _with_views(value: Any) -> Any:
-    if isinstance(value, ParameterView):
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, (ParameterView, OnCtx)):
         return value.made()
-    return type(value)(map(_with_views, value)) if type(value) in (list, tuple) else value
+    return type(value)(map(_with_tensors, value)) if type(value) in (list, tuple) else value
 
 
 class _Returning:
@@ -99,7 +102,12 @@ class Rebound:
     """Finds what Functions keep of parameters of several tensors, while their modules' forwards return.
 
     See [Note: kept on a ctx].
+
+    Attributes:
+        packs: moves what else a ctx keeps.
     """
+
+    packs: Packs
 
     def __init__(self, context: StepContext, fetch: ParameterFetch, live: LiveValues) -> None:
         self._context, self._fetch, self._live = context, fetch, live
@@ -164,12 +172,23 @@ class Rebound:
 
     def _rebind(self, node: Any) -> dict[int, ParameterItem]:
         found: dict[int, ParameterItem] = {}
-        kept = {
-            name: value for name, old in vars(node).items() if (value := self._without_views(old, found, _DEPTH)) is not old
-        }
+        kept = {name: self._without_views(old, found, _DEPTH) for name, old in vars(node).items()}
         if found:
-            _Node(node, list(found.values()), kept, self._fetch)
+            if self._context.state.mode in (DEMAND, PLANNED):
+                kept = {name: self._without_others(value, node, _DEPTH) for name, value in kept.items()}
+            changed = {name: value for name, value in kept.items() if value is not vars(node)[name]}
+            _Node(node, list(found.values()), changed, self._fetch)
         return found
+
+    def _without_others(self, value: Any, node: Any, depth: int) -> Any:
+        """Returns a value with what stands for tensors that are no parameter's; itself where it has none."""
+        if isinstance(value, torch.Tensor):
+            is_free = OnCtx.may_stand_for(value, node) and self._live.on(value.untyped_storage()) is None
+            return OnCtx(value, self.packs) if is_free else value
+        if not depth or type(value) not in (list, tuple):
+            return value
+        values = [self._without_others(one, node, depth - 1) for one in value]
+        return value if all(map(is_, values, value)) else type(value)(values)
 
     def _without_views(self, value: Any, found: dict[int, ParameterItem], depth: int) -> Any:
         """Returns a value with views of parameters that were read noted instead; itself where it has none."""

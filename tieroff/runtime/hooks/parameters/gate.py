@@ -36,6 +36,7 @@ from tieroff.runtime.hooks.parameters.casting import Casts
 from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.hooks.parameters.mint import Mints
 from tieroff.runtime.items.hollow import is_below, restore_class
+from tieroff.runtime.items.joined.items import JoinedParameter
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
 from tieroff.runtime.step.quiet import NOTHING, Quiet
 from tieroff.runtime.tensors import bytes_of
@@ -96,6 +97,8 @@ class Gate:
             # Those that user code had before need a look, whether or not they are an event.
             known = self._context.homes.parameters.values()
             items = [item for item in known if item.position in quiet.reads and item not in outside]
+            # Of one of several parts each read counts: who keeps it on a ctx keeps other tensors there, which are events.
+            items = [item for item in items if not isinstance(item, JoinedParameter)]
             self._quiet_of = quiet, items, frozenset(id(item.leaf) for item in items)
         _, items, self.quiet = self._quiet_of
         for item in items:
