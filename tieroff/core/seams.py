@@ -229,6 +229,9 @@ class PlanSource(Protocol):
     def forecast(self, plan: Plan, trace: Trace, rates: dict[str, float]) -> Pending[tuple[int, int] | None]:
         """Asks for the step time under a plan, and a lower bound under any plan, in ns; None for a plan of the user's."""
 
+    def leaves_room(self, size_bytes: int) -> bool:
+        """Returns whether a model of which no step is known may have all of itself, which is so large, on the device."""
+
     def spare_bytes(self, trace: Trace) -> int:
         """Returns the bytes of the device budget that no op of this step, or of those asked about before, needs; >= 0."""
 

@@ -319,10 +319,10 @@ class Custody:
         is_plain = self.settings.compute_dtype is None and not self.settings.update_in_backward
         return is_plain and not self.executor.shards and self.walk().is_readable
 
-    def stand_aside(self, kind: StepKind) -> Watch:
+    def stand_aside(self, kind: StepKind | None) -> Watch:
         """Takes the hooks off the model, all of which lies on the device for this kind of step, and watches it instead."""
         homes = {item.position: item.tensor for item in self.executor.homes.parameters.values()}
-        keys = kind.recorded.keys if kind.recorded is not None else ()
+        keys = kind.recorded.keys if kind is not None and kind.recorded is not None else ()
         arrived = [key[1] for key in keys if isinstance(key, tuple) and key[0] == "grad"]
         if arrived:
             self._gradient_hooks.stand_aside(homes.get(arrived[-1]))  # else all stay: none is known to get a gradient

@@ -133,6 +133,19 @@ class Budgets:
         """True where a device budget was asked for that may be raised to what a step needs."""
         return self._wanted is not None and (self._wanted.is_least or not self._is_strict)
 
+    def leaves_room(self, size_bytes: int) -> bool:
+        """Returns whether a model of this size, of which no step is known, may be on the device: a share is of an unknown peak.
+
+        Not where the least was asked for, or where more than what was asked for is an error or another model's. What the
+        model's parts save is as much again, or nobody knows.
+        """
+        wanted = self._wanted
+        if self._is_strict or self.part is not None or (wanted is not None and wanted.is_least):
+            return False
+        if wanted is not None and wanted.size_bytes is not None:
+            return 2 * size_bytes <= wanted.size_bytes
+        return 2 * size_bytes <= self._room_bytes()
+
     def saves_too_little(self, trace: Trace, least: Callable[[], Least]) -> bool:
         """Returns whether a share would save so little of a step that nothing is moved; see `WORTH_SAVING`.
 

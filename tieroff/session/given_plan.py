@@ -77,6 +77,10 @@ class GivenPlan:
     def close(self) -> None:
         """Does nothing: nobody plans."""
 
+    def leaves_room(self, size_bytes: int) -> bool:
+        """Returns False: the plan says what is on the device."""
+        return False
+
     def spare_bytes(self, trace: Trace) -> int:
         return 0
 

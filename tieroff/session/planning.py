@@ -237,6 +237,9 @@ class Planning:
     def close(self) -> None:
         self._workshop.close()
 
+    def leaves_room(self, size_bytes: int) -> bool:
+        return self._budgets.leaves_room(size_bytes)
+
     def spare_bytes(self, trace: Trace) -> int:
         budget = self._budget_of(trace)
         if self._budgets.part is not None:

@@ -288,3 +288,37 @@ def several_losses(p: Program) -> None:
         update(optimizer)
         p.end(model, losses)
     p.note(*model.parameters())
+
+
+@stranger()
+def parts_called_without_the_forward(p: Program) -> None:
+    """An agent is asked by a method of its own at first, and by its forward later."""
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = Mlp(), Mlp()
+
+        def act(self, x: torch.Tensor) -> Any:
+            return self.actor(x), self.critic(x)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.act(x)
+
+    model = Agent().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS + 5):
+        with torch.no_grad():
+            p.note(model.act(p.rows(index, 2, 32)))
+        ask = model.act if index < 6 else model
+        actions, values = ask(p.rows(index + 50, 6, 32))
+        loss = actions.square().mean() + values.square().mean()
+        loss.backward()
+        p.note(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        update(optimizer)
+        if index < 6:
+            p.note(loss)
+        else:
+            p.end(model, loss)
+    p.note(*model.parameters())

@@ -328,3 +328,56 @@ def test_a_step_without_an_update_is_one(tmp_path: Path) -> None:
     step(model, optimizer, 9)
     assert len(engine.history.steps) == 9
     tieroff.unwrap(model)
+
+
+def by_parts(model: Any, optimizer: torch.optim.Optimizer, index: int) -> torch.Tensor:
+    """A step without the model's forward."""
+    torch.manual_seed(index)
+    x = torch.randn(4, 32)
+    for part in model:
+        x = part(x)
+    loss = x.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _nothing(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Changes nothing."""
+
+
+def _evaluate(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 32))
+
+
+def _doze(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    if type(model.__dict__["_parameters"]) is not dict:
+        tieroff.sleep(model)
+
+
+@pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
+@pytest.mark.parametrize("change", [_nothing, _in_place, _assign, _replace, _freeze, _other_memory, _evaluate, _doze])
+@pytest.mark.parametrize("device", ["50%", "min", "1KiB", "1GiB"])
+def test_a_model_whose_forward_is_never_called_is_let_be_where_there_is_room(
+    device: str, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[list[dict[str, Any]]] = []
+    for is_wrapped in (False, True):
+        model, optimizer = made()
+        if is_wrapped:
+            Setting(tmp_path, device=device).wrap(model, optimizer, policy="auto")
+        seen.append([])
+        for index in range(14):
+            if index == BEFORE:
+                change(model, optimizer)
+            seen[-1].append(look(model, optimizer, (by_parts if index < 8 else step)(model, optimizer, index)))
+            if is_wrapped and index == BEFORE - 1:
+                assert type(model._parameters) is (QuietDict if device in ("50%", "1GiB") else FetchingDict)
+        if is_wrapped:
+            assert tieroff.engine(model).stats().phase in ("planned", "nothing moved")
+            tieroff.unwrap(model)
+    assert_same(*seen)
+    (told,) = [message for message in caplog.messages if "its forward was never called" in message]
+    assert told.endswith("call the model itself, not its parts")

@@ -109,20 +109,21 @@ class WithoutForward:
         self._updates = 0
         self._looks: list[torch.utils.hooks.RemovableHandle] = []
         self._ran: str | None = None
+        self._was_said = False
 
-    def note(self) -> None:
-        """The attached optimizer begins an update, and no step has begun yet."""
+    def is_due(self) -> bool:
+        """The attached optimizer begins an update, and no step has begun yet; True when that has to be said, and later."""
         self._updates += 1
         model = self._model()
-        if model is None or self._updates > _UPDATES_MIN:
-            return
+        if model is None:
+            return False
         if self._updates == _UPDATES_MIN - 1:
             self._looks = [part.register_forward_pre_hook(self._part_runs) for part in model.modules() if part is not model]
-            return
-        for look in self._looks:
-            look.remove()
-        if self._updates == _UPDATES_MIN:
-            self._say(model)
+        elif self._looks:
+            for look in self._looks:
+                look.remove()
+            self._looks = []
+        return self._updates >= _UPDATES_MIN
 
     def _part_runs(self, _part: torch.nn.Module, _args: Any) -> None:
         model, frame = self._model(), sys._getframe(1)
@@ -134,7 +135,16 @@ class WithoutForward:
             if frame.f_code.co_name in names and frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is model:
                 self._ran = frame.f_code.co_name  # the outermost
 
-    def _say(self, model: torch.nn.Module) -> None:
+    def say(self, *, rests: bool) -> None:
+        """Says that no step begins, once.
+
+        Args:
+            rests: all of the model is on the device until one does.
+        """
+        model = self._model()
+        if model is None or self._was_said:
+            return
+        self._was_said = True
         methods = own_methods(model)
         if self._ran is not None:
             methods = [self._ran, *(name for name in methods if name != self._ran)]
@@ -142,19 +152,21 @@ class WithoutForward:
         if methods:
             hint = f"name the method that computes the loss in its place: tieroff.engine(model).begin_in({methods[0]!r})"
         others = f" (there are also {', '.join(methods[1:6])})" if methods[1:] else ""
+        meanwhile = "it trains as without tieroff, all of it on the device" if rests else "what is above the budget stays there"
         log.warning(
-            "%s was updated %d times and its forward was never called: no step begins, none is planned, and what is above the "
-            "budget stays there; %s%s",
+            "%s was updated %d times and its forward was never called: no step begins, none is planned, and %s; %s%s",
             type(model).__name__,
             self._updates,
+            meanwhile,
             hint,
             others,
         )
 
 
 def own_methods(model: torch.nn.Module) -> list[str]:
-    """Returns the public methods that a model's own classes define beside `forward`, in order."""
-    kinds = [kind for kind in type(model).__mro__ if issubclass(kind, torch.nn.Module) and kind is not torch.nn.Module]
+    """Returns the public methods that a model's own classes define beside `forward`, in order; torch's containers have none."""
+    kinds = [kind for kind in type(model).__mro__ if issubclass(kind, torch.nn.Module)]
+    kinds = [kind for kind in kinds if not kind.__module__.startswith("torch.nn.")]
     names = dict.fromkeys(name for kind in kinds for name, made in vars(kind).items() if inspect.isfunction(made))
     return [name for name in names if not name.startswith("_") and not hasattr(torch.nn.Module, name)]
 

@@ -29,10 +29,10 @@ from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
-from tieroff.runtime.hooks.unattached import WithoutForward
 from tieroff.runtime.lifecycle.planning import StepPlanning
 from tieroff.runtime.lifecycle.readings import Readings
 from tieroff.runtime.lifecycle.repair import is_torn, repair
+from tieroff.runtime.lifecycle.resting import Rest
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
@@ -138,12 +138,11 @@ class Steps:
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_stranger = False  # the step that runs has smaller inputs than its kind's
         self._is_void = False  # the model changed since the step began: it says nothing of later ones
-        self._mismatches = 0  # of its kind before it
+        self._mismatches = self._steps_done = 0  # of its kind before it; of all
         self._is_updated = True  # the step that runs was updated, or there is none
         self._aside: StepKind | None = None  # see [Note: aside]
         self._watch: Watch | None = None
-        self._steps_done = 0
-        self._without_forward = WithoutForward(custody.model)
+        self._rest = Rest(custody, plans)
         self._watched: list[Any] = []  # handles of hooks on the inputs of the step that runs
 
     # -- a step begins ---------------------------------------------------------------------------------------------
@@ -179,6 +178,7 @@ class Steps:
 
     def come_back(self) -> None:
         """The engine looks after everything again; see [Note: aside]."""
+        self._rest.end()
         if self._aside is not None:
             self._watch = None
             self._custody.come_back()
@@ -331,10 +331,10 @@ class Steps:
         if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._kind.stage.recorded.is_updated:
             self._diverge_in_update()
         if self._kind is None or self._is_updated:
+            if self.last is None and self._rest.takes_update():
+                return
             # Gradients that came from elsewhere: an update outside any step of ours, on demand.
             self.come_back()
-            if self.last is None:
-                self._without_forward.note()
             self._end_last_op()
             if not has_closure:  # else a step begins, which has pages of the one before
                 self._custody.backend.keep_freed(0)
@@ -358,7 +358,7 @@ class Steps:
         """`optimizer.step` is about to return."""
         if self._kind is not None and not self._is_updated:
             self._finish_step(self._kind)
-        else:
+        elif not self._rest.is_on:
             self._custody.executor.context.lower_all()
 
     def mend(self) -> None:

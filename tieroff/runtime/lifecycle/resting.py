@@ -1,0 +1,59 @@
+"""Rest: a model that is trained without a forward of its own has all of itself on the device, until one is called.
+
+Of such a model no step begins, so nothing is traced and nothing is planned: what its parts save, and their gradients, are above
+any budget already. To fetch each parameter as it is read would only cost time, where there is room for all of them.
+"""
+
+from __future__ import annotations
+
+from tieroff.core.seams import PlanSource
+from tieroff.runtime.custody import Custody
+from tieroff.runtime.hooks.unattached import WithoutForward
+from tieroff.runtime.items.table import leave_place
+from tieroff.runtime.step.mode import IDLE, PASS
+
+
+class Rest:
+    """Looks for updates without a forward, and lets the model be from the third on.
+
+    Attributes:
+        is_on: everything is on the device, and the engine takes no part.
+    """
+
+    def __init__(self, custody: Custody, plans: PlanSource) -> None:
+        self._custody, self._plans = custody, plans
+        self._updates = WithoutForward(custody.model)
+        self.is_on = False
+
+    def takes_update(self) -> bool:
+        """The attached optimizer begins an update, and no step was ever begun; True where that needs nothing of the engine."""
+        if not self.is_on and self._updates.is_due():
+            size_bytes = sum(item.size_bytes for item in self._custody.executor.homes)
+            if self._custody.may_stand_aside() and self._plans.leaves_room(size_bytes):
+                self._begin(2 * size_bytes)
+            self._updates.say(rests=self.is_on)
+        return self.is_on
+
+    def _begin(self, room_bytes: int) -> None:
+        executor, backend = self._custody.executor, self._custody.backend
+        self.is_on = True  # first: an exception may come between any two lines, and `end` undoes any part of what follows
+        executor.gradients.sweep()
+        for item in executor.homes:
+            if item.tensor is not None:
+                item.refresh(executor.traffic)
+                item.lift(executor.traffic)
+                leave_place(item, executor.traffic)
+        executor.gate.intercept(False)
+        self._custody.stand_aside(None)
+        backend.tune_allocator(None)
+        backend.keep_freed(room_bytes)
+        executor.state.mode = PASS
+
+    def end(self) -> None:
+        """The engine looks after everything again; what lies up leaves as the next step has it."""
+        if self.is_on:
+            self._custody.come_back()
+            self._custody.executor.gate.intercept(bool(self._custody.executor.homes.parameters))
+            self._custody.executor.state.mode = IDLE
+            self._custody.backend.keep_freed(0)
+            self.is_on = False  # last, for the same reason
