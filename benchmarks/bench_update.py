@@ -2,10 +2,12 @@
 
     python benchmarks/bench_update.py [--json FILE]
     python benchmarks/bench_update.py --bits cuda [--json FILE]
+    python benchmarks/bench_update.py --probe cpu [--json FILE]
 
 The speed is bytes read and written per second, by an update and by a copy of whole buffers (`memmove`), each by one thread and
 by all. With `--bits` every optimizer that has a rule is stepped by PyTorch on that device, fused, foreach and op by op, and by
-every arithmetic here; the row says which of them had the same bits in all elements of all steps.
+every arithmetic here; the row says which of them had the same bits in all elements of all steps. With `--probe` what the probe
+measures on that device is compared with what this measures, in turn: the state that a run's threads update per second.
 """
 
 from __future__ import annotations
@@ -17,15 +19,20 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
 
 from harness.results import document, make_parser, progress, save
+from tieroff.core.machine import Machine
+from tieroff.probe.calibration.updates import UpdateRates, measure_updates
+from tieroff.probe.links import measure_links
 from tieroff.report.terminal import make_console, make_table
 from tieroff.updates import rule as rules
 from tieroff.updates.arithmetic import candidates
 from tieroff.updates.native import _native
+from tieroff.updates.pool import thread_count
 from tieroff.updates.rule import Rule
 
 MIB = 2**20
@@ -124,6 +131,37 @@ def speed_row(name: str, type_name: str, arithmetic: str, threads: int, options:
     }
 
 
+def probe_row(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the medians of rounds of the probe and of AdamW here, by as many threads, and what a machine makes of them."""
+    probed: list[UpdateRates] = []
+    own: list[float] = []
+    with progress(options.rounds) as report:
+        for index in range(options.rounds):
+            report(f"round {index + 1}")
+            probed.append(measure_updates(options.probe, 1.0))
+            single = argparse.Namespace(mib=options.mib, rounds=3)
+            own.append(speed_row("AdamW", "float32", "contracted", thread_count(), single)["state_bytes_per_s"])
+    links = measure_links(options.probe, 1.0)
+    rates = UpdateRates(*(int(statistics.median(column)) for column in zip(*map(astuple, probed), strict=True)))
+    machine = rates.of(
+        Machine(
+            device_type=options.probe,
+            d2h_bytes_per_s=links.d2h_bytes_per_s,
+            h2d_bytes_per_s=links.h2d_bytes_per_s,
+            duplex_share=links.duplex_share,
+        )
+    )
+    return {
+        "device": options.probe,
+        "threads": thread_count(),
+        "state_bytes_per_s": round(statistics.median(own)),
+        **{f"probed_{key}": value for key, value in asdict(rates).items()},
+        "of_probe": statistics.median(a / b.state_bytes_per_s for a, b in zip(own, probed, strict=True)),
+        "host_memory_bytes_per_s": machine.host_memory_bytes_per_s,
+        "predicted_beside_bytes_per_s": machine.update_bytes_per_s,
+    }
+
+
 def bits_row(name: str, mode: str, type_name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Returns which arithmetics had PyTorch's bits on the device, and by which update the others were found out."""
     make_optimizer, own_options, make_rule = SUBJECTS[name]
@@ -184,10 +222,19 @@ def show_bits(rows: list[dict[str, Any]]) -> None:
     make_console().print(table)
 
 
+def show_probe(row: dict[str, Any]) -> None:
+    """Prints what the probe measures beside what this does."""
+    keys = ("state", "probed_state", "probed_beside", "predicted_beside", "probed_copied", "host_memory")
+    table = make_table(f"State updated by {row['threads']} threads", ("of probe", *keys), text_columns=0)
+    table.add_row(f"{row['of_probe']:.3f}", *(f"{row[f'{key}_bytes_per_s'] / 1e9:.2f} GB/s" for key in keys))
+    make_console().print(table)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a table and writes the file that was asked for."""
     parser = make_parser(__doc__, mib=64, rounds=7, elements=1_000_000, steps=20)
     parser.add_argument("--bits", default="", metavar="DEVICE", help="compare bits with PyTorch's on this device instead")
+    parser.add_argument("--probe", default="", metavar="DEVICE", help="compare with what the probe measures there instead")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of all; default: one per processor")
     options = parser.parse_args(arguments)
     if options.bits:
@@ -198,6 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
                 report(f"{name}, {mode}, {type_name}")
                 rows.append(bits_row(name, mode, type_name, options))
         show_bits(rows)
+    elif options.probe:
+        rows = [probe_row(options)]
+        show_probe(rows[0])
     else:
         counts = sorted({1, options.threads})
         rows = [

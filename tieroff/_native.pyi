@@ -196,7 +196,7 @@ class SimulationResult:
 
 # Rows: transfers (source, target, issue_at, ready_by, rank, size_bytes), updates (issue_at, ready_by, duration_ns),
 # repeats (op, at), links d2h, h2d, nvme_write, nvme_read (bytes_per_s, latency_ns), queues (is_communication, awaits) of all
-# ops or of none. Tiers are 0 device, 1 host, 2 nvme.
+# ops or of none. Tiers are 0 device, 1 host, 2 nvme. `memory` has the four numbers of SimulatedMemory.
 def simulate(
     op_ns: Integers,
     transfers: Integers,
@@ -205,6 +205,7 @@ def simulate(
     links: Integers,
     duplex_share_millionths: int,
     nvme_shares_host_link: bool,
+    memory: Integers,
     has_exclusive_link: bool,
     step_count_max: int,
     with_spans: bool,

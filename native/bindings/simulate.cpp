@@ -75,7 +75,8 @@ Rows span_rows(const std::vector<SimulatedSpan>& spans) {
 
 SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const Rows& updates, const Rows& repeats,
                                const Rows& links, std::int32_t duplex_share_millionths, bool nvme_shares_host_link,
-                               bool has_exclusive_link, std::int32_t step_count_max, bool with_spans, const Rows& queues) {
+                               const Rows& memory, bool has_exclusive_link, std::int32_t step_count_max, bool with_spans,
+                               const Rows& queues) {
   const auto transfer_items = rows<SimulatedTransfer>(transfers, 6, "transfers", [](const std::int64_t* row) {
     return SimulatedTransfer{.source = tier(row[0]),
                              .target = tier(row[1]),
@@ -93,6 +94,8 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
     return SimulatedQueue{.is_communication = row[0] != 0, .awaits = narrow(row[1])};
   });
   if (link_items.size() != kLinkCount) throw std::invalid_argument("expected links with 4 rows");
+  const auto limits = line(memory, "memory");
+  if (limits.size() != 4) throw std::invalid_argument("expected memory with 4 numbers");
   const auto repeat_items = repeat_rows(repeats);
   const SimulationInput input{.op_ns = line(op_ns, "op_ns"),
                               .transfers = transfer_items,
@@ -101,6 +104,10 @@ SimulationResult simulate_rows(const Rows& op_ns, const Rows& transfers, const R
                               .links = {link_items[0], link_items[1], link_items[2], link_items[3]},
                               .duplex_share_millionths = duplex_share_millionths,
                               .nvme_shares_host_link = nvme_shares_host_link,
+                              .memory = {.bytes_per_s = limits[0],
+                                         .update_bytes_per_s = limits[1],
+                                         .host_passes = narrow(limits[2]),
+                                         .nvme_passes = narrow(limits[3])},
                               .has_exclusive_link = has_exclusive_link,
                               .step_count_max = step_count_max,
                               .queues = queue_items,
@@ -147,7 +154,7 @@ void bind_simulate(py::module_& module) {
       .def_property_readonly("updates", [](const SimulationResult& self) { return span_rows(self.updates); });
   module.def("simulate", &simulate_rows, py::arg("op_ns"), py::arg("transfers"), py::arg("updates"), py::arg("repeats"),
              py::arg("links"), py::arg("duplex_share_millionths"), py::arg("nvme_shares_host_link"),
-             py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"),
+             py::arg("memory"), py::arg("has_exclusive_link"), py::arg("step_count_max"), py::arg("with_spans"),
              py::arg_v("queues", Rows(std::vector<py::ssize_t>{0, 2}), "none"));
   module.def("memory_per_op", &memory_rows, py::arg("transient_bytes"), py::arg("residencies"), py::arg("repeats"),
              py::arg("addresses"));

@@ -75,6 +75,12 @@ class Maker {
     made.input.duplex_share_millionths = draw(0, 1) == 1 ? 1'000'000 : 500'000;
     made.input.nvme_shares_host_link = draw(0, 1) == 1;
     made.input.has_exclusive_link = draw(0, 3) == 0;
+    if (draw(0, 1) == 1) {
+      made.input.memory = {.bytes_per_s = draw(1, 100'000'000'000),
+                           .update_bytes_per_s = draw(0, 1) * draw(1, 100'000'000'000),
+                           .host_passes = static_cast<std::int32_t>(draw(1, 2)),
+                           .nvme_passes = static_cast<std::int32_t>(draw(0, 2))};
+    }
   }
 
  private:

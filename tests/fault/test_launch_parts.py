@@ -34,6 +34,8 @@ MACHINE = Machine(
     h2d_bytes_per_s=900,
     nvme_write_bytes_per_s=300,
     nvme_read_bytes_per_s=601,
+    cpu_update_bytes_per_s=600,
+    host_memory_bytes_per_s=3000,
     dirs={"/d": {"write_bytes_per_s": 300}},
 )
 
@@ -77,6 +79,7 @@ def test_a_gpu_shares_the_drives_and_a_cpu_memory_too() -> None:
     on_gpu = ranks.share_machine(MACHINE, "cuda")
     assert (on_gpu.d2h_bytes_per_s, on_gpu.h2d_bytes_per_s) == (1000, 900)
     assert (on_gpu.nvme_write_bytes_per_s, on_gpu.nvme_read_bytes_per_s) == (100, 200)
+    assert (on_gpu.cpu_update_bytes_per_s, on_gpu.host_memory_bytes_per_s) == (200, 1000)
     on_cpu = ranks.share_machine(MACHINE, "cpu")
     assert (on_cpu.d2h_bytes_per_s, on_cpu.h2d_bytes_per_s) == (333, 300)
     assert on_cpu.dirs == MACHINE.dirs

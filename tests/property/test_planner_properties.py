@@ -93,6 +93,8 @@ def machines(draw: st.DrawFn, *, is_plain: bool = False) -> Machine:
         h2d_latency_s=draw(st.integers(0, 5)) * 1e-9,
         duplex_share=1.0 if is_plain else draw(st.sampled_from((1.0, 0.7, 0.5))),
         nvme_shares_host_link=False if is_plain else draw(st.booleans()),
+        host_memory_bytes_per_s=0 if is_plain else draw(st.just(0) | rate),
+        device_type=draw(st.sampled_from(("", "cpu"))),
     )
 
 

@@ -135,6 +135,7 @@ def machines(draw: st.DrawFn, *, is_plain: bool = False) -> Machine:
     """Returns a machine whose links and ops take about as long as each other; one that is plain shares nothing."""
     rate = st.integers(10**9, 50 * 10**9)
     latency = st.integers(0, 5) | st.integers(0, 10**6)
+    memory = st.just(0) if is_plain else st.just(0) | rate | st.integers(10**7, 10**8)
     return Machine(
         name="random",
         d2h_bytes_per_s=draw(rate),
@@ -147,6 +148,9 @@ def machines(draw: st.DrawFn, *, is_plain: bool = False) -> Machine:
         nvme_read_latency_s=draw(latency) * 1e-9,
         duplex_share=1.0 if is_plain else draw(st.sampled_from((1.0, 0.7, 0.5, 1 / 3))),
         nvme_shares_host_link=False if is_plain else draw(st.booleans()),
+        host_memory_bytes_per_s=draw(memory),
+        cpu_update_bytes_per_s=draw(st.just(0) | rate),
+        device_type=draw(st.sampled_from(("", "cpu"))),
         move_compute_s=draw(st.sampled_from((0.0, 0.0, 3e-9, 1e-5))),
     )
 

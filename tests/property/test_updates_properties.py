@@ -116,7 +116,7 @@ def _scaled(trace: Trace, budget: _Budget, machine: Machine) -> tuple[Trace, _Bu
     """Returns the same case with tensors large enough to move in parts."""
     tensors = tuple(replace(tensor, size_bytes=tensor.size_bytes * _UNIT) for tensor in trace.tensors)
     ops = tuple(replace(op, transient_bytes=op.transient_bytes * _UNIT) for op in trace.ops)
-    rates = ("d2h", "h2d", "nvme_write", "nvme_read", "cpu_update")
+    rates = ("d2h", "h2d", "nvme_write", "nvme_read", "cpu_update", "host_memory")
     faster = {f"{rate}_bytes_per_s": getattr(machine, f"{rate}_bytes_per_s") * _UNIT for rate in rates}
     return (
         replace(trace, ops=ops, tensors=tensors),

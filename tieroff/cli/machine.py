@@ -64,6 +64,7 @@ def _probe_document(found: Survey) -> dict[str, Any]:
         "links": asdict(found.links),
         "memory_bytes_per_s": found.memory_bytes_per_s,
         "checksum_bytes_per_s": found.checksum_bytes_per_s,
+        "updates": asdict(found.updates),
     }
 
 

@@ -58,6 +58,13 @@ def print_probe(machine: Machine, found: Survey) -> None:
         ("machine", "device to host", "host to device", "both ways at once", "checksum, per core"),
         [link],
     )
+    if found.updates.state_bytes_per_s:  # 0 without kernels
+        updates = [_rate(getattr(found.updates, f"{key}_bytes_per_s")) for key in ("state", "beside", "copied")]
+        print_table(
+            "updates in host memory",
+            ("state", "state, beside copies", "copies both ways meanwhile", "memory"),
+            [(*updates, _rate(machine.host_memory_bytes_per_s))],
+        )
 
 
 def print_diagnosis(found: Diagnosis) -> None:

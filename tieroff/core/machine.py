@@ -28,7 +28,9 @@ LINK_NAMES = {
 _FLAGS = ("nvme_shares_host_link", "has_fp32_matrix_cores")
 _COUNTS = ("compute_units", "fp32_lanes_per_unit")
 _FIGURES = ("device_power_w", "process_nm")
-_PER_STATE_BYTE = 3.5  # of Adam: reads p, g, m, v and writes p, m, v, for the bytes of m and v
+UPDATE_PASSES = 3.5
+"""Bytes that an update reads and writes in memory per byte of state: Adam's reads p, g, m, v and writes p, m, v."""
+
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -66,9 +68,10 @@ class Machine:
             transfers and computes. 0 for other devices, which compute meanwhile, and if unknown.
         move_host_s: seconds of the host that each transfer takes where the device computes meanwhile, 0 if unknown. See
             `counting_moves`.
-        cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second, 0 if unknown.
-        host_memory_bytes_per_s: what the host's memory reads and writes per second, all together, 0 if unknown. See
-            `update_bytes_per_s`.
+        cpu_update_bytes_per_s: bytes of optimizer state that the CPU updates per second while nothing is copied, 0 if
+            unknown.
+        host_memory_bytes_per_s: what the host's memory reads and writes per second for copies and updates together, 0 if
+            unknown. See `memory_passes`.
         checksum_bytes_per_s: bytes that one core makes a checksum of per second, 0 if unknown.
         fp32_flops_per_s, bf16_flops_per_s: dense matrix arithmetic of the device in fp32, and in its two-byte types (bf16
             and fp16), in operations per second; 0 if unknown. Op times of a model that never ran come from these.
@@ -148,18 +151,29 @@ class Machine:
             )
         return (*found, *found[-1:] * (dimensions - len(found)))[-dimensions:] if dimensions else ()
 
+    def memory_passes(self, source: Tier, target: Tier) -> int:
+        """Returns how often the host's memory reads or writes each byte of a copy.
+
+        A copy of the CPU backend has both ends there. What moves between another device and a drive lies there in between,
+        unless the two have a path of their own.
+        """
+        is_host_memory = self.device_type == "cpu"
+        ends = {source, target}
+        if ends == {Tier.DEVICE, Tier.NVME}:
+            return 1 if is_host_memory else 2 * self.nvme_shares_host_link
+        return 2 if is_host_memory and ends == {Tier.DEVICE, Tier.HOST} else 1
+
     @property
     def update_bytes_per_s(self) -> int:
         """Bytes of optimizer state that the CPU updates per second while copies go both ways; 0 if unknown.
 
-        Copies and updates share the host's memory. A copy takes each byte once there; an update takes `_PER_STATE_BYTE` per
-        byte of state. Copies are served first: they are few large requests, and what waits for them waits at once.
+        What wants more of the host's memory than there is gets its share of that, copies and updates alike.
         """
-        if not self.host_memory_bytes_per_s:
+        copied = (self.d2h_bytes_per_s + self.h2d_bytes_per_s) * self.duplex_share * self.memory_passes(Tier.DEVICE, Tier.HOST)
+        wanted = self.cpu_update_bytes_per_s * UPDATE_PASSES + copied
+        if not self.host_memory_bytes_per_s or wanted <= self.host_memory_bytes_per_s:
             return self.cpu_update_bytes_per_s
-        copied = round((self.d2h_bytes_per_s + self.h2d_bytes_per_s) * self.duplex_share)
-        left = max(0, self.host_memory_bytes_per_s - copied)
-        return min(self.cpu_update_bytes_per_s, int(left / _PER_STATE_BYTE))
+        return int(self.cpu_update_bytes_per_s * self.host_memory_bytes_per_s / wanted)
 
     def link(self, source: Tier, target: Tier) -> Link:
         """Returns the link from one tier to another.

@@ -77,7 +77,8 @@ class HostUpdate:
     """Op `op`, an update of the optimizer, is run by the CPU in place on host memory; on the device it takes no time.
 
     It is issued at tick `issue_at >= op` and complete before op `ready_by` runs, `issue_at <= ready_by <= issue_at + n`,
-    within `duration_ns` of the CPU's time, which serves updates one at a time in order of issue. All that the op reads
+    within `duration_ns` of the CPU's time, which serves updates one at a time in order of issue, with the host's memory to
+    itself. All that the op reads
     and writes is resident in HOST over the window and valid there at its start; what it writes is then valid in HOST
     alone, and no op touches it meanwhile.
     """

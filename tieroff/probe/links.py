@@ -60,7 +60,7 @@ def _copies_at_once(count: int, seconds: float) -> list[float]:
     rates = [0.0] * count
 
     def run(lane: int) -> None:
-        source, target = _touched(MEMORY_COPY_BYTES), _touched(MEMORY_COPY_BYTES)
+        source, target = touched(MEMORY_COPY_BYTES), touched(MEMORY_COPY_BYTES)
         rates[lane] = _rate(lambda: np.copyto(target, source), MEMORY_COPY_BYTES, seconds)
 
     threads = [threading.Thread(target=run, args=(lane,), name=f"tieroff-probe-{lane}") for lane in range(count)]
@@ -75,12 +75,12 @@ def _measure_memory(seconds: float) -> LinkRates:
     """A copy between two buffers on one thread, and on two threads at once, as the CPU backend's workers do."""
     [alone] = _copies_at_once(1, seconds / 2)
     together = sum(_copies_at_once(2, seconds / 2))
-    source, target = _touched(1), _touched(1)
+    source, target = touched(1), touched(1)
     latency_s = statistics.median(_seconds(lambda: np.copyto(target[:1], source[:1])) for _ in range(9))
     return LinkRates(int(alone), int(alone), latency_s, latency_s, _share(together, 2 * alone))
 
 
-def _touched(size_bytes: int) -> npt.NDArray[np.uint8]:
+def touched(size_bytes: int) -> npt.NDArray[np.uint8]:
     """Returns memory whose pages are there, and that goes back to the system when it is dropped.
 
     Not from malloc: freeing large blocks there raises the size from which it maps memory for the rest of the process.

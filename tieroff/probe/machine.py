@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tieroff.core.machine import Machine
 from tieroff.probe import limits
+from tieroff.probe.calibration.updates import measure_updates
 from tieroff.probe.checksum import measure_checksum
 from tieroff.probe.links import LinkRates, measure_links
 from tieroff.probe.nvme import NvmeRates, measure_dirs
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tieroff")
 
+UPDATES_SHARE = 0.1
+"""Share of the time that goes to updates where they are asked for."""
+
 LINKS_SHARE, CHECKSUM_SHARE = 0.3, 0.02
 """Shares of the time that go to the host link and to checksums when there are folders to measure too."""
 # What a planned step takes of the host for each of its transfers, on a GPU: (72.5 - 52.3) ms over 240 - 66 transfers, two plans
@@ -34,7 +38,9 @@ _MOVE_HOST_S = 116e-6
 _START_S = 60.0  # that another interpreter may take beside its measuring, on a machine that is busy
 
 
-def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "auto", seconds: float = 1.5) -> Machine:
+def measure_machine(
+    device: str, dirs: Sequence[Path] = (), *, engine: str = "auto", seconds: float = 1.5, has_updates: bool = False
+) -> Machine:
     """Returns the machine as measured now, in short: one engine, one size of transfers.
 
     Args:
@@ -42,11 +48,15 @@ def measure_machine(device: str, dirs: Sequence[Path] = (), *, engine: str = "au
         dirs: folders of the NVMe tier; none leaves that tier out.
         engine: I/O engine to measure them with.
         seconds: time to spend in total, roughly.
+        has_updates: with what the CPU updates in host memory.
 
     Raises:
         ConfigError: a folder is missing, read-only or too small.
         StoreError: a transfer failed.
     """
+    if has_updates:
+        updates, seconds = measure_updates(device, seconds * UPDATES_SHARE), seconds * (1 - UPDATES_SHARE)
+        return updates.of(measure_machine(device, dirs, engine=engine, seconds=seconds))
     links = measure_links(device, seconds * LINKS_SHARE if dirs else seconds)
     rates = measure_dirs(dirs, engine, seconds * (1 - LINKS_SHARE - CHECKSUM_SHARE)) if dirs else None
     checksum = measure_checksum(seconds * CHECKSUM_SHARE) if dirs else 0
@@ -96,7 +106,9 @@ def surveyed_machine(device: str, dirs: Sequence[Path], found: Survey, seconds: 
     """
     method = f"tieroff probe for {seconds:g} s: files written once before, medians of slices in turn"
     tables = {os.path.abspath(folder): _table(folder, found) for folder in dirs}
-    return compose_machine(device, found.links, dirs, found.together, method, found.checksum_bytes_per_s, tables)
+    return found.updates.of(
+        compose_machine(device, found.links, dirs, found.together, method, found.checksum_bytes_per_s, tables)
+    )
 
 
 def _table(folder: Path, found: Survey) -> dict[str, Any]:
@@ -162,6 +174,7 @@ def compose_machine(
         # Without direct storage every byte between a GPU and a drive passes through host memory.
         nvme_shares_host_link=device != "cpu",
         checksum_bytes_per_s=checksum_bytes_per_s,
+        device_type=device,
         kernel=f"{platform.system()} {platform.release()}",
         dirs=dict(tables or {}),
     )

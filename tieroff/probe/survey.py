@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tieroff.errors import ConfigError, TieroffError
+from tieroff.probe.calibration.updates import UpdateRates, measure_updates
 from tieroff.probe.checksum import measure_checksum
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.gds import is_gds
@@ -39,7 +40,7 @@ ROUNDS = 9
 GAIN_MIN = 1.03
 """How much faster than `threads` another engine must be to be named the best; below that, noise would choose."""
 
-LINK_SHARE, MEMORY_SHARE, CHECKSUM_SHARE = 0.1, 0.03, 0.03
+LINK_SHARE, MEMORY_SHARE, CHECKSUM_SHARE, UPDATES_SHARE = 0.1, 0.03, 0.03, 0.05
 FILL_TIME_SHARE, GRID_TIME_SHARE, ROUNDS_TIME_SHARE = 0.15, 0.4, 0.45
 """Of the whole time, and of one folder's."""
 
@@ -93,6 +94,7 @@ class Survey:
         links: the link between device and host memory.
         memory_bytes_per_s: what several cores copy at once.
         checksum_bytes_per_s: what one core makes a checksum of; 0 where that is not measurable.
+        updates: what the CPU updates in host memory.
         rows, refused: per folder and engine.
         best: per folder the fastest engine.
         together: rates of all folders used in turn, by an engine that is best in the first of them.
@@ -102,6 +104,7 @@ class Survey:
     links: LinkRates
     memory_bytes_per_s: int
     checksum_bytes_per_s: int
+    updates: UpdateRates = field(default_factory=UpdateRates)
     rows: list[Measured] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     best: dict[Path, str] = field(default_factory=dict)
@@ -204,6 +207,9 @@ def survey(device: str, dirs: Sequence[Path], seconds: float, report: Report = l
     report("checksums", done)
     found = Survey(links, int(memory), measure_checksum(CHECKSUM_SHARE * seconds))
     done += CHECKSUM_SHARE
+    report("updates in host memory", done)
+    found.updates = measure_updates(device, UPDATES_SHARE * seconds)
+    done += UPDATES_SHARE
     share = (1 - done) / (len(dirs) + (len(dirs) > 1))
     for folder in dirs:
         _measure_folder(found, folder, names, device, share * seconds, _scaled(report, done, share))

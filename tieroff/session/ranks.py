@@ -80,7 +80,8 @@ class Ranks:
     def share_machine(self, machine: Machine, device: str) -> Machine:
         """Returns the machine as one of its ranks has it while the others use it too.
 
-        All ranks share the drives and the CPU; on the CPU backend also memory. Each GPU has a link of its own.
+        All ranks share the drives, the CPU and the host's memory; on the CPU backend also what copies. Each GPU has a link of
+        its own.
 
         Args:
             machine: measured with nothing else running.
@@ -88,7 +89,7 @@ class Ranks:
         """
         if self.local_world == 1:
             return machine
-        shared = ["nvme_write", "nvme_read", "cpu_update", *(("d2h", "h2d") if device == "cpu" else ())]
+        shared = ["nvme_write", "nvme_read", "cpu_update", "host_memory", *(("d2h", "h2d") if device == "cpu" else ())]
         rates = {f"{link}_bytes_per_s": getattr(machine, f"{link}_bytes_per_s") for link in shared}
         parts: dict[str, Any] = {name: max(rate // self.local_world, 1) for name, rate in rates.items() if rate}
         return replace(machine, **parts)

@@ -45,7 +45,6 @@ class Run {
   [[nodiscard]] std::vector<std::uint64_t> state() {
     std::vector<std::uint64_t> found;
     links_.describe(now_ns_, found);
-    cpu_.describe(now_ns_, jobs_, found);
     return found;
   }
 
@@ -103,13 +102,7 @@ class Run {
 
   void issue(std::size_t round, std::span<const std::int32_t> items) {
     for (const std::int32_t index : items) {
-      const Item& item = program_.items[static_cast<std::size_t>(index)];
-      const std::uint32_t slot = slot_of(index, round);
-      if (item.lane == kLinkCount) {
-        cpu_.issue(slot, jobs_[slot], item.alone_ns, now_ns_);
-      } else {
-        links_.issue(slot, now_ns_);
-      }
+      links_.issue(slot_of(index, round), now_ns_);
     }
   }
 
@@ -135,7 +128,7 @@ class Run {
     const auto is_open = [&](std::size_t item) {
       return jobs_[slot_of(static_cast<std::int32_t>(item), round)].stop_ns == kNever;
     };
-    for (std::size_t item = 0; item < in_.transfers.size(); ++item) {
+    for (std::size_t item = 0; item < program_.items.size(); ++item) {
       if (!is_open(item)) continue;
       SimulationResult after;  // what the last round left under way ends within the next
       run_round(round + 1, after);
@@ -158,7 +151,6 @@ class Run {
   const Program& program_;
   std::vector<Job> jobs_;
   Links links_;
-  Lane cpu_;
   std::vector<std::int64_t> ends_ns_;  // per op, of communication in this round
   std::int64_t peers_free_ns_ = 0;     // when the queue of communication has ended all it has
   std::int64_t now_ns_ = 0;

@@ -51,6 +51,9 @@ void check(const SimulationInput& in) {
   const auto is_window = [n](std::int64_t issue, std::int64_t ready) {
     return 0 <= issue && issue <= n && issue <= ready && ready <= issue + n;
   };
+  require(in.memory.bytes_per_s >= 0 && in.memory.update_bytes_per_s >= 0 && in.memory.host_passes >= 0 &&
+              in.memory.nvme_passes >= 0,
+          "rates and passes of the host's memory >= 0", "input", 0);
   for (std::size_t i = 0; i < in.op_ns.size(); ++i) require(in.op_ns[i] >= 0, "a duration >= 0", "op", i);
   require(in.queues.empty() || in.queues.size() == in.op_ns.size(), "a queue for each op or for none", "input", 0);
   for (std::size_t i = 0; i < in.queues.size(); ++i) {
@@ -108,9 +111,11 @@ void Program::add_items(const SimulationInput& in, const Rates& rates) {
   items.reserve(in.transfers.size() + in.updates.size());
   Wide most_ns = 0;  // all work one after the other, at the lowest rates
   unsigned used = 0;
+  Wide wanted[kLaneCount]{};  // of the host's memory, per second and lane
   for (const auto& t : in.transfers) {
     const auto link = link_of(t);
     const bool touches = touches_device(t);
+    const std::int64_t passes = rates.passes(link, touches);
     const Wide work = static_cast<Wide>(t.size_bytes) * kNsPerS;
     const std::int64_t latency_ns = in.links[link].latency_ns;
     const std::int64_t least = rates.least(link, touches);
@@ -119,15 +124,20 @@ void Program::add_items(const SimulationInput& in, const Rates& rates) {
     if (most_ns >> 62U != 0) break;  // refused below
     items.push_back({.latency_ns = latency_ns,
                      .alone_ns = latency_ns + ceil_div(work, rates.of(link, touches, 0)),
-                     .size_bytes = t.size_bytes,
+                     .work = work,
                      .lane = static_cast<std::uint8_t>(in.has_exclusive_link && link == kH2d ? kD2h : link),
                      .link = static_cast<std::uint8_t>(link),
                      .touches_device = touches});
+    Wide& own = wanted[items.back().lane];
+    own = std::max(own, static_cast<Wide>(rates.of(link, touches, 0)) * static_cast<Wide>(passes));
     if (touches) used |= 1U << link;
   }
   for (const auto& u : in.updates) {
-    items.push_back({.latency_ns = u.duration_ns, .alone_ns = u.duration_ns, .lane = kLinkCount});
-    most_ns += static_cast<Wide>(u.duration_ns);
+    const Wide work = static_cast<Wide>(u.duration_ns) * static_cast<Wide>(rates.of_update());
+    items.push_back({.alone_ns = u.duration_ns, .work = work, .lane = kCpu});
+    wanted[kCpu] = static_cast<Wide>(rates.of_update()) * static_cast<Wide>(rates.passes_of_update());
+    const auto least = static_cast<Wide>(rates.least_of_update());
+    most_ns += (work + least - 1) / least;
   }
   for (const std::int64_t op_ns : in.op_ns) most_ns += static_cast<Wide>(op_ns);
   for (const auto& repeat : in.repeats) most_ns += static_cast<Wide>(in.op_ns[static_cast<std::size_t>(repeat.op)]);
@@ -136,7 +146,8 @@ void Program::add_items(const SimulationInput& in, const Rates& rates) {
                               " steps that take less than 2^62 ns with everything one after the other");
   }
   const bool is_duplex_slow = in.duplex_share_millionths < kMillion && !in.has_exclusive_link && (used & 3U) == 3U;
-  is_shared = is_duplex_slow || (in.nvme_shares_host_link && ((used & 5U) == 5U || (used & 10U) == 10U));
+  const bool is_memory_full = rates.exceeds_memory(std::accumulate(std::begin(wanted), std::end(wanted), Wide{0}));
+  is_shared = is_memory_full || is_duplex_slow || (in.nvme_shares_host_link && ((used & 5U) == 5U || (used & 10U) == 10U));
 }
 
 }  // namespace tieroff::simulation

@@ -26,7 +26,11 @@ A link serves its transfers one at a time in order of issue, each after its late
 * with `nvme_shares_host_link`, a transfer between device and NVMe also fills the host link's direction away from (to)
   the device: it runs at its own bandwidth but at most half of that direction's while a host transfer moves beside it,
   and the host transfer gets the rest. One between host and NVMe fills the NVMe's link alone.
-A latency occupies its own link only. The CPU serves updates one at a time in order of issue.
+* what all that moves wants of the host's memory, past these rules, is the sum of its rates, each as often as a byte passes
+  that memory (`Machine.memory_passes`), and of `UPDATE_PASSES` times `cpu_update_bytes_per_s` while the CPU updates. Where
+  that exceeds `host_memory_bytes_per_s`, all who pass it slow down by the same factor.
+A latency occupies its own link only. The CPU serves updates one at a time in order of issue, like a link of its own; the
+duration of one is what it takes with the host's memory to itself.
 
 Where links share nothing, every time is a maximum of sums of durations, so a faster link or op never makes the same
 plan slower (for periodic results). Where they share it can: a transfer that starts earlier may slow one that is awaited.
@@ -38,7 +42,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from tieroff.core.machine import LINK_NAMES, Machine
+from tieroff.core.machine import LINK_NAMES, UPDATE_PASSES, Machine
 from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Transfer
 from tieroff.core.schedule import make_schedule
 from tieroff.core.tensor import Tier
@@ -58,7 +62,7 @@ class _Job:
     """One transfer or update of one step."""
 
     item: _Item
-    size_bytes: int = 0
+    size_bytes: int = 0  # of a transfer
     start_ns: int = -1
     stop_ns: int = -1
 
@@ -82,15 +86,17 @@ class _Channel:
 
 
 class _Links:
-    """All links, advanced together from event to event; see [Note: links in the simulator]."""
+    """All links and the CPU, advanced together from event to event; see [Note: links in the simulator]."""
 
     def __init__(self, machine: Machine, options: SimulationOptions) -> None:
         self._now_ns = 0
         self._machine = machine
         self._bandwidth = {name: int(getattr(machine, f"{name}_bytes_per_s")) for name in _BESIDE}
         self._latency_ns = {name: round(getattr(machine, f"{name}_latency_s") * NS_PER_S) for name in _BESIDE}
+        self._updated_per_s = round(machine.cpu_update_bytes_per_s * UPDATE_PASSES)
+        self._bandwidth["cpu"], self._latency_ns["cpu"] = max(self._updated_per_s, 1), 0
         self._share_millionths = share_millionths(machine)
-        self._channels = {name: _Channel() for name in _BESIDE}
+        self._channels = {name: _Channel() for name in (*_BESIDE, "cpu")}
         if options.has_exclusive_link:
             self._channels["h2d"] = self._channels["d2h"]
         self._all = list({id(c): c for c in self._channels.values()}.values())
@@ -120,11 +126,17 @@ class _Links:
         )
 
     def _serve(self, channel: _Channel) -> None:
-        if channel.job is None and channel.queue:
-            channel.job = channel.queue.popleft()
-            channel.job.start_ns = self._now_ns
-            channel.latency_left_ns = self._latency_ns[channel.job.link]
-            channel.work_left = channel.job.size_bytes * NS_PER_S
+        while channel.job is None and channel.queue:
+            job = channel.queue.popleft()
+            job.start_ns = self._now_ns
+            if isinstance(job.item, HostUpdate):
+                work = job.item.duration_ns * self._bandwidth["cpu"]
+            else:
+                work = job.size_bytes * NS_PER_S
+            if work == 0:
+                job.stop_ns = self._now_ns
+                continue
+            channel.job, channel.latency_left_ns, channel.work_left = job, self._latency_ns[job.link], work
 
     def _moving(self, link: str) -> _Job | None:
         """Returns the job whose bytes move on a link now, past its latency."""
@@ -132,8 +144,21 @@ class _Links:
         job = channel.job
         return job if job is not None and job.link == link and not channel.latency_left_ns else None
 
-    def _rate(self, job: _Job) -> int:
-        """Returns bytes per second."""
+    def _rates(self, busy: list[_Channel]) -> list[int]:
+        """Returns the bytes per second of each channel that serves a job."""
+        jobs = [(c.job, self._wanted(c.job), 0 if c.latency_left_ns else self._passes(c.job)) for c in busy if c.job]
+        wanted, limit = sum(rate * passes for _, rate, passes in jobs), self._machine.host_memory_bytes_per_s
+        is_full = 0 < limit < wanted
+        return [max(rate * limit // wanted, 1) if is_full and passes else rate for _, rate, passes in jobs]
+
+    def _passes(self, job: _Job) -> int:
+        """Returns how often a byte passes the host's memory."""
+        if isinstance(job.item, Transfer):
+            return self._machine.memory_passes(job.item.source, job.item.target)
+        return 1 if self._updated_per_s else 0
+
+    def _wanted(self, job: _Job) -> int:
+        """Returns the bytes per second of a job if the host's memory has room for them."""
         rate = self._bandwidth[job.link]
         if self._machine.nvme_shares_host_link and job.touches_device:
             beside = self._moving(_BESIDE[job.link])
@@ -149,7 +174,8 @@ class _Links:
 
     def _step(self, until_ns: int | None) -> None:
         """Advances to the next event, or to `until_ns` if that comes first."""
-        busy = [(c, self._rate(c.job)) for c in self._all if c.job is not None]
+        serving = [c for c in self._all if c.job is not None]
+        busy = list(zip(serving, self._rates(serving), strict=True))
         spans = [c.latency_left_ns or -(-c.work_left // rate) for c, rate in busy]
         if until_ns is not None:
             spans.append(until_ns - self._now_ns)
@@ -165,25 +191,6 @@ class _Links:
                 channel.job = None
         for channel, _ in busy:
             self._serve(channel)
-
-
-class _Cpu:
-    """The updates of the CPU, one at a time in order of issue."""
-
-    def __init__(self) -> None:
-        self._jobs: list[_Job] = []
-        self._free_ns = 0
-
-    def issue(self, job: _Job, now_ns: int, duration_ns: int) -> None:
-        """Puts an update behind the others; when it ends is known at once."""
-        job.start_ns = max(now_ns, self._free_ns)
-        job.stop_ns = self._free_ns = job.start_ns + duration_ns
-        self._jobs.append(job)
-
-    def state(self, now_ns: int) -> Hashable:
-        """Returns what is under way and how long it takes yet."""
-        self._jobs = [job for job in self._jobs if job.stop_ns > now_ns]
-        return tuple((job.item, job.stop_ns - now_ns) for job in self._jobs)
 
 
 @dataclass(slots=True)
@@ -211,7 +218,6 @@ class _Run:
         self.engine_ns = self._move_ns * self._issued.total()
         self._op_ns = [0 if index in on_cpu else op.duration_ns for index, op in enumerate(trace.ops)]
         self._links = _Links(machine, options)
-        self._cpu = _Cpu()
         self._before = _Step()
         self._step = _Step()
         self._peers_free_ns = 0
@@ -237,7 +243,7 @@ class _Run:
 
     def state(self) -> Hashable:
         """Returns the state at a step's end."""
-        return self._links.state(), self._cpu.state(self.now_ns)
+        return self._links.state()
 
     def _compute(self, op: int) -> tuple[int, int]:
         start = self.now_ns
@@ -260,12 +266,8 @@ class _Run:
 
     def _issue(self, items: tuple[_Item, ...]) -> None:
         for item in items:
-            if isinstance(item, Transfer):
-                job = _Job(item, size_of(item, self._trace))
-                self._links.issue(job, self.now_ns)
-            else:
-                job = _Job(item)
-                self._cpu.issue(job, self.now_ns, item.duration_ns)
+            job = _Job(item, size_of(item, self._trace) if isinstance(item, Transfer) else 0)
+            self._links.issue(job, self.now_ns)
             self._step.jobs[item] = job
 
     def _await(self, op: int, items: tuple[_Item, ...]) -> None:

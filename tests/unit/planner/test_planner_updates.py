@@ -209,13 +209,14 @@ def test_only_what_an_update_wrote_may_come_back_across_the_end() -> None:
     assert _refused(replace(plan, transfers=(*plan.transfers, across)), _CROSSING) == "capability"
 
 
-def test_the_cpu_updates_with_what_copies_leave_of_the_host_memory() -> None:
-    machine = replace(_MACHINE, host_memory_bytes_per_s=9 * 10**9)
-    assert machine.update_bytes_per_s == 2 * 10**9  # 9 less 1 each way, 3.5 per byte of state
-    assert replace(machine, duplex_share=0.5).update_bytes_per_s == int(8e9 / 3.5)
-    assert replace(machine, host_memory_bytes_per_s=10**11).update_bytes_per_s == machine.cpu_update_bytes_per_s
-    assert [bucket.cpu_ns for bucket in find_buckets(_problem(machine=machine))] == [50]
-    assert find_buckets(_problem(machine=replace(machine, host_memory_bytes_per_s=2 * 10**9))) == []
+def test_what_updates_take_beside_copies_decides_their_share_and_not_their_duration() -> None:
+    machine = replace(_MACHINE, host_memory_bytes_per_s=13 * 10**9)
+    (bucket,) = find_buckets(_problem(machine=machine))
+    assert (bucket.cpu_ns, bucket.beside_ns) == (20, 31)  # 17.5 and 1 each way want 19.5 of 13 GB/s, rounded up
+    plan = plan_auto(_problem(machine=machine))
+    check(plan, _CASE, IDEAL_EXECUTOR)
+    assert plan.host_updates == (HostUpdate(2, 2, 3, 20),)
+    assert plan.step_ns == 50 + 50 + 10 + 27 + 10  # nothing is copied meanwhile: 20 ns at 13 of 17.5 GB/s
 
 
 def test_a_parameter_with_another_gradient_stays_where_gradients_follow() -> None:

@@ -416,6 +416,7 @@ def test_native_simulator_refuses_arrays_that_say_nothing() -> None:
         ({"queues": np.array([[0, -1]])}, "a queue for each op or for none"),
         ({"queues": np.array([[0, -1], [0, 0]])}, "an op of communication before it, which op 1 breaks"),
         ({"step_count_max": 0}, "step_count_max"),
+        ({"memory": np.array([-1, 0, 1, 0])}, "rates and passes of the host's memory >= 0"),
     ):
         with pytest.raises(ValueError, match=told):
             run(**change)
@@ -425,6 +426,7 @@ _WIDTHS = {"transfers": 6, "updates": 3, "repeats": 2}
 _SCALARS = {
     "duplex_share_millionths": 10**6,
     "nvme_shares_host_link": False,
+    "memory": np.array([0, 0, 1, 0]),
     "has_exclusive_link": False,
     "step_count_max": 16,
     "with_spans": True,

@@ -41,4 +41,6 @@ def test_calibrate_writes_a_machine_that_plans_models(tmp_path: Path) -> None:
     machine = load_machine(path)
     assert machine.fp32_flops_per_s == figures["fp32_flops_per_s"] > 0
     assert machine.device_type == figures["device_type"]
+    assert machine.cpu_update_bytes_per_s == figures["cpu_update_bytes_per_s"] > 0
+    assert machine.host_memory_bytes_per_s == figures["host_memory_bytes_per_s"] > 0
     assert Clock.of(machine).constants.kernel_s == figures["kernel_s"] > 0

@@ -369,6 +369,8 @@ def test_survey_measures_every_engine_and_its_machine_names_the_best(tmp_path: P
         assert table[f"{table['engine']}_read_bytes_per_s"] == table["read_bytes_per_s"]
     assert machine.nvme_read_bytes_per_s == found.together.read_bytes_per_s
     assert machine.checksum_bytes_per_s == found.checksum_bytes_per_s > 0
+    assert machine.cpu_update_bytes_per_s == found.updates.state_bytes_per_s > 0
+    assert machine.host_memory_bytes_per_s > 2 * found.updates.copied_bytes_per_s > 0
     assert machine.kernel.startswith("Linux")
     assert [list(folder.iterdir()) for folder in dirs] == [[], []]
     assert open_descriptors() == before

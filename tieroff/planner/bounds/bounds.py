@@ -10,8 +10,9 @@ So the link in carries at least `excess` less the bytes that never come back (la
 `excess` less the bytes that need no copy, in each step. What is not persistent goes out before p and comes back after
 it, within the step: what of that does not fit into the compute before p is stall, and so is what does not fit after.
 Summed over the tiers the links offer at most the sum of their bandwidths (with `nvme_shares_host_link`: that of the
-larger one); the host takes at most its own budget of bytes at p. Latencies are left out: with them the bound would be
-higher. A step is never shorter than its ops with nothing moved.
+larger one); the host takes at most its own budget of bytes at p. Both directions together carry no more than
+`host_memory_bytes_per_s` where each byte passes that memory; updates are granted theirs at no cost. Latencies are left out:
+with them the bound would be higher. A step is never shorter than its ops with nothing moved.
 
 With communication beside compute (see [Note: two queues] in `tieroff.core.trace`) a wait for the links lets communication
 go on, so that what is left of a step after an op is at least what an endless head start of all communication before it leaves
@@ -40,6 +41,7 @@ from tieroff.core.tensor import Tier
 from tieroff.core.trace import Queue, Trace
 from tieroff.planner.bounds.relaxation import Relaxation, check_points, column_count, group_tensors, movable_tensors
 from tieroff.planner.problem.problem import Bytes, Problem, Span, held_bytes, make_problem
+from tieroff.planner.simulate.options import memory_rate
 from tieroff.units import NS_PER_S
 
 _SLOTS = (48, 36, 30, 24, 20, 16, 12, 8, 4, 2, 1)  # more gain nothing on any trace tried
@@ -92,6 +94,7 @@ def lower_bound_ns(problem: Problem, scope: Scope = MOVES_ONLY) -> int:
     least_ns = min((again_ns[tensor] for tensor in movable if tensor in again_ns), default=np.inf)
     out, back = int((excess - cut.clean).max()), int((excess - cut.last).max())
     bounds = [compute_ns, _channel_ns(problem, out, least_ns, is_out=True), _channel_ns(problem, back, least_ns, is_out=False)]
+    bounds.append(_memory_ns(problem, max(out, 0) + max(back, 0), least_ns))
     if np.isinf(least_ns):
         bounds.append(_window_ns(problem, excess - cut.persistent, cut.last))
     return max(bounds)
@@ -249,10 +252,23 @@ def _channel_ns(problem: Problem, size_bytes: int, again_ns: float, *, is_out: b
     loads = [(size_bytes, total)]
     if Tier.NVME in bandwidth:
         loads.append((size_bytes - problem.budget[Tier.HOST], bandwidth[Tier.NVME]))
+    return max(_carried_ns(problem, load, rate, again_ns) for load, rate in loads)
+
+
+def _memory_ns(problem: Problem, size_bytes: int, again_ns: float) -> int:
+    """Returns the least step in which the host's memory carries bytes out and back; one made again does neither."""
+    machine = problem.machine
+    passes = min(machine.memory_passes(Tier.DEVICE, tier) for tier in problem.tiers)
+    if not machine.host_memory_bytes_per_s or not passes:
+        return 0
+    return _carried_ns(problem, size_bytes * passes, memory_rate(machine), again_ns / (2 * passes))
+
+
+def _carried_ns(problem: Problem, size_bytes: int, bytes_per_s: int, again_ns: float) -> int:
     if np.isinf(again_ns):
-        return max(load * NS_PER_S // rate for load, rate in loads)
+        return size_bytes * NS_PER_S // bytes_per_s
     compute_ns = int(problem.starts_ns[-1])
-    return max(int((load * again_ns + compute_ns) / (rate / NS_PER_S * again_ns + 1.0) * (1 - 1e-12)) for load, rate in loads)
+    return int((size_bytes * again_ns + compute_ns) / (bytes_per_s / NS_PER_S * again_ns + 1.0) * (1 - 1e-12))
 
 
 def _window_ns(problem: Problem, excess: Bytes, last: Bytes) -> int:

@@ -46,7 +46,7 @@ from tieroff.core.lifetime import Lifetime
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.planner.bounds.linear import LinearProgram, Reals, Solution
 from tieroff.planner.problem.problem import Problem
-from tieroff.planner.simulate.options import share_millionths
+from tieroff.planner.simulate.options import memory_rate, share_millionths
 from tieroff.units import GIB, NS_PER_S
 
 _MOVE_COST = {Tier.HOST: 1e-6, Tier.NVME: 3e-6}  # of equal solutions, the one that moves least
@@ -417,8 +417,20 @@ class Relaxation:
             of_nvme, of_other = duplex_factors(share_millionths(machine) / 1e6, fill)
             nvme = [(column, time * of_nvme) for column, time in beside[leaves]]
             rows.append([*host[leaves], *nvme, *((column, time * of_other) for column, time in host[not leaves])])
+        rows.append(self._through_memory(slot))
         limit = self._slot_time(slot)
         return [self._program.add_row([*terms, *spare], limit) for terms in rows if terms]
+
+    def _through_memory(self, slot: int) -> list[tuple[int, float]]:
+        """Returns the columns of a slot with the time that a unit of bytes takes of the host's memory, in units."""
+        machine, rate = self._problem.machine, memory_rate(self._problem.machine)
+        terms: list[tuple[int, float]] = []
+        for (tier, _), flows in self._flows.items() if rate else ():
+            passes = machine.memory_passes(Tier.DEVICE, tier)
+            terms += [(column, time * passes) for column, time in self._busy(flows, slot, rate) if passes]
+        for flows in self._below.values() if rate else ():
+            terms += self._busy(flows, slot, rate)
+        return terms
 
     def _rate(self, tier: Tier, leaves: bool) -> int:
         return self._problem.links(tier)[0 if leaves else 1].bytes_per_s if tier in self._tiers else 0

@@ -48,7 +48,8 @@ class Bucket:
     Attributes:
         op: its index.
         state, parameters, gradients: tensors.
-        cpu_ns: what the update takes.
+        cpu_ns: what the update takes with host memory to itself.
+        beside_ns: the same beside copies both ways.
         moved_ns: what the busier link takes to move the state, to the device and back.
     """
 
@@ -57,6 +58,7 @@ class Bucket:
     parameters: tuple[int, ...]
     gradients: tuple[int, ...]
     cpu_ns: int
+    beside_ns: int
     moved_ns: int
 
     @property
@@ -102,7 +104,8 @@ class Updated:
             op = self.original.trace.ops[repeat.op]
             if any(written.get(tensor, repeat.at + 1) <= repeat.at for tensor in (*op.reads, *op.writes)):
                 return None
-        plans = [self._plan(plan, self._awaits(is_late=is_late)) for is_late in (False, True)]
+        durations = {tuple(b.cpu_ns for b in self.buckets), tuple(b.beside_ns for b in self.buckets)}
+        plans = [self._plan(plan, self._awaits(lasting)) for lasting in (None, *sorted(durations))]
         return min(plans, key=lambda p: simulate(p, self.original.trace, self.original.machine).step_ns)
 
     @cached_property
@@ -119,10 +122,11 @@ class Updated:
                 returns[tensor] = _Return(number, min(t if t > bucket.op else t + n for t in ticks))
         return returns
 
-    def _awaits(self, *, is_late: bool) -> list[int]:
+    def _awaits(self, lasting_ns: tuple[int, ...] | None) -> list[int]:
         """Returns the tick at which each update is awaited, on the line [0, 2 n]: in order, before its parameters are due.
 
-        Where updates may not cross the step's end, that is the last tick. No gradient's copy meets the next step's.
+        With durations of the updates it is the tick by which each should be over, without them the first one. Where updates
+        may not cross the step's end, that is the last tick. No gradient's copy meets the next step's.
         """
         n, starts = self.original.op_count, self._two_steps_ns
         crosses = self.original.capabilities.updates_cross
@@ -138,9 +142,9 @@ class Updated:
             last[number - 1] = min(last[number - 1], last[number])
         ticks: list[int] = []
         free_ns = 0
-        for bucket, limit in zip(self.buckets, last, strict=True):
-            free_ns = max(free_ns, int(starts[bucket.op])) + bucket.cpu_ns
-            done = int(np.searchsorted(starts, min(free_ns, int(starts[-1])))) if is_late else 0
+        for bucket, limit, lasts_ns in zip(self.buckets, last, lasting_ns or [0] * len(last), strict=True):
+            free_ns = max(free_ns, int(starts[bucket.op])) + lasts_ns
+            done = int(np.searchsorted(starts, min(free_ns, int(starts[-1])))) if lasting_ns else 0
             ticks.append(min(limit, max(done, bucket.op + 1, *ticks[-1:])))
         return ticks
 
@@ -255,7 +259,7 @@ def can_update(problem: Problem) -> bool:
     """True when the executor updates on the host, the machine says how fast, and there is host memory."""
     can = problem.capabilities
     returns = can.wraps or can.updates_cross  # parameters come back across the step's end
-    return can.updates_on_host and returns and problem.machine.update_bytes_per_s > 0 and Tier.HOST in problem.tiers
+    return can.updates_on_host and returns and problem.machine.cpu_update_bytes_per_s > 0 and Tier.HOST in problem.tiers
 
 
 def find_buckets(problem: Problem) -> list[Bucket]:
@@ -280,10 +284,12 @@ def find_buckets(problem: Problem) -> list[Bucket]:
         )
         counted = sum(problem.size_bytes(t) for t in own if problem.trace.tensors[t].kind is TensorClass.OPTIMIZER)
         if counted and _has_its_gradients(problem, parameters, gradients):
-            cpu_ns = -(-counted * NS_PER_S // problem.machine.update_bytes_per_s)
+            machine = problem.machine
+            rates = machine.cpu_update_bytes_per_s, max(machine.update_bytes_per_s, 1)
+            cpu_ns, beside_ns = (-(-counted * NS_PER_S // rate) for rate in rates)
             held = sum(map(problem.size_bytes, state))
             moved_ns = max(link.transfer_ns(held) for link in problem.links(Tier.HOST))
-            found.append(Bucket(index, state, parameters, gradients, cpu_ns, moved_ns))
+            found.append(Bucket(index, state, parameters, gradients, cpu_ns, beside_ns, moved_ns))
     return found
 
 
@@ -387,15 +393,15 @@ def updated_problems(problem: Problem, count: int) -> Iterator[Updated]:
     for bucket in find_buckets(problem):
         if _taken_bytes(problem, [*buckets, bucket]) <= problem.budget[Tier.HOST]:
             buckets.append(bucket)
-    cpu_ns, moved_ns = sum(b.cpu_ns for b in buckets), sum(b.moved_ns for b in buckets)
+    beside_ns, moved_ns = sum(b.beside_ns for b in buckets), sum(b.moved_ns for b in buckets)
     if not buckets:
         return
-    shares = (*_SHARES[:3], moved_ns / max(1, cpu_ns + moved_ns), *_SHARES[3:])
+    shares = (*_SHARES[:3], moved_ns / max(1, beside_ns + moved_ns), *_SHARES[3:])
     seen: set[int] = set()
     for share in shares:
         taken, busy_ns = 0, 0
-        while taken < len(buckets) and busy_ns + buckets[taken].cpu_ns <= share * cpu_ns:
-            busy_ns += buckets[taken].cpu_ns
+        while taken < len(buckets) and busy_ns + buckets[taken].beside_ns <= share * beside_ns:
+            busy_ns += buckets[taken].beside_ns
             taken += 1
         if taken and taken not in seen and len(seen) < count:
             seen.add(taken)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from tieroff.core.machine import LINK_NAMES, Machine
+from tieroff.core.machine import LINK_NAMES, UPDATE_PASSES, Machine
 from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Residency, Transfer
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
@@ -79,6 +80,39 @@ def byte_range(item: Residency | Transfer, ring: Trace) -> Range:
 def share_millionths(machine: Machine) -> int:
     """Returns the share of its bandwidth that a direction of the host link has while the other one is busy."""
     return min(1_000_000, round(machine.duplex_share * 1_000_000))
+
+
+class MemoryLimits(NamedTuple):
+    """What transfers and updates share of the host's memory; see [Note: links in the simulator].
+
+    Attributes:
+        bytes_per_s: what it reads and writes, 0 for any.
+        update_bytes_per_s: what an update does that has it to itself, 0 for nothing.
+        host_passes, nvme_passes: how often a byte passes it between the device and HOST, and between the device and NVME.
+    """
+
+    bytes_per_s: int
+    update_bytes_per_s: int
+    host_passes: int
+    nvme_passes: int
+
+
+def memory_limits(machine: Machine) -> MemoryLimits:
+    """Returns what both simulators ask of the host's memory."""
+    return MemoryLimits(
+        machine.host_memory_bytes_per_s,
+        round(machine.cpu_update_bytes_per_s * UPDATE_PASSES),
+        machine.memory_passes(Tier.DEVICE, Tier.HOST),
+        machine.memory_passes(Tier.DEVICE, Tier.NVME),
+    )
+
+
+def memory_rate(machine: Machine) -> int:
+    """Returns the most bytes per second that the host's memory carries in a simulation, 0 for any.
+
+    Nothing that moves there slows down to less than a byte per second, nor does each of two passes of it.
+    """
+    return machine.host_memory_bytes_per_s + 16 if machine.host_memory_bytes_per_s else 0
 
 
 def rerank(transfers: list[Transfer]) -> tuple[Transfer, ...]:

@@ -19,7 +19,14 @@ from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Queue, Trace
 from tieroff.errors import ConfigError
 from tieroff.planner.native import _native
-from tieroff.planner.simulate.options import SimulationOptions, move_compute_ns, prepare, share_millionths, size_of
+from tieroff.planner.simulate.options import (
+    SimulationOptions,
+    memory_limits,
+    move_compute_ns,
+    prepare,
+    share_millionths,
+    size_of,
+)
 from tieroff.units import NS_PER_S
 
 Rows = NDArray[np.int64]
@@ -148,6 +155,7 @@ def _run_rows(
             links=_rows(links, 2),
             duplex_share_millionths=share_millionths(machine),
             nvme_shares_host_link=machine.nvme_shares_host_link,
+            memory=_line(memory_limits(machine)),
             has_exclusive_link=options.has_exclusive_link,
             step_count_max=options.step_count_max,
             with_spans=with_spans,

@@ -1,1 +1,1 @@
-"""What a device at hand reaches, for the clock of a model that never ran."""
+"""What a device at hand and the CPU beside it reach."""

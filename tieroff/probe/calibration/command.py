@@ -13,23 +13,27 @@ import typer
 def calibrate(
     out: Annotated[Path | None, typer.Option("--out", help="Write a machine.toml.")] = None,
     machine: Annotated[Path | None, typer.Option("--machine", help="Keep this file's other figures.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="For each of five kernels, under load.")] = 2.5,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="For each of five kernels, and for updates.")] = 2.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Measures the device's kernels under sustained load, and its link, for `tieroff plan --model`."""
+    """Measures the device's kernels under sustained load, its link and the CPU's updates, for `tieroff plan --model`."""
     import torch
 
     from tieroff.core.machine import load_machine, save_machine
     from tieroff.probe.calibration.kernels import calibrate as measure
+    from tieroff.probe.calibration.updates import measure_updates
     from tieroff.probe.machine import measure_machine
 
     accelerator = torch.accelerator.current_accelerator()
     device = accelerator.type if accelerator is not None else "cpu"
     base = load_machine(machine) if machine is not None else measure_machine(device, seconds=seconds)
     found = measure(device, seconds)
+    updates = measure_updates(device, seconds)
+    measured = updates.of(found.machine(base, device))
     if out is not None:
-        save_machine(found.machine(base, device), out)
-    figures = {"device_type": device, **asdict(found), "machine": str(out) if out else None}
+        save_machine(measured, out)
+    rates = {key: getattr(measured, key) for key in ("cpu_update_bytes_per_s", "host_memory_bytes_per_s")}
+    figures = {"device_type": device, **asdict(found), **rates, "machine": str(out) if out else None}
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:

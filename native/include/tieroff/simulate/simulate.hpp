@@ -1,4 +1,4 @@
-// What a plan takes on a machine, in integer nanoseconds: the twin of tests/support/simulate_reference.py, whose notes
+// What a plan takes on a machine, in integer nanoseconds: the twin of tests/support/oracles/simulate.py, whose notes
 // define it. The two agree to the last digit. Plain data in, plain data out, so that a search calls it as it is.
 #pragma once
 
@@ -19,6 +19,14 @@ struct SimulatedLink {
   std::int64_t latency_ns = 0;
 };
 
+// The host's memory, which transfers and updates share; see [Note: links in the simulator].
+struct SimulatedMemory {
+  std::int64_t bytes_per_s = 0;         // 0: as much as anything asks for
+  std::int64_t update_bytes_per_s = 0;  // what an update reads and writes there while it has the memory to itself; 0: nothing
+  std::int32_t host_passes = 1;         // how often a byte between device and host passes it
+  std::int32_t nvme_passes = 0;         // and one between device and NVMe; one between host and NVMe does once
+};
+
 // Ticks as in a plan: 0 <= issue_at <= n and issue_at <= ready_by <= issue_at + n.
 struct SimulatedTransfer {
   SimulatedTier source;
@@ -33,7 +41,7 @@ struct SimulatedTransfer {
 struct SimulatedUpdate {
   std::int32_t issue_at;
   std::int32_t ready_by;
-  std::int64_t duration_ns;
+  std::int64_t duration_ns;  // with the host's memory to itself
 };
 
 // Op `op` runs once more before op `at`, 0 <= op < at < n.
@@ -56,6 +64,7 @@ struct SimulationInput {
   std::array<SimulatedLink, kLinkCount> links{};
   std::int32_t duplex_share_millionths = 1'000'000;
   bool nvme_shares_host_link = false;
+  SimulatedMemory memory{};
   bool has_exclusive_link = false;
   std::int32_t step_count_max = 16;
   std::span<const SimulatedQueue> queues{};  // one per op, or none where all are compute

@@ -55,10 +55,11 @@ class SeparateLinks {
  private:
   const std::vector<Item>& items_;
   std::vector<Job>& jobs_;
-  std::array<Lane, kLinkCount> lanes_;
+  std::array<Lane, kLaneCount> lanes_;
 };
 
-// Links that share the host link: advanced together from event to event, each with what is left and its rate since.
+// Links and a CPU that share the host link or the host's memory: advanced together from event to event, each with what is
+// left and its rate since.
 class SharedLinks {
  public:
   SharedLinks(const Program& program, const Rates& rates, std::vector<Job>& jobs)
@@ -129,9 +130,13 @@ class SharedLinks {
     channel.slot = channel.queue[channel.served++];
     const Item& item = items_[item_of(channel.slot)];
     jobs_[channel.slot].start_ns = now_ns_;
+    if (item.work == 0) {  // an update of no time: nothing ever happens to it
+      jobs_[channel.slot].stop_ns = now_ns_;
+      return serve(channel);
+    }
     channel.is_busy = true;
     channel.is_moving = item.latency_ns == 0;
-    channel.work = static_cast<Wide>(item.size_bytes) * kNsPerS;
+    channel.work = item.work;
     channel.rate = 0;
     channel.since_ns = now_ns_;
     channel.event_ns = now_ns_ + item.latency_ns;  // without a latency, settle() sets it
@@ -145,11 +150,15 @@ class SharedLinks {
       const Item& item = items_[item_of(channel.slot)];
       if (item.touches_device) moving |= 1U << item.link;
     }
+    Wide wanted = 0;  // of the host's memory, per second
+    for (const Channel& channel : channels_) {
+      if (channel.is_moving) wanted += static_cast<Wide>(wanted_rate(channel, moving)) * static_cast<Wide>(passes(channel));
+    }
     next_ns_ = kNever;
     for (Channel& channel : channels_) {
       if (channel.is_moving) {
-        const Item& item = items_[item_of(channel.slot)];
-        const std::int64_t rate = rates_.of(item.link, item.touches_device, moving);
+        std::int64_t rate = wanted_rate(channel, moving);
+        if (passes(channel) > 0) rate = rates_.within_memory(rate, wanted);
         if (rate != channel.rate) {
           channel.work -= moved(channel, now_ns_);
           channel.since_ns = now_ns_;
@@ -159,6 +168,17 @@ class SharedLinks {
       }
       next_ns_ = std::min(next_ns_, channel.event_ns);
     }
+  }
+
+  // The rate of what a channel moves, if the host's memory has room for it.
+  [[nodiscard]] std::int64_t wanted_rate(const Channel& channel, unsigned moving) const {
+    const Item& item = items_[item_of(channel.slot)];
+    return item.lane == kCpu ? rates_.of_update() : rates_.of(item.link, item.touches_device, moving);
+  }
+
+  [[nodiscard]] std::int64_t passes(const Channel& channel) const {
+    const Item& item = items_[item_of(channel.slot)];
+    return item.lane == kCpu ? rates_.passes_of_update() : rates_.passes(item.link, item.touches_device);
   }
 
   // One event: the end of a latency or of a job.
@@ -180,7 +200,7 @@ class SharedLinks {
   const std::vector<Item>& items_;
   const Rates& rates_;
   std::vector<Job>& jobs_;
-  std::array<Channel, kLinkCount> channels_;
+  std::array<Channel, kLaneCount> channels_;
   std::int64_t now_ns_ = 0;
   std::int64_t next_ns_ = kNever;
 };

@@ -21,6 +21,8 @@ inline constexpr std::int64_t kNsPerS = 1'000'000'000;
 inline constexpr std::int64_t kMillion = 1'000'000;
 inline constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 inline constexpr std::size_t kD2h = 0, kH2d = 1, kNvmeWrite = 2;
+inline constexpr std::size_t kCpu = kLinkCount;  // the lane of updates
+inline constexpr std::size_t kLaneCount = kLinkCount + 1;
 inline constexpr std::uint64_t kNarrow = ~std::uint64_t{0};
 
 inline std::int64_t ceil_div(Wide value, std::int64_t by) {
@@ -34,7 +36,7 @@ inline std::int64_t ceil_div(Wide value, std::int64_t by) {
 // Rates in bytes per second for all that can move beside each other; see [Note: links in the simulator].
 class Rates {
  public:
-  explicit Rates(const SimulationInput& in) {
+  explicit Rates(const SimulationInput& in) : memory_(in.memory) {
     for (std::size_t side = 0; side < 2; ++side) {
       const std::int64_t host = in.links[kD2h + side].bytes_per_s;
       const std::int64_t nvme = in.links[kNvmeWrite + side].bytes_per_s;
@@ -58,9 +60,48 @@ class Rates {
     return host_[side][moving >> (kNvmeWrite + side) & 1U][moving >> (1 - side) & 1U];
   }
 
-  [[nodiscard]] std::int64_t least(std::size_t link, bool touches) const { return of(link, touches, 0xFU); }
+  // That of an update with the host's memory to itself, in whatever unit its work is.
+  [[nodiscard]] std::int64_t of_update() const { return std::max<std::int64_t>(memory_.update_bytes_per_s, 1); }
+
+  // How often a byte of a transfer passes the host's memory.
+  [[nodiscard]] std::int64_t passes(std::size_t link, bool touches) const {
+    if (link < kNvmeWrite) return memory_.host_passes;
+    return touches ? memory_.nvme_passes : 1;
+  }
+  [[nodiscard]] std::int64_t passes_of_update() const { return memory_.update_bytes_per_s > 0 ? 1 : 0; }
+
+  [[nodiscard]] bool exceeds_memory(Wide wanted) const {
+    return memory_.bytes_per_s > 0 && wanted > static_cast<Wide>(memory_.bytes_per_s);
+  }
+
+  // What is left of a rate where all that moves wants so many bytes per second of the host's memory.
+  [[nodiscard]] std::int64_t within_memory(std::int64_t rate, Wide wanted) const {
+    if (!exceeds_memory(wanted)) return rate;
+    const Wide left = static_cast<Wide>(rate) * static_cast<Wide>(memory_.bytes_per_s) / wanted;
+    return std::max<std::int64_t>(static_cast<std::int64_t>(left), 1);
+  }
+
+  // With everything moving that there can be.
+  [[nodiscard]] std::int64_t least(std::size_t link, bool touches) const {
+    const std::int64_t rate = of(link, touches, 0xFU);
+    return passes(link, touches) > 0 ? within_memory(rate, most_wanted()) : rate;
+  }
+  [[nodiscard]] std::int64_t least_of_update() const {
+    return passes_of_update() > 0 ? within_memory(of_update(), most_wanted()) : of_update();
+  }
 
  private:
+  [[nodiscard]] Wide most_wanted() const {
+    auto wanted = static_cast<Wide>(of_update());
+    for (std::size_t link = 0; link < kLinkCount; ++link) {
+      for (const bool touches : {false, true}) {
+        wanted += static_cast<Wide>(of(link, touches, 0)) * static_cast<Wide>(passes(link, touches));
+      }
+    }
+    return wanted;
+  }
+
+  SimulatedMemory memory_;
   std::int64_t host_[2][2][2];  // by side, NVMe traffic beside, other direction busy
   std::int64_t nvme_[2][2];     // by side, host traffic beside
   std::int64_t nvme_alone_[2];
@@ -90,10 +131,10 @@ class Lists {
 
 // A transfer or an update, which follow all transfers in one numbering.
 struct Item {
-  std::int64_t latency_ns = 0;  // of an update: all it takes
+  std::int64_t latency_ns = 0;
   std::int64_t alone_ns = 0;    // all it takes when nothing else moves
-  std::int64_t size_bytes = 0;
-  std::uint8_t lane = 0;  // the link that it waits for, kLinkCount for the CPU
+  Wide work = 0;                // bytes times ns per second; of an update, ns times its rate
+  std::uint8_t lane = 0;        // the link that it waits for, kCpu for the CPU
   std::uint8_t link = 0;
   bool touches_device = false;
   bool crosses = false;  // awaited in the round after the one of its issue
@@ -111,7 +152,7 @@ inline std::size_t item_of(std::uint32_t slot) { return slot >> 1; }
 struct Program {
   Lists issue_first, await_first, issue, await_last, repeats;
   std::vector<Item> items;
-  bool is_shared = false;  // two links that can slow each other are in use
+  bool is_shared = false;  // two lanes that can slow each other are in use
 
   // Throws what simulate() does.
   Program(const SimulationInput& in, const Rates& rates);
