@@ -2,11 +2,20 @@
 #
 #   ensure_env ""        the library
 #   ensure_env "[test]"  the library and what its tests need
+#   use_torch VERSION    before that: with this torch, in an environment of its own inside .venv
 #
 # A torch that the system's Python already has is used as it is; otherwise the one below is installed first, so that the
 # library's own requirement does not pull in a build for CUDA where a CPU build of that version is to be had.
 
 TORCH_VERSION=2.13.0
+ENV_DIR=.venv
+may_use_system_torch=1
+
+use_torch() {
+  TORCH_VERSION=$1
+  ENV_DIR=.venv/torch-$1
+  may_use_system_torch=0
+}
 
 find_python() {
   local name
@@ -34,24 +43,24 @@ fingerprint() {
 }
 
 is_installed() {
-  [ -f ".venv/.installed$1" ] && [ "$(cat ".venv/.installed$1")" = "$(fingerprint)" ]
+  [ -f "$ENV_DIR/.installed$1" ] && [ "$(cat "$ENV_DIR/.installed$1")" = "$(fingerprint)" ]
 }
 
 ensure_env() {
   local extra=$1 python
-  if [ ! -x .venv/bin/python ]; then
+  if [ ! -x "$ENV_DIR/bin/python" ]; then
     python=$(find_python)
-    if has_torch "$python"; then
-      "$python" -m venv --system-site-packages .venv
+    if [ "$may_use_system_torch" = 1 ] && has_torch "$python"; then
+      "$python" -m venv --system-site-packages "$ENV_DIR"
     else
-      "$python" -m venv .venv
+      "$python" -m venv "$ENV_DIR"
     fi
   fi
-  python=.venv/bin/python
+  python=$ENV_DIR/bin/python
   if is_installed "$extra" || is_installed "[test]"; then
     return
   fi
-  echo "installing into .venv" >&2
+  echo "installing into $ENV_DIR" >&2
   if ! has_torch "$python"; then
     "$python" -m pip install --quiet --disable-pip-version-check "torch==$TORCH_VERSION"
   fi
@@ -60,5 +69,5 @@ ensure_env() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
       -r tests/gds/requirements.txt -r tests/parity/quantized/requirements.txt
   fi
-  fingerprint > ".venv/.installed$extra"
+  fingerprint > "$ENV_DIR/.installed$extra"
 }

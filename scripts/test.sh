@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the checks and the tests, but those that need a GPU.
 #
-#   bash scripts/test.sh [--quick | --all | --published] [--minutes N] [--coverage] [--workers N] [arguments of pytest]
+#   bash scripts/test.sh [--quick | --all | --published] [--minutes N] [--coverage] [--workers N] [--torch VERSION]
+#                        [arguments of pytest]
 #
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
 #              (default: every test that is not marked `long`; 14 minutes on 2 cores, 17 with the installation)
@@ -12,6 +13,7 @@
 # --minutes N  of --all and --published: no long test begins later than that after the start of this script; those left out
 #              are named as skipped. Machines of one kind differ by more than twice
 # --workers N  processes that the tests are shared among (2)
+# --torch VERSION  with another PyTorch than the usual one, in an environment of its own
 #
 # Tests marked `long` or `published` run after all others, and those marked `alone` at last, one after the other. The exit status
 # is 1 when anything failed.
@@ -34,6 +36,7 @@ while [ $# -gt 0 ]; do
     --minutes) export TIEROFF_TEST_UNTIL=$((started_s + 60 * $2)) && shift ;;
     --coverage) arguments+=(--cov --cov-append --cov-report=term:skip-covered) ;;
     --workers) workers=$2 && shift ;;
+    --torch) use_torch "$2" && shift ;;
     *) arguments+=("$1") ;;
   esac
   shift
@@ -51,7 +54,7 @@ empty=0
 test_phase() {
   local status=0
   phases=$((phases + 1))
-  .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"} "$@" || status=$?
+  "$ENV_DIR/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "$@" || status=$?
   case "$status" in
     0) ;;
     5) empty=$((empty + 1)) ;;
@@ -59,10 +62,10 @@ test_phase() {
   esac
 }
 
-check .venv/bin/python -m ruff check .
-check .venv/bin/python -m ruff format --check --quiet .
-check .venv/bin/python -m codespell_lib
-check .venv/bin/python -m mypy
+check "$ENV_DIR/bin/python" -m ruff check .
+check "$ENV_DIR/bin/python" -m ruff format --check --quiet .
+check "$ENV_DIR/bin/python" -m codespell_lib
+check "$ENV_DIR/bin/python" -m mypy
 rm -f .coverage
 several=(--numprocesses "$workers" --dist worksteal)
 [ -z "$long" ] || arguments+=(--hypothesis-profile tieroff) # all examples of each property
