@@ -221,17 +221,17 @@ def backend_for(name: str) -> tuple[str, Callable[[], Backend | None]]:
     return str(target.device()), target.backend
 
 
-def wrapped(name: str, budget: str, device: str, backend: Backend | None) -> Loop:
+def wrapped(name: str, budget: str, device: str, backend: Backend | None, min_bytes: str) -> Loop:
     """Returns a loop over a wrapped model."""
     loop = Loop(name, device)
-    config = {"device": device, "budget": {"device": budget, "host": "64MiB", "strict": True}, "plan": {"min_bytes": 0}}
+    config = {"device": device, "budget": {"device": budget, "host": "64MiB", "strict": True}, "plan": {"min_bytes": min_bytes}}
     tieroff.wrap(loop.model, loop.optimizer, config, backend=backend)
     return loop
 
 
-def floor_of(name: str, device: str, backend: Backend | None) -> str:
+def floor_of(name: str, device: str, backend: Backend | None, min_bytes: str = "0") -> str:
     """Returns the least share of the step's peak that can be met, as text of a config."""
-    loop = wrapped(name, f"{_TINY:.0%}", device, backend)
+    loop = wrapped(name, f"{_TINY:.0%}", device, backend, min_bytes)
     try:
         for _ in range(4):
             loop.step()
@@ -246,8 +246,8 @@ def floor_of(name: str, device: str, backend: Backend | None) -> str:
 def measure(name: str, budget: str, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the row of one model under one budget."""
     device, make_backend = backend_for(options.backend)
-    wanted = floor_of(name, device, make_backend()) if budget == FLOOR else budget
-    loops = {"plain": Loop(name, device), "wrapped": wrapped(name, wanted, device, make_backend())}
+    wanted = floor_of(name, device, make_backend(), options.min_bytes) if budget == FLOOR else budget
+    loops = {"plain": Loop(name, device), "wrapped": wrapped(name, wanted, device, make_backend(), options.min_bytes)}
     for loop in loops.values():
         for _ in range(options.warmup):
             loop.step()
@@ -322,6 +322,7 @@ def main() -> int:
     parser = make_parser(__doc__, steps=6, turns=12, warmup=40)
     parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--budgets", nargs="+", default=["100%", "60%", "40%", FLOOR], help="shares of the peak, or floor")
+    parser.add_argument("--min-bytes", default="0", help="[plan] min_bytes: smaller tensors never move")
     parser.add_argument("--backend", choices=BACKENDS, default="cpu")
     options = parser.parse_args()
     settle_vector_math()

@@ -92,19 +92,6 @@ Handle submit_copy(const std::shared_ptr<Engine>& engine, std::uintptr_t target,
   return {engine, engine->submit(request, is_for_readers)};
 }
 
-py::object copy_now(const std::shared_ptr<Engine>& engine, const std::vector<std::uintptr_t>& numbers) {
-  if (numbers.size() % 3 != 0) throw std::invalid_argument("expected a target, a source and a size of each copy");
-  std::vector<tieroff::Copy> copies;
-  copies.reserve(numbers.size() / 3);
-  for (std::size_t i = 0; i < numbers.size(); i += 3) {
-    if (numbers[i] == 0 || numbers[i + 1] == 0) throw std::invalid_argument("expected addresses of memory, got 0");
-    copies.push_back({.target = pointer(numbers[i]), .source = pointer(numbers[i + 1]), .size_bytes = numbers[i + 2]});
-  }
-  const std::optional<tieroff::Span> span = engine->copy_now(copies);
-  if (!span) return py::none();
-  return py::make_tuple(span->start_ns, span->stop_ns);
-}
-
 Kind parse_kind(const std::string& name) {
   if (name == "read") return Kind::kRead;
   if (name == "write") return Kind::kWrite;
@@ -167,7 +154,6 @@ void bind_engine(py::module_& module) {
           [](const std::shared_ptr<Engine>& self, std::uintptr_t target, std::uintptr_t source, std::size_t size_bytes,
              bool is_for_readers) { return submit_copy(self, target, source, size_bytes, is_for_readers, false); },
           py::arg("target"), py::arg("source"), py::arg("size_bytes"), py::arg("is_for_readers"))
-      .def("copy_now", &copy_now, py::arg("numbers"))
       .def("settle", &settle, py::arg("timeout_s"))
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def(

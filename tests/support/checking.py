@@ -1,7 +1,7 @@
 """The checking mode: what the runtime does is held against the table of states, the bytes themselves, and the plan.
 
-The runtime's short ways set states without asking the table. While this mode is on, each change must be one that the table, or
-one of its two short ways, allows, and where an item is said to have two valid copies in memory, their bytes must be equal.
+The runtime sets some states without asking the table. While this mode is on, each change must be one that the table allows, and
+where an item is said to have two valid copies in memory, their bytes must be equal.
 
 [Note: a program is its plan]
 At run time a wrong program costs time or memory and is hard to see: a tensor that is away is fetched when it is used, and what
@@ -35,7 +35,7 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _next_states() -> frozenset[tuple[State, State]]:
-    found = {(State.LOWER, State.BOTH), (State.DEVICE, State.BOTH)}  # a small copy is over when its call returns
+    found = set[tuple[State, State]]()
     for state in State:
         found |= {(state, state), (state, State.DEVICE)}  # what the program holds may be taken as the device copy at any time
         for event in Event:

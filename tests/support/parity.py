@@ -329,21 +329,16 @@ def assert_planned(engine: Engine, tiers: Tiers, taken_bytes: int | None = None,
 def assert_as_counted(engine: Engine, taken_bytes: int, unseen_bytes: int = 0) -> None:
     """Asserts that a planned step took what the engine says that it did, and no more than its budget.
 
-    What small items keep of the device while they lie below (backend/rooms.py) comes on top: on the CPU only, with a tier in
-    host memory.
-
     Args:
         engine: whose step is over.
         taken_bytes: the step's peak by a count that is not the engine's (`DeviceBytes`).
         unseen_bytes: what no trace has; see `Outcome`.
     """
     said, budget = engine.stats().peak_device_bytes, engine.plan.budget_bytes[Tier.DEVICE]
-    rooms_bytes = engine.executor.traffic.rooms_bytes
     within = PEAK_TOLERANCE * taken_bytes
-    beside_bytes = rooms_bytes + unseen_bytes
-    counted = f"got {taken_bytes} bytes by a count of its own, at most {beside_bytes} beside; the engine says {said}"
-    assert taken_bytes <= budget + beside_bytes, f"expected at most {budget} bytes of the device, {counted}"
-    assert taken_bytes <= said + within + beside_bytes, f"expected what stats() says, {counted}"
+    counted = f"got {taken_bytes} bytes by a count of its own, at most {unseen_bytes} beside; the engine says {said}"
+    assert taken_bytes <= budget + unseen_bytes, f"expected at most {budget} bytes of the device, {counted}"
+    assert taken_bytes <= said + within + unseen_bytes, f"expected what stats() says, {counted}"
     if engine.executor.traffic.backend.device.type == "cpu":  # elsewhere the scratch of an op may be less the next time
         assert said - within <= taken_bytes, f"expected what stats() says, {counted}"
 

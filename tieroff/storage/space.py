@@ -21,7 +21,7 @@ from tieroff.storage.homes import Death
 from tieroff.storage.locks import let_go
 from tieroff.storage.memory import align_up
 from tieroff.storage.store import Block, By, Home
-from tieroff.storage.transfers import UNCHECKED, Action, Check, Copied, InFlight, StoreTransfer
+from tieroff.storage.transfers import UNCHECKED, Action, Check, InFlight, StoreTransfer
 from tieroff.units import format_bytes
 
 CLOSE_TIMEOUT_S = 60.0
@@ -369,7 +369,7 @@ class SpaceStore(ABC):
             self._check_open()
             self._check_block(block)
             written = block.written
-            if not isinstance(written, StoreTransfer | Copied) or not written.has_succeeded():
+            if not isinstance(written, StoreTransfer) or not written.has_succeeded():
                 raise StateError(
                     f"a block was read {'that was never written' if written is None else 'whose write has not succeeded'}; "
                     "wait for the write first"

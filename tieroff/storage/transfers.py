@@ -212,30 +212,6 @@ class StoreTransfer:
         )
 
 
-class Copied:
-    """A copy that had ended well when the call for it returned; implements Completion."""
-
-    checksum: int | None = None
-
-    def __init__(self, start_ns: int = 0, stop_ns: int = 0) -> None:
-        """Takes when it was made; 0 where that is known of the engine's transfer."""
-        self.start_ns, self.stop_ns = start_ns, stop_ns
-
-    def done(self) -> bool:
-        """True."""
-        return True
-
-    def has_succeeded(self) -> bool:
-        """True."""
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Nothing to wait for."""
-
-
-COPIED = Copied()
-
-
 class InFlight:
     """The transfers in flight of one store; the only reference to them that is certain to stay.
 

@@ -20,7 +20,7 @@ from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
 from tieroff.tracing.recording.life import End, Life, transient_bytes
 from tieroff.tracing.recording.makers import Makers
-from tieroff.tracing.recording.scratch import are_large, is_in_collective, peak_counter
+from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
 from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
 
@@ -256,7 +256,7 @@ class StepRecorder(TorchDispatchMode):
         self._now += 1
         for leaf in tensors_in((out,)):
             if type(leaf) in PLAIN and leaf.layout is torch.strided:
-                self._between.made[leaf.untyped_storage()._cdata] = (self._now, max(self._op, 0))
+                self._between.note(leaf.untyped_storage(), self._now, max(self._op, 0))
         return out
 
     def _knows(self, tensor: torch.Tensor) -> bool:
@@ -286,7 +286,7 @@ class StepRecorder(TorchDispatchMode):
         """Notes the use of a tensor on the device that is followed."""
         end = self._alive.get(storage._cdata)
         is_new = end is None or end() is None
-        is_there = is_new and not is_output and not is_in_collective(self._makers.running)
+        is_there = is_new and not is_output and not takes_new(self._makers.running)
         life = self._was_there(storage) if is_there else self._life_of(storage)[0]
         if life.size_bytes < storage.nbytes():
             life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
@@ -305,7 +305,7 @@ class StepRecorder(TorchDispatchMode):
         """
         life, is_new = self._life_of(storage)
         if is_new:
-            life.birth, life.birth_op = self._between.made.get(storage._cdata) or self._unseen.birth_at(self._now, self._op)
+            life.birth, life.birth_op = self._between.birth_of(storage) or self._unseen.birth_at(self._now, self._op)
         return life
 
     def _followed(self, storages: Iterable[object]) -> Iterator[torch.UntypedStorage]:

@@ -11,7 +11,6 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -111,17 +110,6 @@ bool Engine::settle(std::int64_t timeout_ns) {
     if (const std::shared_ptr<Transfer> transfer = one.lock())
       if (!transfer->wait(std::max<std::int64_t>(stop_ns - monotonic_ns(), 0))) return false;
   return true;
-}
-
-std::optional<Span> Engine::copy_now(std::span<const Copy> copies) {
-  check_process();
-  for (const Copy& copy : copies)
-    if (copy.size_bytes > kCopiedAtOnceBytes) throw std::invalid_argument("expected copies of 32 KiB or less");
-  if (state_->faults.is_armed()) return std::nullopt;
-  state_->reads->check_open();
-  const std::int64_t start_ns = monotonic_ns();
-  for (const Copy& copy : copies) std::memcpy(copy.target, copy.source, copy.size_bytes);
-  return Span{start_ns, monotonic_ns()};
 }
 
 bool Engine::cancel(const std::shared_ptr<Transfer>& transfer) {

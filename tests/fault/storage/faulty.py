@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import ECANCELED
@@ -152,9 +152,6 @@ class FaultyEngine:
             return self.inner.copy(target_address, source_address, size_bytes, direction)
 
         return self._go("copy", size_bytes, call)
-
-    def copy_now(self, copies: Sequence[int]) -> tuple[int, int] | None:
-        """None: faults are those of single copies."""
 
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         return self.inner.joined_checksum(first, second, second_bytes)

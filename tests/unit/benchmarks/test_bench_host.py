@@ -11,7 +11,7 @@ import pytest
 import bench_host
 from tieroff.runtime.execution.clock import Clock
 
-OPTIONS = argparse.Namespace(backend="cpu", warmup=8, turns=3, steps=2)
+OPTIONS = argparse.Namespace(backend="cpu", warmup=8, turns=3, steps=2, min_bytes="0")
 
 
 def test_a_row_says_what_moved_and_what_it_cost() -> None:

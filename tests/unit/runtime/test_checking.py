@@ -16,7 +16,6 @@ from tests.support.delayed import DelayedBackend
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.items import at_once
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.spill import Spill
@@ -35,7 +34,7 @@ SEEDS = range(100)
 
 
 def turns() -> list[str]:
-    """Sends small tensors down and up, many at once; returns what the checking mode found."""
+    """Sends tensors down and up; returns what the checking mode found."""
     engine = NativeEngine()
     store = HostStore(1 << 20, engine)
     traffic = Traffic(CpuBackend(), Spill({Tier.HOST: store}, (Tier.HOST,)))
@@ -52,11 +51,13 @@ def turns() -> list[str]:
         for _ in range(2):
             for tensor in tensors:
                 tensor.mul_(2)  # below, so that what was up before is old
-            at_once.fetch_all(traffic, items)
-            at_once.show_all(items)
-            for tensor in tensors:
+            for item in items:
+                traffic.fetch(item)
+            for item, tensor in zip(items, tensors, strict=True):
+                item.lift(traffic)
+                item.touch(traffic)
                 tensor.add_(1)
-            at_once.leave_all(traffic, items)
+                item.leave(traffic)
     for item in items:
         item.detach(traffic)
     items.clear()
@@ -70,25 +71,28 @@ def test_right_moves_pass() -> None:
     assert turns() == []
 
 
-@pytest.mark.parametrize("link", ["h2d", "d2h"])
-def test_a_copy_that_was_not_made_is_found(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets(traffic: Traffic, moved: object, copies: list[int], way: str) -> bool:
-        return True if way == link else copy_all(traffic, moved, copies, way)  # type: ignore[arg-type]
+def test_a_copy_in_that_was_not_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_in = CpuBackend.copy_in
+    monkeypatch.setattr(CpuBackend, "copy_in", lambda self, place, target: copy_in(self, place, torch.empty_like(target)))
+    assert any("with two values" in text for text in turns())
 
-    copy_all = Traffic.copy_all
-    monkeypatch.setattr(Traffic, "copy_all", forgets)
+
+def test_a_copy_out_that_was_not_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_out = CpuBackend.copy_out
+    monkeypatch.setattr(CpuBackend, "copy_out", lambda self, source, place: copy_out(self, torch.zeros_like(source), place))
     assert any("with two values" in text for text in turns())
 
 
 def test_a_tensor_that_leaves_without_a_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_once, "store_all", lambda traffic, items: None)
+    leave = Traffic.leave
 
-    def leaves(traffic: Traffic, items: list[HomeItem]) -> None:
-        for item in items:
-            traffic.free_device(item)
-            item.state = State.LOWER
+    def leaves(traffic: Traffic, item: HomeItem) -> None:
+        if item.place is None:  # there is nothing below yet
+            return leave(traffic, item)
+        traffic.free_device(item)
+        item.state = State.LOWER
 
-    monkeypatch.setattr(at_once, "leave_all", leaves)
+    monkeypatch.setattr(Traffic, "leave", leaves)
     assert "item 0 went from DEVICE to LOWER" in turns()
 
 

@@ -152,8 +152,6 @@ def engine_moved(model: nn.Module) -> int:
 class Stored:
     """Stands for what moves bytes."""
 
-    keeps_rooms = False
-
     def __init__(self) -> None:
         self.items: list[Item] = []
 

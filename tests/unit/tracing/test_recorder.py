@@ -12,6 +12,7 @@ from tests.support.injector import Injector
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.tracing.recorder import StepRecorder
+from tieroff.tracing.recording.between import Between
 from tieroff.tracing.recording.scratch import PeakCounter
 
 MIB = 1 << 20
@@ -65,6 +66,25 @@ def test_what_died_before_an_op_does_not_lie_beside_its_result() -> None:
 def test_what_outlives_its_op_counts_in_the_next_ones() -> None:
     kept: list[torch.Tensor] = []
     assert transients(lambda: kept.append(mib()), lambda: kept.append(mib()), kept.clear, lambda: None) == [1, 2, 2, 0]
+
+
+def test_a_tensor_made_of_values_is_there_from_the_op_that_makes_it() -> None:
+    """`torch.tensor` shows as an op on memory that nobody was seen to make, as what was there before the step would."""
+    values = [0.0] * (MIB // 4)
+    kept: list[torch.Tensor] = []
+    assert transients(lambda: None, lambda: kept.append(torch.tensor(values)), kept.clear, lambda: None) == [0, 1, 1, 0]
+
+
+def test_the_birth_of_another_tensor_at_the_same_address_is_forgotten_with_it() -> None:
+    between = Between()
+    storage = torch.ones(4).untyped_storage()
+    between.note(storage, 3, 2)
+    assert between.birth_of(storage) == (3, 2)
+    address = storage._cdata
+    del storage
+    while (other := torch.ones(4).untyped_storage())._cdata != address:
+        continue
+    assert between.birth_of(other) is None
 
 
 def calls_of(run: Callable[[], object]) -> int:

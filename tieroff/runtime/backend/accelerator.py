@@ -200,11 +200,6 @@ class AcceleratorBackend:
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
 
-    @property
-    def copies_near(self) -> bool:
-        """False: the device's streams copy."""
-        return False
-
     def use_staging(self, size_bytes: int) -> None:
         """Makes the pinned memory through which bytes pass on their way to files; several engines use the first one's."""
         if size_bytes and self._staging is None:

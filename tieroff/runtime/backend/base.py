@@ -24,7 +24,6 @@ class Backend(Protocol):
         name: for people.
         device: where it computes.
         slabs: makes host memory that its copies reach.
-        copies_near: near places are copied to and from at once, by the thread that asks; see `Place.is_near`.
         has_host_tier: False where the device's memory is the host's, so that moving to host memory would gain nothing.
     """
 
@@ -32,9 +31,6 @@ class Backend(Protocol):
     device: torch.device
     slabs: Slabs
     has_host_tier: bool
-
-    @property
-    def copies_near(self) -> bool: ...
 
     def use_staging(self, size_bytes: int) -> None:
         """An engine begins to use this backend: makes the host memory through which bytes pass on their way to files.

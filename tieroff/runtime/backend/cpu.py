@@ -64,12 +64,6 @@ class CpuBackend:
         self._others_bytes = self._pool.in_use_bytes if self._pool is not None else 0
         settle_vector_math()
 
-    @property
-    def copies_near(self) -> bool:
-        """True where copies are those of this class; one whose copies are late, say, makes all of them itself."""
-        kind = type(self)
-        return (kind.empty, kind.copy_out, kind.copy_in) == (CpuBackend.empty, CpuBackend.copy_out, CpuBackend.copy_in)
-
     def empty(self, size_bytes: int) -> torch.Tensor:
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from tieroff.core.tensor import Tier
-from tieroff.storage.completion import Completion, Timed
+from tieroff.storage.completion import Completion
 from tieroff.storage.engines.gds import GdsEngine
-from tieroff.storage.host.pool import COPIED_AT_ONCE_BYTES, HostHome, HostStore
+from tieroff.storage.host.pool import HostHome, HostStore
 from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.store import Block, By, Home, Store
 
@@ -17,8 +17,6 @@ class Place(Protocol):
 
     tier: Tier
     size_bytes: int
-    is_near: bool
-    """In host memory, and so small that `put` and `get` copy before they return."""
     may_rest: bool
     """Between two steps `rest` may give its room back for as long as nobody needs it."""
 
@@ -38,12 +36,6 @@ class Place(Protocol):
 
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         """Starts a copy of `size_bytes` to memory."""
-
-    def put(self, source_address: int, keep: object) -> Timed:
-        """Copies `size_bytes` from memory to a near place; see `HostStore.put` for what it returns."""
-
-    def get(self, target_address: int, keep: object) -> Timed:
-        """Copies `size_bytes` of a near place to memory."""
 
     def note(self, copy: Completion) -> None:
         """A copy that the store does not make itself uses the room until it is over."""
@@ -71,15 +63,14 @@ class BlockPlace:
         self.takes_device_memory = _takes_device_memory(store)
         self._store = store
         self._block: Block | None = store.allocate(size_bytes)
-        self._near = store if isinstance(store, HostStore) else None
-        self.may_rest = self._near is not None
-        self.is_near = self._near is not None and size_bytes <= COPIED_AT_ONCE_BYTES
+        self._host = store if isinstance(store, HostStore) else None
+        self.may_rest = self._host is not None
 
     @property
     def address(self) -> int | None:
-        if self._block is None or self._near is None:
+        if self._block is None or self._host is None:
             return None
-        return self._near.address(self._block)
+        return self._host.address(self._block)
 
     def write(self, source_address: int, keep: object, by: By | None = None) -> Completion:
         assert self._block is not None
@@ -92,25 +83,17 @@ class BlockPlace:
         assert self._block is not None
         return self._store.read(self._block, target_address, keep, by)
 
-    def put(self, source_address: int, keep: object) -> Timed:
-        assert self._near is not None and self._block is not None
-        return self._near.put(self._block, source_address, keep)
-
-    def get(self, target_address: int, keep: object) -> Timed:
-        assert self._near is not None and self._block is not None
-        return self._near.get(self._block, target_address, keep)
-
     def note(self, copy: Completion) -> None:
         assert self._block is not None
         self._block.note(copy)
 
     def rest(self) -> None:
-        assert self._near is not None and self._block is not None
-        self._near.rest(self._block)
+        assert self._host is not None and self._block is not None
+        self._host.rest(self._block)
 
     def resume(self) -> bool:
-        assert self._near is not None and self._block is not None
-        return self._near.resume(self._block)
+        assert self._host is not None and self._block is not None
+        return self._host.resume(self._block)
 
     def free(self) -> None:
         if self._block is not None:
@@ -127,7 +110,6 @@ class HomePlace:
         self.takes_device_memory = _takes_device_memory(store)
         self.home: Home = store.home(size_bytes)
         self.may_rest = False  # people may hold it
-        self.is_near = isinstance(store, HostStore) and size_bytes <= COPIED_AT_ONCE_BYTES
 
     @property
     def address(self) -> int | None:
@@ -142,20 +124,6 @@ class HomePlace:
 
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         return self.home.read(target_address, keep, by)
-
-    def put(self, source_address: int, keep: object) -> Timed:
-        assert isinstance(self.home, HostHome)
-        return self.home.store.put(self.home.block, source_address, (self.home, keep))
-
-    def get(self, target_address: int, keep: object) -> Timed:
-        assert isinstance(self.home, HostHome)
-        return self.home.store.get(self.home.block, target_address, (self.home, keep))
-
-    @property
-    def block(self) -> Block:
-        """Its lease, of a near place."""
-        assert isinstance(self.home, HostHome)
-        return self.home.block
 
     def note(self, copy: Completion) -> None:
         self.home.note(copy)

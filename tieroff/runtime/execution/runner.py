@@ -9,7 +9,6 @@ from typing import TypeGuard
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.execution.state import StepState
-from tieroff.runtime.items.at_once import fetch_all, leave_all, store_all
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER
@@ -137,15 +136,6 @@ class PlanRunner:
                 traffic.store(item)
         if waits:
             traffic.settle_all([item for i in waits if (item := items[i]) is not None and item.leaving is not None])
-        if traffic.keeps_rooms and len(leaves) + len(issues) > 2:
-            self._move_at_once(leaves, issues)
-        else:
-            self._move_one_by_one(leaves, issues)
-        if arrivals:
-            traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is ARRIVING])
-
-    def _move_one_by_one(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
-        items, traffic = self._items, self._traffic
         for index in leaves:
             item = items[index]
             if item is not None and item.device is not None:
@@ -163,14 +153,8 @@ class PlanRunner:
                     traffic.store(item)
             elif item.state is LOWER and not item.stays_below:
                 traffic.fetch(item)
-
-    def _move_at_once(self, leaves: tuple[int, ...], issues: tuple[tuple[bool, int], ...]) -> None:
-        """Does the same where small copies are over when they are issued, so that their order does not matter."""
-        items, traffic = self._items, self._traffic
-        leave_all(traffic, [item for index in leaves if (item := items[index]) is not None and item.device is not None])
-        outs = [item for leads_in, index in issues if not leads_in and (item := items[index]) is not None]
-        store_all(traffic, [item for item in outs if item.device is not None])
-        fetch_all(traffic, [item for leads_in, index in issues if leads_in and (item := items[index]) is not None])
+        if arrivals:
+            traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is ARRIVING])
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended, and of those after it whose events are quiet."""

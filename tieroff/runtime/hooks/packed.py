@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.hollow import PLAIN, guarded, untouched
@@ -42,10 +41,8 @@ class _Versioned:
                 f"expected version {self.version} instead. Clone the tensor before the in-place operation."
             )
 
-    def over(self, device: torch.Tensor, room: Room | None, *, is_recorded: bool) -> torch.Tensor:
-        """Returns a tensor of this geometry over device bytes, which may be an item's room."""
-        if room is not None and room.memory is device:
-            return room.view(self.dtype, self.size, self.stride, self.offset)
+    def over(self, device: torch.Tensor, *, is_recorded: bool) -> torch.Tensor:
+        """Returns a tensor of this geometry over device bytes."""
         if not is_recorded:
             return view_of(device, self.dtype, self.size, self.stride, int(self.offset))
         with unseen():  # the recorder was told of this memory

@@ -336,12 +336,11 @@ class SavedTensors:
             return give(lifted, packed.leaf)
         device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
         self._context.state.inside -= 1
-        room = packed.item.room if not isinstance(packed.item, Stays) else None
         is_recorded = self._context.state.record.recorder is not None
         if not is_parameter and packed.lent is not None:
             lent: torch.Tensor = packed.lent
             return lent
-        view: torch.Tensor = packed.over(device, room, is_recorded=is_recorded)
+        view: torch.Tensor = packed.over(device, is_recorded=is_recorded)
         if may_be_saved and not is_parameter:
             self._standing.given(view, packed.item)
         return packed.lend(view) if not is_parameter and packed.item.is_lent else view

@@ -59,10 +59,7 @@ class ActivationItem(Item):
     def is_held(self) -> bool:
         """True while somebody else than the engine holds its memory on the device."""
         assert self.device is not None
-        if self.room is not None and self.room.memory is self.device:
-            owners = self.room.holders
-        else:
-            owners = owners_by(storage_of(self.device)) - 1 + is_storage_held(self.device)
+        owners = owners_by(storage_of(self.device)) - 1 + is_storage_held(self.device)
         lent = [view for view in self.views() if view.lent is not None]
         return owners > len(lent) or any(sys.getrefcount(view.lent) > _REFERENCES_OF_ENGINE for view in lent)
 

@@ -197,7 +197,7 @@ class HomeItem(Item):
         """Memory below that somebody else keeps is his, with its values: the next ones get another place."""
         is_hidden = self.hollow is not None or self.is_lifted
         if is_hidden and self.lower is not None and owners_of(self.lower) > 1:
-            self.place = self.lower = self.route = None  # the memory goes back when its last tensor dies
+            self.place = self.lower = None  # the memory goes back when its last tensor dies
 
     def source(self) -> torch.Tensor:
         self.note()
@@ -249,12 +249,9 @@ class HomeItem(Item):
         self.note()
 
     def arrived(self) -> None:
-        device, room = self.device, self.room
+        device = self.device
         assert device is not None
-        if room is None or room.memory is not device:
-            self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
-        else:
-            self.value, self.value_address = room.whole(self.dtype, self.size, self.stride), room.address
+        self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         self.value_version = self.valid_value._version  # and not the tensor's, which may have moved since the copy began
 
     def about_to_show(self) -> None:
@@ -369,7 +366,7 @@ class HomeItem(Item):
         traffic.settle(self)
         tensor = self.living
         self.is_let_go = True
-        self.place = self.lower = self.route = None
+        self.place = self.lower = None
         if tensor.layout is torch.strided:
             traffic.hold(self, bytes_of(tensor))
         self._set_value(tensor.detach())
@@ -387,7 +384,7 @@ class HomeItem(Item):
             if self.stride != tuple(tensor.stride()) and self.hollow is not None:
                 self.stride = tuple(tensor.stride())
                 self.hollow = self.hollow.as_strided(self.size, self.stride)
-                self.lower = self.place = self.route = None  # of the other geometry
+                self.lower = self.place = None  # of the other geometry
         self.times_assigned += 1
         self.state, self.is_lifted = DEVICE, True
         self.note()
@@ -425,9 +422,6 @@ class HomeItem(Item):
             return False
         if self.readers:
             return True
-        room = self.room
-        if room is not None and room.memory is device:
-            return room.holders > self.sharers
         return owners_of(device) > self.sharers + 1 + (self.value is not None)  # its 1-d view, and the value
 
     def detach(self, traffic: Traffic) -> None:
@@ -447,4 +441,4 @@ class HomeItem(Item):
                 self.times_assigned += 1
         self.guard = self.hollow = None
         traffic.let_go(self)
-        self.value = self.lower = self.route = None
+        self.value = self.lower = None

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import Place
-from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.items.residency import DEVICE, Event
 from tieroff.runtime.movable import with_local
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
-
-if TYPE_CHECKING:
-    from tieroff.runtime.items.at_once import Route
 
 
 class Mover(Protocol):
@@ -68,8 +64,6 @@ class Item:
         is_given: the backend gave the device copy's memory; None while nobody asked.
         state: see `runtime/items/residency.py`.
         outer_ref: gives the `DTensor` that people hold, of which the tensor is this rank's part; None where it is of none.
-        room: device memory that the item keeps while it is below; see backend/rooms.py.
-        route: between that and a near place, of an item that may move with many; see at_once.py.
         is_refused: it was to leave and could not, and nobody used it since; see [Note: refusals] in execution/refusals.py.
     """
 
@@ -87,8 +81,6 @@ class Item:
         "name",
         "outer_ref",
         "place",
-        "room",
-        "route",
         "size_bytes",
         "state",
         "stays_up",
@@ -110,8 +102,6 @@ class Item:
         self.leaving: Completion | None = None
         self.arriving: Completion | None = None
         self.outer_ref: Callable[[], torch.Tensor | None] | None = None
-        self.room: Room | None = None
-        self.route: Route | None = None
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,17 +14,11 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import Backend, await_arrival
 from tieroff.runtime.backend.held import Counts, Held
 from tieroff.runtime.backend.place import Place
-from tieroff.runtime.backend.rooms import ROOMS_BYTES_MAX, Room
 from tieroff.runtime.backend.stamp import Time
 from tieroff.runtime.items.item import Item
 from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LEAVING, LOWER, ON_DEVICE, STALE, Do, Event, transition
 from tieroff.runtime.items.spill import Spill
 from tieroff.storage.completion import Completion, Timed
-from tieroff.storage.host.pool import HostStore
-from tieroff.storage.transfers import StoreTransfer
-
-if TYPE_CHECKING:
-    from tieroff.runtime.items.at_once import Route
 
 log = logging.getLogger("tieroff")
 
@@ -35,7 +28,6 @@ class Traffic:
 
     Attributes:
         device_bytes: bytes of device copies that the engine holds now.
-        keeps_rooms: a step follows its plan, in which small items are fetched to memory that they keep; see backend/rooms.py.
         tell_held: called with all memory that is taken for items, where others have to know.
         counts: bytes moved and time waited since `counts` was last replaced.
         keeps_timeline: what moves when is of interest.
@@ -47,13 +39,12 @@ class Traffic:
     """
 
     def __init__(self, backend: Backend, spill: Spill) -> None:
-        self.backend, self._is_near = backend, backend.copies_near
+        self.backend = backend
         self.spill, self.stores = spill, spill.stores
         self.counts = Counts()
         self.device_bytes = 0
-        self.keeps_rooms = self._keeps_spares = False
+        self._keeps_spares = False
         self._recorder: Recorder | None = None
-        self.rooms_bytes = self._spare_bytes = 0
         self._spares: dict[Hashable, Item] = {}
         self.refused: list[Item] = []
         self._device_type = backend.device.type
@@ -74,7 +65,6 @@ class Traffic:
         """Counts and spans are those of the step that begins here, which a recorder may watch; a quiet one has no spans."""
         self.keep_spans = self.keeps_timeline and not is_quiet
         self._recorder = recorder
-        self.keeps_rooms = self._is_near and is_planned
         self._keeps_spares = is_planned
         if not is_planned:
             self.forget_spares()
@@ -138,16 +128,14 @@ class Traffic:
     def store(self, item: Item) -> None:
         """Begins a copy of the device's bytes below, if there is no valid one."""
         item.refresh(self)
-        state = item.state
-        if state is STALE or (state is DEVICE and not self._put(item)):
+        if item.state is STALE or item.state is DEVICE:
             self.send(item, Event.STORE)
 
     def leave(self, item: Item) -> None:
         """Frees the item's device copy now, after a copy out if the lower copy is not valid."""
         if item.state is ARRIVING:
             self._settle_in(item)
-        state = item.state
-        if state is STALE or (state is DEVICE and not self._put(item)):
+        if item.state is STALE or item.state is DEVICE:
             self.send(item, Event.STORE)
         if item.state is BOTH:
             self.free_device(item)
@@ -157,68 +145,7 @@ class Traffic:
 
     def fetch(self, item: Item) -> None:
         """Begins a copy to the device of what lies below."""
-        place = item.place
-        if not self.keeps_rooms or place is None or not place.is_near or item.state is not LOWER:
-            self._forget_room(item)
-            self.send(item, Event.FETCH)
-            return
-        room = self._room_for(item)
-        self.hold(item, room.memory)
-        item.comes()
-        if self.is_watching:
-            item.doubled()
-        copy = place.get(room.address, room.memory)
-        self._count(item, "h2d", copy)
-        if isinstance(copy, StoreTransfer):
-            item.arriving, item.state = copy, ARRIVING
-        else:
-            item.state = BOTH
-            item.arrived()
-
-    def _put(self, item: Item) -> bool:
-        """Copies the device's bytes to a near place, as a rule before it returns; False, with nothing done, for any other."""
-        if not self._is_near or item.place is None or not item.place.is_near:
-            return False
-        item.part_with_lent()
-        if item.place is None:
-            return False
-        source = item.source()
-        if self.is_watching:
-            item.doubled()
-        copy = item.place.put(source.data_ptr(), source)
-        self._count(item, "d2h", copy)
-        if isinstance(copy, StoreTransfer):
-            item.leaving, item.state = copy, LEAVING
-        else:
-            item.state = BOTH
-        return True
-
-    def copy_all(self, moved: Sequence[tuple[Item, Route]], copies: Sequence[int], link: str) -> bool:
-        """Copies items to (`d2h`) or from near places before it returns; False, with nothing done, where that cannot be now."""
-        store = self.stores[Tier.HOST]
-        assert isinstance(store, HostStore)
-        copied = store.copy_all(copies, [route.place.block for _, route in moved] if link == "d2h" else ())
-        if copied is None:
-            return False
-        for item, _ in moved:
-            self._count(item, link, copied)
-        return True
-
-    def _room_for(self, item: Item) -> Room:
-        room = item.room
-        if room is not None and room.is_free:
-            return room
-        self._forget_room(item)
-        room = Room(item.size_bytes)
-        if self.rooms_bytes + item.size_bytes <= ROOMS_BYTES_MAX:
-            item.room = room
-            self.rooms_bytes += item.size_bytes
-        return room
-
-    def _forget_room(self, item: Item) -> None:
-        if item.room is not None:
-            item.room = item.route = None
-            self.rooms_bytes -= item.size_bytes
+        self.send(item, Event.FETCH)
 
     def settle(self, item: Item) -> None:
         """Waits for whatever of the item is in flight."""
@@ -252,7 +179,6 @@ class Traffic:
         self.held.has_changed = True
         if item.device is not None:
             self.free_device(item)
-        self._forget_room(item)
         if item.place is not None:
             item.place.free()
             item.place = None
@@ -268,34 +194,25 @@ class Traffic:
         item.leaving = item.arriving = None
 
     def retire(self, item: Item) -> None:
-        """The tensor is dead; its item, with a place in host memory, waits for its like of the next step."""
+        """The tensor is dead; its item waits for its like of the next step, with its place where that may rest."""
         place = item.place
-        kept_bytes = item.size_bytes if self._keeps_place(item) else 0
-        may_wait = self._keeps_spares and item.key not in self._spares and (place is None or kept_bytes or place.may_rest)
-        if not may_wait or self._spare_bytes + kept_bytes > ROOMS_BYTES_MAX:
+        if not self._keeps_spares or item.key in self._spares or (place is not None and not place.may_rest):
             self.end(item)
             return
         self._await_end(item)
         if item.device is not None:
             self.free_device(item)
         self._spares[item.key] = item
-        self._spare_bytes += kept_bytes
-        if place is not None and not kept_bytes:
+        if place is not None:
             self.held.has_changed = True
             place.rest()
-
-    def _keeps_place(self, item: Item) -> bool:
-        """True of a spare item with a small place, which stays its own; others rest."""
-        return self.keeps_rooms and item.place is not None and item.place.is_near
 
     def spare(self, key: Hashable, size_bytes: int) -> Item | None:
         """Returns the item that waits under this key, if it is of this size; its caller makes it stand for another tensor."""
         item = self._spares.pop(key, None)
         if item is None:
             return None
-        if self._keeps_place(item):
-            self._spare_bytes -= item.size_bytes
-        elif item.place is not None:
+        if item.place is not None:
             self.held.has_changed = True
             item.place = item.place if item.place.resume() else None
         if item.size_bytes == size_bytes:
@@ -308,7 +225,6 @@ class Traffic:
         while self._spares:
             _, item = self._spares.popitem()
             self.end(item)
-        self._spare_bytes = 0
 
     def release(self, item: Item) -> None:
         """Lets go of the item's device copy, whatever its state; nothing may be in flight."""
@@ -319,7 +235,6 @@ class Traffic:
     def let_go(self, item: Item) -> None:
         """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
         self.release(item)
-        self._forget_room(item)
         self.held.has_changed = True
         if item.place is not None:
             item.place.free()

@@ -9,7 +9,6 @@ import torch
 
 from tieroff.core.tensor import TensorClass
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.at_once import show_all
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import LOWER, ON_DEVICE
@@ -224,8 +223,7 @@ class BucketUpdate:
         needed = self._items_of(bucket)
         context.on_demand.claim(*needed)
         lifted += needed  # before the first is: an exception may come between any two lines
-        left: Sequence[HomeItem] = context.runner.looked_after(needed)
-        left = show_all(left) if context.traffic.keeps_rooms else left
+        left = context.runner.looked_after(needed)
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from errno import ECANCELED, EIO
 
@@ -173,9 +173,6 @@ class AioEngine:
             transfer.done_bytes = size_bytes
 
         return self._submit(direction, size_bytes, run)
-
-    def copy_now(self, copies: Sequence[int]) -> tuple[int, int] | None:
-        """None: all copies run in threads."""
 
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         """Returns the checksum of two adjoining ranges: that of the first followed by zeros, and that of the second."""

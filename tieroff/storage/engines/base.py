@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -100,13 +99,6 @@ class Engine(Mover, Protocol):
 
     def copy(self, target_address: int, source_address: int, size_bytes: int, direction: Direction) -> Transfer:
         """Starts to copy memory; the ranges do not overlap."""
-
-    def copy_now(self, copies: Sequence[int]) -> tuple[int, int] | None:
-        """Copies memory in the calling thread: flat (target, source, bytes) of each copy, of 32 KiB at most.
-
-        Returns:
-            When the first began and the last ended, CLOCK_MONOTONIC; None, with nothing done, where it cannot just now.
-        """
 
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         """Returns the checksum of two adjoining ranges from those of each, and the size of the second."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 from tieroff.errors import ConfigError, StateError
@@ -243,11 +243,6 @@ class GdsEngine:
         """Starts to copy host memory."""
         _check_process(self._pid)
         return self._host.copy(target_address, source_address, size_bytes, direction)
-
-    def copy_now(self, copies: Sequence[int]) -> tuple[int, int] | None:
-        """Copies host memory before it returns."""
-        _check_process(self._pid)
-        return self._host.copy_now(copies)
 
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         """Returns the checksum of two adjoining ranges."""

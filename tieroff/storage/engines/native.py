@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 
 from tieroff.storage.engines.base import Direction, OpenFile
 from tieroff.storage.native import _native
@@ -59,10 +58,6 @@ class _NativeBase:
     def copy(self, target_address: int, source_address: int, size_bytes: int, direction: Direction) -> _native.Transfer:
         """Starts to copy memory."""
         return self.native.copy(target_address, source_address, size_bytes, direction is Direction.IN)
-
-    def copy_now(self, copies: Sequence[int]) -> tuple[int, int] | None:
-        """Copies memory before it returns; None where a fault waits for one of the copies."""
-        return self.native.copy_now(copies)
 
     def joined_checksum(self, first: int, second: int, second_bytes: int) -> int:
         """Returns the checksum of two adjoining ranges."""

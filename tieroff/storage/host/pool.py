@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import ConfigError, StateError, StoreError
-from tieroff.storage.completion import Completion, Timed
+from tieroff.storage.completion import Completion
 from tieroff.storage.engines.base import Direction, Engine, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import HomeMemory, check_published, place_home
@@ -17,14 +16,11 @@ from tieroff.storage.limits import HostLimit, host_limit, locked_limit_bytes
 from tieroff.storage.memory import PAGE_BYTES, align_up
 from tieroff.storage.space import SpaceStore
 from tieroff.storage.store import Block, By
-from tieroff.storage.transfers import COPIED, Copied, StoreTransfer
+from tieroff.storage.transfers import StoreTransfer
 from tieroff.units import format_bytes
 
 SLAB_BYTES = 64 * 2**20
 """A slab made because allocate() found no room; reserve() makes one of the size asked for."""
-
-COPIED_AT_ONCE_BYTES = 32 * 2**10
-"""Up to this size the native engines copy in the calling thread, which takes less time than to wake another one."""
 
 
 class HostStore(SpaceStore):
@@ -126,53 +122,6 @@ class HostStore(SpaceStore):
         del self._slabs[len(self.areas) :]  # one that has no area yet is nobody's
         super()._recount()
 
-    def put(self, block: Block, source_address: int, keep: object) -> Timed:
-        """Writes a small block, as a rule before it returns.
-
-        Returns:
-            The engine's transfer, which has ended well, or, where it has not ended yet or failed, a `StoreTransfer`.
-        """
-        self._check_settled(block)
-        transfer = self.engine.copy(self.address(block), source_address, block.size_bytes, Direction.OUT)
-        if _is_over(transfer):
-            block.written = COPIED
-            return transfer
-        return self._started(block, transfer, "write", keep)
-
-    def get(self, block: Block, target_address: int, keep: object) -> Timed:
-        """Reads a small block as it is now, in the same way."""
-        self._check_settled(block)
-        transfer = self.engine.copy(target_address, self.address(block), block.size_bytes, Direction.IN)
-        return transfer if _is_over(transfer) else self._started(block, transfer, "read", keep)
-
-    def copy_all(self, copies: Sequence[int], written: Iterable[Block]) -> Timed | None:
-        """Copies to and from small blocks before it returns.
-
-        Args:
-            copies: flat, of each: where to, where from, bytes. All blocks are in use, with no transfer under way.
-            written: those that are written.
-
-        Returns:
-            When they were made; None, with nothing done, where the engine cannot copy them just now.
-        """
-        self._check_open()
-        span = self.engine.copy_now(copies)
-        if span is None:
-            return None
-        for block in written:
-            block.written = COPIED
-        return Copied(*span)
-
-    def _check_settled(self, block: Block) -> None:
-        """Returns if no transfer on a block is under way; the engine says whose process this is."""
-        self._check_open()
-        if block.is_freed or block.transfers:
-            self._check_block(block)
-            if block.transfers:
-                raise StateError(
-                    f"a block was used while {len(block.transfers)} of its transfers are in flight; wait for them first"
-                )
-
     def _submit_write(self, block: Block, source_address: int, by: By | None) -> Transfer:
         return self.engine.copy(self.address(block), source_address, block.size_bytes, Direction.OUT)
 
@@ -187,10 +136,6 @@ class HostStore(SpaceStore):
             self._maker.release(slab)
         self._slabs.clear()  # homes that are still referred to hold their slab
         self.areas.clear()
-
-
-def _is_over(transfer: Transfer) -> bool:
-    return transfer.done() and transfer.errno == 0 and transfer.done_bytes == transfer.size_bytes
 
 
 def _no_memory(size_bytes: int, found: str, number: int | None) -> StoreError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,14 +15,13 @@ class Between:
 
     Attributes:
         is_now: they run.
-        made: storages that ops made which are not the step's -> instant and op of their birth.
         used_gradients: they used a gradient.
         gradients: returns the gradients that there are.
     """
 
     def __init__(self) -> None:
         self.is_now = self.used_gradients = False
-        self.made: dict[int, tuple[int, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[int, int]]] = {}  # by address
         self.gradients: Callable[[], Iterable[torch.Tensor]] = tuple
         self._left = set[int]()
 
@@ -30,6 +30,15 @@ class Between:
         self.is_now = True
         plain = (tensor for tensor in self.gradients() if type(tensor) in PLAIN and tensor.layout is torch.strided)
         self._left = {tensor.untyped_storage()._cdata for tensor in plain}
+
+    def note(self, storage: torch.UntypedStorage, instant: int, op: int) -> None:
+        """An op that is not the step's has made a storage."""
+        self._made[storage._cdata] = weakref.ref(storage), (instant, op)
+
+    def birth_of(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """Returns instant and op of the birth of a storage that such an op made; another may have its address by now."""
+        known, birth = self._made.get(storage._cdata, (None, None))
+        return birth if known is not None and known() is storage else None
 
     def look(self, inputs: Iterable[tuple[torch.Tensor, bool]]) -> None:
         """An op is about to use these."""

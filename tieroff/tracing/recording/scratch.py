@@ -17,6 +17,7 @@ _CLEAR_REFS = "/proc/self/clear_refs"
 _STATUS = "/proc/self/status"
 _STATUS_BYTES = 4096
 _RESET_PEAK = b"5"
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 def are_large(inputs: Iterable[tuple[torch.Tensor, bool]], from_bytes: int) -> bool:
@@ -24,8 +25,10 @@ def are_large(inputs: Iterable[tuple[torch.Tensor, bool]], from_bytes: int) -> b
     return not from_bytes or any(tensor.numel() * tensor.element_size() >= from_bytes for tensor, _ in inputs)
 
 
-def is_in_collective(func: Any) -> bool:
-    """True for an op on memory that a process group has just made for itself, in code that nobody watches (gloo's copies)."""
+def takes_new(func: Any) -> bool:
+    """True for an op on memory that code which nobody watches has just made: `torch.tensor`, or gloo's copies."""
+    if func is _LIFT_FRESH:
+        return True
     if func.namespace != "aten":
         return False  # the collective itself, on tensors of others
     frame = inspect.currentframe()

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
-#include <span>
 
 #include "tieroff/io/faults.hpp"
 #include "tieroff/io/lane.hpp"
@@ -16,19 +14,6 @@
 #include "tieroff/io/transfer.hpp"
 
 namespace tieroff {
-
-// Memory that does not overlap.
-struct Copy {
-  std::byte* target = nullptr;
-  const std::byte* source = nullptr;
-  std::size_t size_bytes = 0;
-};
-
-// When calls of one kind began and ended, CLOCK_MONOTONIC.
-struct Span {
-  std::int64_t start_ns = 0;
-  std::int64_t stop_ns = 0;
-};
 
 // What every engine does; its lanes do it. In a forked child every call but close() raises StateError, see
 // [Note: one engine, one process].
@@ -40,9 +25,6 @@ class Engine {
 
   // Queues a transfer; first in, first out per direction. A copy goes to the readers' or the writers' lane.
   std::shared_ptr<Transfer> submit(const Request& request, bool is_for_readers);
-
-  // Makes copies of memory, each of 32 KiB at most, in the calling thread; nothing, where a fault waits for one of them.
-  std::optional<Span> copy_now(std::span<const Copy> copies);
 
   // Takes back a transfer of which nothing was started; it ends with ECANCELED. False if it has started or ended.
   bool cancel(const std::shared_ptr<Transfer>& transfer);

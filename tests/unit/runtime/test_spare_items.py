@@ -1,4 +1,4 @@
-"""Small tensors keep their memory from step to step, and nobody who holds some of it sees another value in it."""
+"""Items and places of one step serve the next one, and nobody who holds memory of a step sees another value in it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from tieroff.core.plan import Residency, Transfer
 from tieroff.core.schedule import Tick
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.backend.rooms import Room
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.residency import State
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.program import Actions, make_program
 from tieroff.storage.engines.native import NativeEngine
-from tieroff.storage.host.pool import COPIED_AT_ONCE_BYTES, HostStore
+from tieroff.storage.host.pool import HostStore
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -45,55 +44,6 @@ def saved(traffic: Traffic, size_bytes: int, value: int) -> ActivationItem:
     return item
 
 
-def test_a_small_tensor_is_fetched_to_the_same_memory(traffic: Traffic) -> None:
-    item = saved(traffic, 64, 7)
-    addresses = set()
-    for _ in range(3):
-        item.leave(traffic)
-        assert (item.state, traffic.device_bytes) == (State.LOWER, 0)
-        addresses.add(traffic.want(item).data_ptr())
-        assert torch.equal(traffic.want(item), torch.full((64,), 7, dtype=torch.uint8))
-    assert len(addresses) == 1
-    traffic.end(item)
-    assert item.room is None
-
-
-def test_memory_that_somebody_holds_is_not_fetched_to(traffic: Traffic) -> None:
-    item = saved(traffic, 64, 7)
-    item.leave(traffic)
-    traffic.want(item)
-    assert item.room is not None
-    held = item.room.view(torch.uint8, torch.Size((8,)), (1,), 8)
-    item.leave(traffic)
-    held.fill_(9)
-    assert traffic.want(item).data_ptr() != held.data_ptr() - 8
-    assert torch.equal(traffic.want(item), torch.full((64,), 7, dtype=torch.uint8))
-    assert torch.equal(held, torch.full((8,), 9, dtype=torch.uint8))
-    traffic.end(item)
-
-
-@pytest.mark.parametrize(("size_bytes", "is_planned"), [(COPIED_AT_ONCE_BYTES + 1, True), (64, False)])
-def test_no_room_is_kept_of_a_large_tensor_or_in_a_step_without_a_plan(
-    size_bytes: int, is_planned: bool, traffic: Traffic
-) -> None:
-    traffic.begin_step(is_planned=is_planned)
-    item = saved(traffic, size_bytes, 7)
-    item.leave(traffic)
-    assert torch.equal(traffic.want(item), torch.full((size_bytes,), 7, dtype=torch.uint8))
-    assert item.room is None
-    traffic.end(item)
-
-
-def test_views_of_a_room_hold_it_as_long_as_they_live() -> None:
-    room = Room(64)
-    room.whole(torch.float32, (4, 4), (4, 1))
-    assert room.is_free
-    view = room.view(torch.float32, torch.Size((4, 4)), (1, 4), 0)
-    assert not room.is_free
-    del view
-    assert room.is_free
-
-
 def test_a_failed_copy_of_a_small_tensor_leaves_it_on_the_device(traffic: Traffic) -> None:
     """Copies that the engine cannot make at once are transfers like any other."""
     item = saved(traffic, 64, 7)
@@ -112,28 +62,8 @@ def test_a_failed_copy_of_a_small_tensor_leaves_it_on_the_device(traffic: Traffi
     traffic.end(item)
 
 
-def test_a_spare_item_keeps_its_place_until_another_tensor_needs_the_room(traffic: Traffic) -> None:
-    store = traffic.stores[HOST]
-    item = saved(traffic, 64, 7)
-    item.leave(traffic)
-    place = item.place
-    traffic.retire(item)
-    assert store.used_bytes > 0
-    assert traffic.spare(("activation", 0), 64) is item and item.place is place
-    traffic.retire(item)
-    assert traffic.spare(("activation", 0), 32) is None, "one of another size is of no use"
-    assert store.used_bytes == 0
-    item = saved(traffic, 64, 7)
-    item.leave(traffic)
-    traffic.retire(item)
-    large = saved(traffic, store.capacity_bytes, 8)
-    large.leave(traffic)
-    assert large.state is State.LOWER
-    traffic.end(large)
-
-
-def test_the_place_of_a_large_item_rests_while_no_tensor_needs_it(traffic: Traffic) -> None:
-    store, size_bytes = traffic.stores[HOST], COPIED_AT_ONCE_BYTES + 1
+def test_the_place_of_a_spare_item_rests_while_no_tensor_needs_it(traffic: Traffic) -> None:
+    store, size_bytes = traffic.stores[HOST], 40 << 10
     item = saved(traffic, size_bytes, 7)
     item.leave(traffic)
     place, address = item.place, item.place.address if item.place is not None else None
