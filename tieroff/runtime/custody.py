@@ -271,7 +271,8 @@ class Custody:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
 
         Those that go to files move first and those that go to host memory last, so that host memory is free by then. Gradients
-        that were kept come up where nothing moves: what backward adds to them then passes no hook of ours.
+        that were kept come up where nothing moves: what backward adds to them then passes no hook of ours. Those that another
+        kind's plan left on the device go where this one has them.
 
         Args:
             kind: of the step that begins.
@@ -279,9 +280,10 @@ class Custody:
         """
         homes, traffic = self.executor.homes, self.executor.traffic
         traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
-        kept = homes.gradients.values() if kind.moves_nothing else ()
+        is_same = isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage)
+        kept = homes.gradients.values() if kind.moves_nothing or not is_same else ()
         below: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
-        if isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage):
+        if is_same:
             below = self._not_standing(is_looked_at=is_looked_at)  # few: the step before left most where they are to be
         items = chain(below, kept)
         between = _TiersBetweenSteps(kind)

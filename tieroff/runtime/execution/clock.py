@@ -165,6 +165,7 @@ class Clock:
 
     Attributes:
         times: of the running step's ops.
+        at_backward_begin: called at the first event of a backward.
         at_backward_end: called in this order when a backward ends.
         at_divergence: called when a step leaves its plan, and before a model sleeps.
         is_backward_open: one that was watched has not come to its end.
@@ -178,6 +179,7 @@ class Clock:
         self._on_demand, self._activations = on_demand, activations
         self._stamp = traffic.backend.stamp
         self.times = StepTimes(None)
+        self.at_backward_begin: list[Callable[[], None]] = []
         self.at_backward_end: list[AtBackwardEnd] = []
         self.at_divergence: list[AtDivergence] = []
         self._watched_task = -1
@@ -308,6 +310,9 @@ class Clock:
         if task != -1 and (task != self._watched_task or not self.is_backward_open):
             self._watched_task, self.is_backward_open = task, True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+            with self._state.lock:
+                for begins in self.at_backward_begin:
+                    begins()
 
     def _backward_ended(self) -> None:
         with self._state.lock:

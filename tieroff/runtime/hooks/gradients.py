@@ -35,7 +35,9 @@ class Gradients:
         self._alone: list[torch.Tensor] = []  # parameters whose gradients the plan that runs leaves alone
         self.quiet: frozenset[int] = frozenset()
         self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
+        self._older: list[Subject] = []  # those that were there before the step that is recorded
         context.clock.at_divergence.append(self)
+        context.clock.at_backward_begin.append(self.sweep)  # those that were cleared since make room for those that come
 
     def arrived(self, item: ParameterItem) -> None:
         """A gradient reached the home of a moved parameter."""
@@ -69,7 +71,8 @@ class Gradients:
             if not self._are_covered:
                 return
             grad = item.grad
-            if grad is None:
+            if grad is None:  # frozen since the forward: none is made
+                context.runner.passed(("gradient", item.position))
                 return
             known = self._items.get(item.position)
             if known is not None and known.tensor is grad:
@@ -243,19 +246,26 @@ class Gradients:
             self._context.runner.unassign(known)
             self._context.state.record.died(known.key)
 
+    def begin_recording(self) -> None:
+        """A step begins that is recorded."""
+        self._older = self._subjects()
+
     def recorded_subjects(self) -> list[Subject]:
         """Returns the activations and gradients of the step that was recorded.
 
-        A gradient that was not cleared before the next forward is persistent: it wraps round the step.
+        A gradient that was there before it, or was not cleared before the next forward, is persistent: it wraps round the step.
         """
-        alive = {known.key for known in self._items.values()}
-        # Those that were there before the step, and are only added to.
-        older = [
+        lasting = [*self._older, *self._subjects()]
+        keys = {subject.key for subject in lasting}
+        unique = {subject.key: subject for subject in (*lasting, *self._context.state.record.subjects)}
+        return [replace(s, is_persistent=True) if s.key in keys else s for s in unique.values()]
+
+    def _subjects(self) -> list[Subject]:
+        """Returns the gradients that there are now."""
+        return [
             Subject(known.key, known.name, known.size_bytes, known.kind, owner=("param", position))
             for position, known in self._items.items()
         ]
-        unique = {subject.key: subject for subject in (*older, *self._context.state.record.subjects)}
-        return [replace(s, is_persistent=True) if s.key in alive else s for s in unique.values()]
 
 
 def _may_be_reduced() -> bool:

@@ -233,7 +233,9 @@ class HomeItem(Item):
 
     @property
     def stays_below(self) -> bool:
-        """True while something besides the engine holds or uses the tensor's memory below, where it is shown."""
+        """True while something besides the engine holds or uses the tensor's memory below, where it is shown, or it is dead."""
+        if self.tensor is None:
+            return True  # as a gradient that was cleared since, and that the plan has come up to be written
         if self.hollow is not None or self.is_lifted or self.lower is None:
             return False
         # The tensors, and the engine's view.

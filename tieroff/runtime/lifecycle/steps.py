@@ -13,7 +13,6 @@ of a kind that was never updated.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
@@ -29,6 +28,7 @@ from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
+from tieroff.runtime.lifecycle.contents import Contents, contents_of, held_by
 from tieroff.runtime.lifecycle.planning import StepPlanning
 from tieroff.runtime.lifecycle.readings import Readings
 from tieroff.runtime.lifecycle.repair import is_torn, repair
@@ -36,85 +36,17 @@ from tieroff.runtime.lifecycle.resting import Rest
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
-from tieroff.runtime.step.likeness import is_like, is_within, structure_of
+from tieroff.runtime.step.known_kinds import KnownKinds
+from tieroff.runtime.step.likeness import is_like
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 from tieroff.runtime.step.recorded import Recorded
 
 log = logging.getLogger("tieroff")
 
-# Kinds of steps (signatures) whose traces and plans are kept.
-_KINDS_KEPT = 16
-# Steps that a kind runs on demand before a plan of its own is worth a trace, if others say what its ops need.
-_FORESEEN_STEPS = 4
-# Steps with smaller inputs that are taken for a kind's although they turn out to be others.
-_STRANGERS_AT_MOST = 2
-# Steps in a row that must leave a plan before the kind is traced again; doubled each time.
-_MISMATCHES_BEFORE_RETRACE = 2
+# Steps of a kind that are traced before it counts as one that does not repeat.
 _RECORDINGS_AT_MOST = 6
 # Steps after which checksums end that were asked for the warm-up.
 _WARMUP_STEPS = 8
-
-
-class KnownKinds(OrderedDict[Signature, StepKind]):
-    """The kinds of steps that ran, by signature; the one that ran last is at the end."""
-
-    def enter(self, signature: Signature, *, is_covered: bool, is_passed_through: bool) -> StepKind:
-        """Returns the kind of a step that begins, in the stage that this step is for.
-
-        Args:
-            signature: of the step.
-            is_covered: inputs at least as large were traced, so it is known what the ops of this step need.
-            is_passed_through: gradients flow through it to another model.
-        """
-        kind = self.serving(signature)
-        if kind is not None and signature not in self:
-            self.move_to_end(self._name_of(kind))
-            return kind
-        if kind is None:
-            kind = StepKind(is_passed_through=is_passed_through)
-            if is_covered and self._has_traced_like(signature):
-                kind.advance(Unplanned())
-                kind.foreseen = _FORESEEN_STEPS
-            elif len(self) >= _KINDS_KEPT:
-                kind.advance(Unplanned())  # of so many kinds, only one that comes again soon is worth a trace
-            self[signature] = kind
-            if len(self) > _KINDS_KEPT:
-                self.popitem(last=False)
-        elif isinstance(kind.stage, Unplanned) and not kind.retraces and not kind.foreseen:
-            kind.advance(Recording())
-        kind.foreseen = max(kind.foreseen - 1, 0)
-        self.move_to_end(signature)
-        if isinstance(kind.stage, Planned) and kind.mismatches >= _MISMATCHES_BEFORE_RETRACE << kind.retraces:
-            log.info("the step has left its plan %d times in a row: it is traced again", kind.mismatches)
-            kind.advance(Recording())
-            kind.retraces += 1
-            kind.mismatches = 0
-        return kind
-
-    def serving(self, signature: Signature) -> StepKind | None:
-        """Returns the kind of a step: its own, or one that is planned, or about to be, for larger inputs and else the same.
-
-        What a plan moves, and when, is right for smaller tensors too, and they take no more memory.
-        """
-        own = self.get(signature)
-        if own is not None:
-            return own
-        measuring = None
-        for known, kind in reversed(self.items()):
-            is_ready = isinstance(kind.stage, Planned | Measuring) and kind.strangers < _STRANGERS_AT_MOST
-            if is_ready and is_within(signature, known):
-                if isinstance(kind.stage, Planned):
-                    return kind
-                measuring = measuring or kind
-        return measuring
-
-    def _name_of(self, kind: StepKind) -> Signature:
-        return next(signature for signature, known in self.items() if known is kind)
-
-    def _has_traced_like(self, signature: Signature) -> bool:
-        """Returns whether a kind was traced that differs from this one in sizes only."""
-        structure = structure_of(signature)
-        return any(kind.recorded is not None and structure_of(known) == structure for known, kind in self.items())
 
 
 class Steps:
@@ -143,6 +75,8 @@ class Steps:
         self._aside: StepKind | None = None  # see [Note: aside]
         self._watch: Watch | None = None
         self._rest = Rest(custody, plans)
+        self._signature: Signature = ()  # of the step that runs, without its contents
+        self._contents = Contents()  # with which it began; see [Note: contents] in lifecycle/contents.py
         self._watched: list[Any] = []  # handles of hooks on the inputs of the step that runs
 
     # -- a step begins ---------------------------------------------------------------------------------------------
@@ -152,8 +86,17 @@ class Steps:
         kind, watch = self._aside, self._watch
         if kind is None or watch is None or is_torn(self._custody) or not watch.is_same:
             return False
-        signature = signature_of(self._custody.model, args, kwargs, watch.trained)
-        return self.kinds.serving(signature) is kind and self._planning.may_follow(kind)
+        signature, contents = signature_of(self._custody.model, args, kwargs, watch.trained), self._contents
+        if self._begins_step():
+            contents = contents_of(watch.used, self._custody.stepper)
+        if self.kinds.serving((*signature, contents)) is not kind or not self._planning.may_follow(kind):
+            return False
+        self._contents = contents
+        return True
+
+    def _begins_step(self) -> bool:
+        """True when the next forward begins a step; else it is one more of the step that runs."""
+        return self._is_updated or self._kind is None or self._was_skipped()
 
     def begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], walk: Walk) -> None:
         """A forward begins: of a new step, or one more of the one that runs; `walk`: over the model as it is now."""
@@ -198,7 +141,9 @@ class Steps:
                 self._traced.next_inputs((args, kwargs))
             self._end_last_op()
             walk = self.check_model(walk)
-            self._start_step(signature, shapes, is_passed_through=is_given_gradients((args, kwargs)))
+            self._contents = contents_of(walk.used, custody.stepper)
+            self._signature = signature
+            self._start_step((*signature, self._contents), shapes, is_passed_through=is_given_gradients((args, kwargs)))
             self._watch_inputs((args, kwargs))
         if executor.state.mode is not PASS:
             self._note_input(shapes)
@@ -328,7 +273,7 @@ class Steps:
         self._custody.check_alive()
         self.mend()
         self._custody.executor.guard.update_begins()
-        if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._kind.stage.recorded.is_updated:
+        if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._is_of_plan(self._kind.stage):
             self._diverge_in_update()
         if self._kind is None or self._is_updated:
             if self.last is None and self._rest.takes_update():
@@ -340,13 +285,18 @@ class Steps:
                 self._custody.backend.keep_freed(0)
             self._custody.executor.state.mode = IDLE
 
+    def _is_of_plan(self, stage: Planned) -> bool:
+        """True for an update that the plan of the step which runs has room for."""
+        return stage.recorded.is_updated and (self._is_updated or held_by(self._custody.stepper) == self._contents.held)
+
     def _diverge_in_update(self) -> None:
-        """A step is updated whose kind never was: its optimizer state lies below."""
+        """A step is updated whose kind never was, with its optimizer state below, or the optimizer is another one by now."""
         self.come_back()
         executor = self._custody.executor
         if executor.state.mode in (PLANNED, PASS):
             executor.clock.diverge(lambda: "an update")
             executor.gate.intercept(True)
+            executor.context.lower_all()  # what the plan has brought, or kept, for an update of its own
 
     def before_closure(self) -> None:
         """The optimizer runs its closure by itself: each evaluation in an update is a step, and ends the one before."""
@@ -441,6 +391,8 @@ class Steps:
             return
         kind.feedback = Feedback(kind.feedback.rates)
         kind.advance(Measuring(traced.finish()))
+        contents = contents_of(self._custody.walk().used, self._custody.stepper)
+        self.kinds.rename(kind, (*self._signature, contents))
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""

@@ -58,6 +58,7 @@ class TracedStep:
         self._recorder.watch_gradients(lambda: [p.grad for p in custody.model.parameters() if p.grad is not None])
         for item in custody.executor.homes:
             record.bind(item)
+        custody.executor.gradients.begin_recording()
         layers = custody.settings.recompute_layers
         if layers and not is_recomputing and next(find_compiled(custody.model), None) is None:
             starts_ns = custody.executor.clock.times.host_starts_ns

@@ -89,7 +89,8 @@ class BucketUpdate:
         context.clock.pause()
         bucket, moved = self._lifted[-1]
         self._let_go_replaced(moved)
-        moved = moved + self._state.adopt(bucket, are_current=True)
+        adopted = self._state.adopt(bucket, are_current=True)
+        moved = moved + adopted
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
         may_write_gradients = self.may_write_gradients
         for item in context.runner.looked_after(moved):
@@ -103,6 +104,10 @@ class BucketUpdate:
             context.on_demand.release(*moved)
             for item in moved:
                 context.state.record.bind(item)
+            return
+        for item in adopted:
+            if item.index < 0:  # made late, in a step that its plan has no room for
+                item.leave(context.traffic)
 
     def _let_go_replaced(self, moved: list[HomeItem]) -> None:
         """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""

@@ -19,12 +19,13 @@ class Watch:
 
     Attributes:
         trained: which of its parameters get a gradient, while it is the same.
+        used: its parameters, as `Walk` has them.
     """
 
     def __init__(self, walk: Walk, homes: Iterable[torch.Tensor]) -> None:
         self._walk, self._homes = walk, list(homes)
         self._addresses = self._look()
-        self.trained = walk.trained
+        self.trained, self.used = walk.trained, walk.used
 
     @property
     def is_same(self) -> bool:
