@@ -13,7 +13,7 @@
 # --minutes N  of --all and --published: no long test begins later than that after the start of this script; those left out
 #              are named as skipped. Machines of one kind differ by more than twice
 # --workers N  processes that the tests are shared among (2)
-# --torch VERSION  with another PyTorch than the usual one, in an environment of its own
+# --torch VERSION  with another PyTorch than the usual one, in an environment of its own; the tests alone
 #
 # Tests marked `long` or `published` run after all others, and those marked `alone` at last, one after the other. The exit status
 # is 1 when anything failed.
@@ -62,10 +62,12 @@ test_phase() {
   esac
 }
 
-check "$ENV_DIR/bin/python" -m ruff check .
-check "$ENV_DIR/bin/python" -m ruff format --check --quiet .
-check "$ENV_DIR/bin/python" -m codespell_lib
-check "$ENV_DIR/bin/python" -m mypy
+if [ "$ENV_DIR" = .venv ]; then # once, and by the types of the usual PyTorch
+  check "$ENV_DIR/bin/python" -m ruff check .
+  check "$ENV_DIR/bin/python" -m ruff format --check --quiet .
+  check "$ENV_DIR/bin/python" -m codespell_lib
+  check "$ENV_DIR/bin/python" -m mypy
+fi
 rm -f .coverage
 several=(--numprocesses "$workers" --dist worksteal)
 [ -z "$long" ] || arguments+=(--hypothesis-profile tieroff) # all examples of each property
