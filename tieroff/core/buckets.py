@@ -11,12 +11,17 @@ _BUCKETS_AT_LEAST = 8
 def buckets_of(sizes_bytes: Sequence[int]) -> list[range]:
     """Returns which parameters of an optimizer are updated together, given their bytes in its order: one range per bucket.
 
-    A bucket holds neighbours, at most 32 MiB and an eighth of all bytes, but at least one parameter.
+    A bucket holds neighbours, at most 32 MiB and an eighth of all bytes, but at least one parameter. Where an eighth is less, a
+    parameter of more than half of that is updated alone: an update takes several times the bytes of its bucket, and in so
+    small a model that of the largest parameter, an embedding mostly, says what the step needs at least.
     """
-    limit_bytes = max(min(_LARGEST_BUCKET_BYTES, sum(sizes_bytes) // _BUCKETS_AT_LEAST), 1)
-    starts, filled_bytes = [0], 0
+    eighth_bytes = sum(sizes_bytes) // _BUCKETS_AT_LEAST
+    limit_bytes = max(min(_LARGEST_BUCKET_BYTES, eighth_bytes), 1)
+    alone_bytes = limit_bytes // 2 if eighth_bytes < _LARGEST_BUCKET_BYTES else limit_bytes
+    starts, filled_bytes, is_alone = [0], 0, False
     for position, size_bytes in enumerate(sizes_bytes):
-        if position > starts[-1] and filled_bytes + size_bytes > limit_bytes:
+        was_alone, is_alone = is_alone, size_bytes > alone_bytes
+        if position > starts[-1] and (filled_bytes + size_bytes > limit_bytes or is_alone or was_alone):
             starts.append(position)
             filled_bytes = 0
         filled_bytes += size_bytes

@@ -62,17 +62,18 @@ def _why_unmovable_alone(tensor: torch.Tensor) -> str:
 def movable_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | str:
     """Returns those of some tensors that can have one home below, or why not even the first can.
 
-    Some may lie on the same bytes: these go together, or not at all.
+    Some may lie in the same storage: these go together, or not at all.
     """
     if not parts:
         return "it has no bytes"
     owners: dict[int, int] = {}
     reasons: dict[int, str] = {}
+    whole = {part.untyped_storage()._cdata for part in parts if is_whole(part)}
     for part in parts:
         reason = _why_unmovable_alone(part)
         if not reason and part.device != parts[0].device:
             reason = "its parts lie on several devices"
-        if not reason and not is_dense(part):
+        if not reason and not is_dense(part) and part.untyped_storage()._cdata not in whole:
             reason = "its elements overlap or leave gaps"
         reasons[id(part)] = reason
         if part.layout is torch.strided:
@@ -166,10 +167,17 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def _collect(value: object, found: dict[int, torch.Tensor], depth: int) -> None:
-    """Adds the plain tensors that an object of somebody's class holds; modules are no such objects."""
+    """Adds the plain tensors that an object of somebody's class holds; modules are no such objects.
+
+    Of a view that is all that is left of a result, such as a matrix's first singular vectors, the whole result stays in memory:
+    it comes before that view.
+    """
     if isinstance(value, torch.Tensor):
-        if value.numel():
-            found.update((id(part), part) for part in plain_parts(value))
+        for part in plain_parts(value) if value.numel() else ():
+            base = part._base if not is_wrapper(value) else None
+            if base is not None and is_whole(base):
+                found.setdefault(id(base), base)
+            found.setdefault(id(part), part)
     elif depth and isinstance(value, (list, tuple)):
         for one in value:
             _collect(one, found, depth - 1)
@@ -201,6 +209,13 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     parts = {name: getattr(outer, name) for name in names} | {names[0]: local}
     made: torch.Tensor = outer.__tensor_unflatten__(parts, context, outer.shape, outer.stride())
     return made
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor whose elements fill its storage exactly once."""
+    if tensor.layout is not torch.strided or tensor.storage_offset() != 0 or not is_dense(tensor):
+        return False
+    return bool(tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

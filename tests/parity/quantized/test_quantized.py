@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tieroff
 from tests.support.parity import HOST, NVME, Outcome, Trainer, Workload, assert_equal, config_for, run_plain
-from tests.support.recipes.quantized import KINDS, SEEN, Block, Linear4bit, Momentum, Scaled
+from tests.support.recipes.quantized import KINDS, PROJECTORS, SEEN, Block, Linear4bit, Momentum, Projecting, Scaled
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.hooks.forward.rebound import Rebound
@@ -239,6 +239,29 @@ def test_state_of_parts_and_objects_moves_in_buckets(tmp_path: Path) -> None:
     assert all(
         torch.equal(a.factor, b.factor) and a.calls == b.calls for a, b in zip(_objects(plain), _objects(outcome), strict=True)
     )
+
+
+def test_views_in_objects_of_state_move_with_what_they_are_views_of(tmp_path: Path) -> None:
+    """A projector keeps a few of the singular vectors that it computed; their memory is that of all."""
+    work = workload("four bits", optimizer=Projecting)
+    trainer = Trainer(work, torch.device("cpu"))
+    tieroff.wrap(trainer.model, trainer.optimizer, config_for(NVME, tmp_path), backend=CpuBackend())
+    for index in range(work.steps):
+        PROJECTORS.clear()
+        trainer.run(index)
+    engine = tieroff.engine(trainer.model)
+    stats = engine.stats()
+    assert (stats.phase, stats.fallbacks) == ("planned", 0)
+    assert "stepped whole" not in engine.explain() and "optimizer" in stats.moved_bytes_by_class
+    state = [one["projector"].vectors for one in trainer.optimizer.state.values()]
+    assert PROJECTORS.most_bytes <= sum(one._base.nbytes for one in state) / 4
+    outcome = trainer.finish()
+    tieroff.unwrap(trainer.model)
+    plain = run_plain(work, torch.device("cpu"))  # not before: what it computed holds its state
+    for found in (plain, outcome):
+        found.optimizer = {key: value.vectors if key.endswith("projector") else value for key, value in found.optimizer.items()}
+    assert_equal(plain, outcome)
+    assert all(one.untyped_storage().nbytes() == one._base.nbytes for one in state)  # as the program made them
 
 
 def test_resumes_with_state_of_parts_and_objects(tmp_path: Path) -> None:

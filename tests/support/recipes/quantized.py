@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import tieroff
+
 BLOCK = 64
 
 
 class Seen:
-    """Counts, apart from the engine, the bytes of tensors that Functions got and that are alive.
+    """Counts, apart from the engine, the bytes of tensors that Functions or optimizers got and that are alive.
 
     On the host a tensor that is up has memory of its own, which dies when it leaves; what lies below is memory of a file.
     """
@@ -39,7 +41,7 @@ class Seen:
         self.most_bytes = max(self.most_bytes, sum(size for _, size in self._alive.values()))
 
 
-SEEN, INPUTS = Seen(), Seen()  # of packed weights; of inputs that Functions keep
+SEEN, INPUTS, PROJECTORS = Seen(), Seen(), Seen()  # of packed weights; of inputs that Functions keep; of optimizer state
 
 
 def _is_of_file(address: int) -> bool:
@@ -355,6 +357,39 @@ class Scaling:
     def __call__(self, value: Tensor) -> Tensor:
         self.calls += 1
         return value * self.factor
+
+
+class Projector:
+    """Keeps the first right singular vectors of a gradient, a view of all of them, and makes them anew now and then."""
+
+    def __init__(self) -> None:
+        self.calls, self.vectors = 0, torch.empty(0)
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        if self.calls % 3 == 0:
+            wide = grad if grad.shape[0] <= grad.shape[1] else grad.t()
+            self.vectors = torch.linalg.svd(wide, full_matrices=False).Vh[:2]
+        self.calls += 1
+        PROJECTORS.note(self.vectors)
+        wide = grad if grad.shape[0] <= grad.shape[1] else grad.t()
+        low = wide @ self.vectors.t() @ self.vectors
+        return low if grad.shape[0] <= grad.shape[1] else low.t()
+
+
+@tieroff.per_parameter  # it looks at storages, to count them
+class Projecting(torch.optim.Optimizer):
+    """Descends along a projection of the gradient; each parameter by itself."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    projector = self.state[p].setdefault("projector", Projector())
+                    p.add_(projector(p.grad), alpha=-group["lr"])
 
 
 class Momentum(torch.optim.Optimizer):

@@ -4,21 +4,35 @@
 A tensor of a wrapper subclass is the tensors inside it; a quantized parameter is its packed bytes, and the scales that say what
 they mean. Each use wants all of them. So they are put into one memory when the engine takes them over, which moves by one copy,
 is one tensor of the trace and of the plan, and has one item. The objects stay: what each lies on changes, at the same time.
-Two that lay on the same bytes (the int8 weight and the alias that its matmul keeps) lie on the same bytes there. One that
-user code gives other memory keeps that, and is taken over again with the others when the next step begins.
+Two that lay on the same bytes (the int8 weight and the alias that its matmul keeps) lie on the same bytes there, and a view of
+what is there whole (the first singular vectors that a projector keeps of all that were computed) is a view of it there. One
+that user code gives other memory keeps that, and is taken over again with the others when the next step begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tieroff.runtime.items.hollow import address_of, set_data, untouched, version_of
+from tieroff.runtime.movable import is_dense, is_whole
 from tieroff.runtime.tensors import bytes_of, storage_of, unseen, view_of
 
 # What torch's allocator of the host gives, and more than any kernel loads at once.
 _ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Bytes of a joint memory that move with everything that lies on them."""
+
+    first_byte: int
+    size_bytes: int
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        return bytes_of(memory)[self.first_byte : self.first_byte + self.size_bytes]
 
 
 class Piece:
@@ -27,14 +41,15 @@ class Piece:
     Attributes:
         tensor: it.
         dtype, size, stride: its geometry.
+        region: on which it lies.
         first_byte: where it begins in the joint memory.
         hollow: what it lies on while its bytes lie below a device.
     """
 
-    __slots__ = ("_on", "dtype", "first_byte", "hollow", "size", "stride", "tensor", "version")
+    __slots__ = ("_on", "dtype", "first_byte", "hollow", "region", "size", "stride", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, first_byte: int) -> None:
-        self.tensor, self.first_byte = tensor, first_byte
+    def __init__(self, tensor: torch.Tensor, region: _Region, first_byte: int) -> None:
+        self.tensor, self.region, self.first_byte = tensor, region, first_byte
         self.dtype, self.size, self.stride = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())
         self.hollow: torch.Tensor | None = None
         self._on = _storage_of(tensor)
@@ -71,15 +86,18 @@ class Joint:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        regions: dict[tuple[int, int], int] = {}
+        regions: dict[tuple[int, int], _Region] = {}
+        whole = {_storage_of(tensor): tensor for tensor in tensors if is_whole(tensor)}
         end = 0
         self._pieces = list[Piece]()
         for tensor in tensors:
-            key = address_of(tensor), tensor.numel() * tensor.element_size()
+            all_of_it = whole.get(_storage_of(tensor), tensor)
+            address, size_bytes = key = address_of(all_of_it), all_of_it.numel() * all_of_it.element_size()
             if key not in regions:
-                regions[key] = end
-                end += -(-key[1] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            self._pieces.append(Piece(tensor, regions[key]))
+                regions[key] = _Region(end, size_bytes)
+                end += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            region = regions[key]
+            self._pieces.append(Piece(tensor, region, region.first_byte + address_of(tensor) - address))
         self.size_bytes = end
         self.others = tuple(piece.tensor for piece in self._pieces[1:])
 
@@ -87,7 +105,8 @@ class Joint:
         """Puts all of them into one memory, given as a 1-d uint8 tensor of `size_bytes`."""
         with untouched(), torch.no_grad():
             for piece in self._pieces:
-                piece.view(memory).copy_(piece.tensor.detach())
+                if is_dense(piece.tensor):  # any other one is a view of one that is
+                    piece.view(memory).copy_(piece.tensor.detach())
             for piece in self._pieces:
                 piece.lie_on(piece.view(memory))
 
@@ -145,21 +164,22 @@ class Joint:
 
         Those that lay on the same bytes go on to. What somebody gave other memory keeps that.
         """
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[_Region, torch.Tensor] = {}
         with untouched(), torch.no_grad():
             for piece in self._pieces:
                 if piece.is_elsewhere:
                     continue
-                if piece.first_byte not in copies:
-                    source = piece.view(memory) if memory is not None else piece.tensor.detach()
-                    copies[piece.first_byte] = bytes_of(source.clone(memory_format=torch.preserve_format))
-                own = view_of(copies[piece.first_byte], piece.dtype, piece.size, piece.stride, 0)
-                piece.lie_on(own)
+                region = piece.region
+                if region not in copies:
+                    copies[region] = region.of(memory if memory is not None else piece.tensor.detach()).clone()
+                first = (piece.first_byte - region.first_byte) // piece.dtype.itemsize
+                piece.lie_on(view_of(copies[region], piece.dtype, piece.size, piece.stride, first))
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor on the same bytes of the host, as a storage of their own: `torch.save` refuses several types in one."""
-    size_bytes = tensor.numel() * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    size_bytes = (last + 1) * tensor.element_size()
     first = int(tensor.storage_offset()) * tensor.element_size()
     with unseen(), torch.no_grad():
         region = torch.frombuffer(bytes_of(tensor)[first : first + size_bytes].numpy(), dtype=torch.uint8)
