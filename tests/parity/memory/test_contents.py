@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import tieroff
 from tests.support.oracles.bytes.device import DeviceBytes, aside
-from tests.support.parity import NVME, config_for, warnings_of_tieroff
+from tests.support.parity import NVME, adamw, config_for, warnings_of_tieroff
 from tieroff.core.tensor import Tier
 
 WIDTH, LAYERS, ROWS, STEPS = 128, 6, 64, 22
@@ -58,10 +58,10 @@ class Program:
 class Run:
     """One run of a program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
-        self.optimizer = torch.optim.AdamW(program.trained(self.model), lr=1e-3)
+        self.optimizer = make(program.trained(self.model))
         self.program, self.kept = program, list(self.model.parameters())
         self.values: list[Tensor] = []
 
@@ -201,3 +201,43 @@ def test_planned_steps_have_room_for_what_they_find(name: str, budget: str, tmp_
     assert all(map(torch.equal, plain.model.parameters(), run.model.parameters()))
     assert phases["planned"] >= 6
     assert len(messages) == len(program.late)
+
+
+class Growing(torch.optim.Optimizer):
+    """SGD with momentum, of which each buffer is three times as large from the ninth update on."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["updates"] = updates = state.get("updates", 0) + 1
+            if updates in (1, 9):
+                state["momentum"] = torch.zeros((3 if updates == 9 else 1, *p.shape))
+            momentum = state["momentum"][0].lerp_(p.grad, 0.1)
+            p.add_(momentum, alpha=-0.1)
+
+
+@pytest.mark.parametrize("budget", ["min", "60%"])
+def test_a_step_over_its_budget_is_told_once_and_leaves_its_plan(budget: str, tmp_path: Path) -> None:
+    optimizer = tieroff.per_parameter(Growing)
+    plain, run = Run(Program(), optimizer), Run(Program(), optimizer)
+    for step in range(STEPS):
+        plain.step(step)
+    taken = DeviceBytes(CPU)
+    engine = wrapped(run, tmp_path, budget)
+    over = []
+    with warnings_of_tieroff() as messages:
+        for step in range(STEPS):
+            taken.begin()
+            run.step(step)
+            is_planned = engine.stats().phase == "planned"
+            if is_planned and taken.peak_bytes > engine.plan.budget_bytes[Tier.DEVICE] + WORDS_BYTES:
+                over.append(step)
+    tieroff.unwrap(run.model)
+    assert all(map(torch.equal, plain.values, run.values))
+    assert over in ([8], [8, 9])
+    (message,) = messages
+    assert "a planned step took" in message and "momentum of" in message

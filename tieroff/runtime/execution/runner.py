@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from operator import is_
 from typing import TypeGuard
 
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import Tier, allocated_bytes
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
@@ -256,6 +256,17 @@ class PlanRunner:
         index = self.planned.recorded.index.get(key, -1) if self.planned is not None else -1
         if self.planned is not None and index in self.planned.executable.tiers:
             self.unborn_bytes -= self.planned.trace.tensors[index].size_bytes
+
+    def strangers(self, homes: Iterable[HomeItem]) -> list[HomeItem]:
+        """Returns the homes that the plan does not know, or knows as smaller ones; the largest first."""
+        tensors = self.planned.trace.tensors if self.planned is not None else ()
+        device_type = self._traffic.backend.device.type
+        found = [
+            item
+            for item in homes
+            if item.index < 0 or allocated_bytes(item.size_bytes, device_type) > tensors[item.index].size_bytes
+        ]
+        return sorted(found, key=lambda item: -item.size_bytes)
 
     def unassign(self, item: Item) -> None:
         """The care for an item ends in mid-step: the plan that runs does not move it again."""

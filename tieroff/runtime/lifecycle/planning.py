@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tieroff.core.explain.describe import ready
 from tieroff.core.plan import Plan
 from tieroff.core.seams import Fit, Made, PlanSource
+from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.runtime.custody import Custody
@@ -18,11 +19,13 @@ from tieroff.runtime.step.feedback import Span
 from tieroff.runtime.step.kinds import Asked, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.likeness import is_like
 from tieroff.runtime.step.recorded import Recorded
-from tieroff.units import NS_PER_S, format_seconds
+from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
 log = logging.getLogger("tieroff")
 news = logging.getLogger("tieroff.news")  # the little that a terminal shows
 
+# Steps in a row above the budget, of tensors that the plan knows, after which it is left; how many others are named.
+_OVERS_AT_MOST, _NAMED = 3, 3
 _DIVIDED = "the device budget is divided otherwise among the models now"
 
 
@@ -53,6 +56,7 @@ class StepPlanning:
     ) -> None:
         self._custody, self._plans, self._recomputation = custody, plans, recomputation
         self._steps_done = steps_done
+        self._has_told_over = False
 
     def plan(self, kind: StepKind, recorded: Recorded) -> None:
         """Asks for a plan of a kind whose measured step has just ended; `look` adopts it.
@@ -139,6 +143,32 @@ class StepPlanning:
         if feedback.settle():
             predicted, took = format_seconds(stage.plan.step_ns / NS_PER_S), format_seconds(observed.step_s())
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
+
+    def check_peak(self, kind: StepKind, stage: Planned) -> None:
+        """A step has followed its plan to the end: one that took more than the budget leaves the plan, and it is said once."""
+        peak_bytes, budget_bytes = self._custody.executor.runner.peak_bytes, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
+        if peak_bytes <= budget_bytes or stage.plan.moves_nothing:
+            kind.overs = 0
+            return
+        kind.overs += 1
+        strangers = self._custody.executor.runner.strangers(self._custody.executor.homes)
+        # Where the plan knows all that there is, a copy was late, which says nothing of the next step.
+        if kind.stage is not stage or (not strangers and kind.overs < _OVERS_AT_MOST):
+            return
+        named = ", ".join(f"{item.name} ({format_bytes(item.size_bytes)})" for item in strangers[:_NAMED])
+        if not self._has_told_over:
+            self._has_told_over = True
+            log.warning(
+                "a planned step took %s of the device, %s above its budget of %s%s; steps of this kind are traced and planned "
+                "again. A budget that has so much left for them would hold it",
+                format_bytes(peak_bytes),
+                format_bytes(peak_bytes - budget_bytes),
+                format_bytes(budget_bytes),
+                f": its plan does not know {named}, or of another size" if named else "",
+            )
+        kind.overs = 0
+        if self._plans.machine_at({}) is not None:  # else the plan was given, and stays
+            kind.advance(Recording())
 
     def fit(self, kind: StepKind) -> None:
         """Plans again when a step is about to begin whose plan does not suit the device budget any more.

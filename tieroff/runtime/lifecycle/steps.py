@@ -356,7 +356,9 @@ class Steps:
             kind.mismatches = self._mismatches  # which says nothing of the kind's own steps
             kind.strangers += 1
         if mode is PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
-            self.readings.observe(kind, kind.stage)
+            stage = kind.stage
+            self._planning.check_peak(kind, stage)
+            self.readings.observe(kind, stage)
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
         is_whole = self._custody.stepper is None or ("end",) in keys or kind.is_passed_through

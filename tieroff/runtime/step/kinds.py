@@ -122,6 +122,7 @@ class StepKind:
         retraces: how often it was traced.
         foreseen: steps that it still runs on demand, by what traces of other kinds say, before it is traced itself.
         mismatches: steps in a row that left their plan.
+        overs: steps in a row that followed their plan and took more than its budget.
         passes_vary: passes without gradients come in some of its steps only: they make no events.
         strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
@@ -133,6 +134,7 @@ class StepKind:
         "foreseen",
         "is_passed_through",
         "mismatches",
+        "overs",
         "passes_vary",
         "planned",
         "ran",
@@ -148,7 +150,7 @@ class StepKind:
         self.recorded: Recorded | None = None
         self.planned: Planned | None = None
         self.ran: Ran | None = None
-        self.retraces = self.mismatches = self.foreseen = self.strangers = 0
+        self.retraces = self.mismatches = self.foreseen = self.strangers = self.overs = 0
         self.feedback = Feedback()
         self.asked: Asked | None = None
 
