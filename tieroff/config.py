@@ -188,7 +188,8 @@ class Planning(_Table):
     exact: bool = _key(
         True,
         "true or false",
-        "Whether numbers must equal those of the plain run. Every plan keeps them, so `false` changes nothing today.",
+        "Whether numbers must equal those of the plain run. `false` lets the CPU update parameters in host memory also where "
+        "it rounds otherwise than the device does; `explain()` says in how many elements.",
     )
     min_bytes: Size = _key(64 * 2**10, _ANY_SIZE, "Smaller tensors never move; 0 moves everything that can.")
     background: bool = _key(

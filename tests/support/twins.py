@@ -239,8 +239,8 @@ def recompute_in_every_plan(monkeypatch: pytest.MonkeyPatch, names: tuple[str, .
     """Has every plan name these modules to recompute."""
     plan = Planning.plan
 
-    def with_recompute(self: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
-        pending = plan(self, traces, rates)
+    def with_recompute(self: Planning, traces: Sequence[Trace], rates: dict[str, float], **options: bool) -> Pending[Made]:
+        pending = plan(self, traces, rates, **options)
 
         def take() -> Made:
             made = pending.take()

@@ -200,8 +200,11 @@ class PlanSource(Protocol):
     def recorder(self) -> Recorder:
         """Returns the recorder of the next step, from which a plan is to be made."""
 
-    def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+    def plan(self, traces: Sequence[Trace], rates: dict[str, float], *, updates_on_host: bool = False) -> Pending[Made]:
         """Asks for a plan of the first of these traces of a step that fits, for links of these rates.
+
+        Args:
+            updates_on_host: the CPU may run ops of the optimizer: it was proven to make the same updates.
 
         Its `take` raises:
             InfeasiblePlanError: some op does not fit in the device budget with everything else moved out.
@@ -210,6 +213,9 @@ class PlanSource(Protocol):
 
     def can_move(self, trace: Trace) -> bool:
         """Returns False for a step of which no plan moves anything: its tensors are all small, or there is no tier below."""
+
+    def may_update_on_host(self, trace: Trace) -> bool:
+        """Returns whether a plan of this step may have the CPU update, if that was proven to make the same updates."""
 
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         """Returns the trace with tensors on the device that user code used in an op while they were below.

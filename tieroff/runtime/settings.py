@@ -24,6 +24,8 @@ class Settings:
         device_budget: what was asked for, or None.
         update_in_backward: backward passes per update, of which the last updates buckets as soon as their gradients are
             final; 0: none does.
+        updates_on_host: a plan may have the CPU update parameters in host memory, where that is proven to be the same.
+        exact: of such updates no bit may differ.
     """
 
     covers: frozenset[TensorClass]
@@ -37,3 +39,5 @@ class Settings:
     recompute_layers: tuple[str, ...] = ()
     update_in_backward: int = 0
     device_budget: DeviceBudget | None = None
+    updates_on_host: bool = False
+    exact: bool = True

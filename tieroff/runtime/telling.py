@@ -56,8 +56,9 @@ class Telling:
         allocator = self._custody.backend.allocated_most()
         unmoved = self._custody.unmoved_by_reason()
         planned = kind.feedback.plan_count, kind.feedback.replanned_since
+        updates = stepper.host.evidence.words() if stepper is not None else ""
         step = Explained(
-            trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged(), planned
+            trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged(), planned, updates
         )
         return "\n".join(explain(step, detail=detail))
 

@@ -89,8 +89,9 @@ def build(
         joined.pop_all()
     try:
         layers = layers_to_recompute(config, ranks) if plan is None else ()
-        settings = _settings(config, resources, layers)
-        plans = _plan_source(plan, config, resources, budgets, links, ranks)
+        links.has_updates = updates_on_host = _may_update_on_host(config, resources, ranks)
+        settings = _settings(config, resources, layers, updates_on_host=updates_on_host)
+        plans = _plan_source(plan, config, resources, budgets, links, ranks, updates_on_host=updates_on_host)
         foresight = Correlation() if config.plan.policy != "demand" else None
         resident = Resident(model, backend, part.engines if part is not None else ()) if device.type == "cpu" else None
         is_staged = resources.io is not None and resources.io.name != "gds"
@@ -150,7 +151,7 @@ def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> R
     return Resources(backend, stores, io)
 
 
-def _settings(config: Config, resources: Resources, layers: tuple[str, ...]) -> Settings:
+def _settings(config: Config, resources: Resources, layers: tuple[str, ...], *, updates_on_host: bool) -> Settings:
     planning, stores = config.plan, resources.stores
     moves = bool(stores)
     return Settings(
@@ -162,19 +163,30 @@ def _settings(config: Config, resources: Resources, layers: tuple[str, ...]) -> 
         config_toml=config.to_toml(),
         recompute_layers=layers,
         update_in_backward=planning.update_in_backward,
+        updates_on_host=updates_on_host,
+        exact=planning.exact,
         device_budget=config.budget.device,
         compute_dtype=_COMPUTE_TYPES[config.compute_dtype] if config.compute_dtype is not None else None,
     )
 
 
 def _plan_source(
-    plan: Plan | None, config: Config, resources: Resources, budgets: Budgets, links: Links, ranks: Ranks
+    plan: Plan | None,
+    config: Config,
+    resources: Resources,
+    budgets: Budgets,
+    links: Links,
+    ranks: Ranks,
+    *,
+    updates_on_host: bool,
 ) -> PlanSource:
     device = resources.backend.device
     capabilities = replace(
         RUNTIME_EXECUTOR,
         # On the host they would be early ones: see [Note: late evictions] in runtime/items/table.py.
         late_evictions=plan is not None or device.type != "cpu",
+        updates_on_host=updates_on_host,
+        updates_cross=updates_on_host,
         tiers=budgets.tiers,
         recompute=config.plan.recompute,
         min_bytes=config.plan.min_bytes,
@@ -183,6 +195,17 @@ def _plan_source(
     if plan is not None:
         return GivenPlan(plan, config, device, links, ranks, capabilities)
     return Planning(config, device, budgets, links, ranks, capabilities)
+
+
+def _may_update_on_host(config: Config, resources: Resources, ranks: Ranks) -> bool:
+    """True where the CPU may update what lies in host memory below a device.
+
+    Where that is the device's own memory nobody can be kept from reading what is being updated. A rank's shards are parts of
+    what its optimizer has. In a rehearsal there is no memory.
+    """
+    backend = resources.backend
+    is_below = backend.device.type != "cpu" and backend.slabs.is_backed and Tier.HOST in resources.stores
+    return is_below and ranks.world == 1 and not config.plan.update_in_backward and "optimizer" in config.plan.cover
 
 
 def _backend_for(config: Config, model: torch.nn.Module) -> Backend:

@@ -43,7 +43,7 @@ class GivenPlan:
     def recorder(self) -> StepRecorder:
         return StepRecorder(self._device)
 
-    def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+    def plan(self, traces: Sequence[Trace], rates: dict[str, float], *, updates_on_host: bool = False) -> Pending[Made]:
         return Known(lambda: Made(0, self._checked(traces[0]), None))
 
     def _checked(self, trace: Trace) -> Plan:
@@ -60,6 +60,9 @@ class GivenPlan:
     def can_move(self, trace: Trace) -> bool:
         """Returns True: the plan says what moves."""
         return True
+
+    def may_update_on_host(self, trace: Trace) -> bool:
+        return bool(self._plan.host_updates)
 
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         if not may_bring_back(self._config, self._ranks) or self._plan.trace_digest == trace.digest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -128,7 +129,7 @@ class Planning:
             policy = self._planning.policy
             self._told.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit))
 
-    def plan(self, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+    def plan(self, traces: Sequence[Trace], rates: dict[str, float], *, updates_on_host: bool = False) -> Pending[Made]:
         last = traces[-1]
         budget = self._budget_of(last)
         is_of_kind = self._wanted is not None and self._wanted.size_bytes is None
@@ -148,7 +149,7 @@ class Planning:
             budget=budget,
             policy=policy,
             effort=effort,
-            capabilities=self._capabilities,
+            capabilities=replace(self._capabilities, updates_on_host=updates_on_host, updates_cross=updates_on_host),
             recompute=self._recomputed or (),
             chooses_layers=self._recomputed is None and may_rerun,
         )
@@ -177,6 +178,14 @@ class Planning:
         if layers_to_recompute(self._config, self._ranks) or self._ranks.world > 1 or self._rank_budget.is_shared:
             return True
         return bool(self._problem(trace, 0).units) and not self._saves_too_little(trace)
+
+    def may_update_on_host(self, trace: Trace) -> bool:
+        """Returns False where it would not be planned: all fits, or the machine is known to say nothing of its CPU."""
+        is_asked = self._capabilities.updates_on_host and self._planning.policy == "auto"
+        if not is_asked or not self.can_move(trace):
+            return False
+        is_slow = self._links.is_named and not self._links.machine.update_bytes_per_s
+        return not is_slow and self._budget_of(trace)[Tier.DEVICE] < trace.peak_bytes
 
     def _saves_too_little(self, trace: Trace) -> bool:
         return self._budgets.saves_too_little(trace, lambda: self._least(trace))

@@ -92,9 +92,11 @@ def test_tier_without_a_budget_is_not_said_to_be_unused() -> None:
     assert "unused" not in explain(Explained(TRACE, replace(FITS, budget_bytes={DEVICE: 8 * MIB})))[1]
 
 
-def test_updates_by_the_cpu_are_said_to_round() -> None:
+def test_updates_by_the_cpu_are_said_to_be_proven_by_a_training() -> None:
     plan = replace(PLAN, host_updates=(HostUpdate(3, 3, 4, 1000),))
-    assert "can differ from the plain run's in rounding" in explain(Explained(TRACE, plan))[3]
+    assert "does so only where its first updates show that they are the device's" in explain(Explained(TRACE, plan))[3]
+    told = explain(Explained(TRACE, plan, updates="The CPU's updates are those of the device."))[3]
+    assert "The CPU's updates are those of the device." in told
 
 
 def test_sums_of_user_code_over_gradients_below_are_told_where_the_host_computes_them() -> None:

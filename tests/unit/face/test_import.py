@@ -26,6 +26,7 @@ OWN_WITH_WRAP = {
     "tracing",
     "uncompiled",
     "units",
+    "updates",
 }
 """Packages that running a step needs."""
 

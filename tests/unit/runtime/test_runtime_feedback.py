@@ -352,7 +352,7 @@ def test_plan_that_cannot_be_made_again_runs_on(
     train(model, optimizer, 1)
     planned = engine.plan
 
-    def refuse(plans: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
+    def refuse(plans: Planning, traces: Sequence[Trace], rates: dict[str, float], **options: bool) -> Pending[Made]:
         def take() -> Made:
             raise kind("there is less room than there was")
 

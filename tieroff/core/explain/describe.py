@@ -43,6 +43,7 @@ class Explained:
             of them; None on the CPU.
         planned: how many plans were made of the step, and why the last took the place of the one before it.
         unmanaged: why tensors stay on the device whatever a plan says -> their bytes.
+        updates: a sentence on who updates, and whether it makes a difference; "" where that is no question.
     """
 
     trace: Trace
@@ -55,6 +56,7 @@ class Explained:
     allocator: tuple[int, int] | None = None
     unmanaged: Mapping[str, int] = field(default_factory=dict)
     planned: tuple[int, str] = (1, "")
+    updates: str = ""
 
 
 def explain(step: Explained, *, detail: bool = False) -> list[str]:
@@ -112,8 +114,11 @@ def ready(trace: Trace, plan: Plan, steps_done: int, asked: str = "", asked_byte
 
 def exactness(step: Explained) -> str:
     """Returns the sentence on whether numbers equal those of the plain run."""
-    if step.plan.host_updates:
-        return "Numbers can differ from the plain run's in rounding: the CPU runs updates of the optimizer."
+    if step.plan.host_updates and not step.updates:
+        return (
+            f"The CPU makes {len(step.plan.host_updates)} updates of the optimizer. A training does so only where its first "
+            "updates show that they are the device's, bit for bit; else the device makes them."
+        )
     text = "Numbers are those of the plain run, bit for bit: nothing is rounded or reordered."
     if step.compute_type:
         text = (
@@ -122,6 +127,8 @@ def exactness(step: Explained) -> str:
         )
     ring = step.trace
     kinds = {ring.tensors[index].kind for index in away_bytes(ring, step.plan)}
+    if step.updates:
+        text = f"{text} {step.updates}"
     if step.is_cpu or TensorClass.GRADIENT not in kinds:
         return text
     own = (

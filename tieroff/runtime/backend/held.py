@@ -18,6 +18,7 @@ class Counts:
     by_class: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in TensorClass})
     stalls: list[tuple[Time, Time]] = field(default_factory=list)
     fallbacks: int = 0
+    host_updates: int = 0
     faults: int = 0  # tensors that were used before their fetch had begun
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from tieroff.core.tensor import Tier
 from tieroff.storage.completion import Completion
@@ -124,6 +124,13 @@ class HomePlace:
 
     def read(self, target_address: int, keep: object, by: By | None = None) -> Completion:
         return self.home.read(target_address, keep, by)
+
+    def end_transfers(self) -> None:
+        """Blocks the host until no copy that it knows of touches its bytes, of a place in host memory."""
+        assert isinstance(self.home, HostHome)
+        transfer: Any  # of a store or a stream, which both can be waited for by the host
+        for transfer in self.home.block.transfers:
+            transfer.wait_ended()
 
     def note(self, copy: Completion) -> None:
         self.home.note(copy)

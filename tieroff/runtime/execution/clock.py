@@ -279,9 +279,6 @@ class Clock:
     def diverge(self, name: Callable[[], str]) -> None:
         """The step is another one than was planned: it goes on without its plan."""
         state, runner = self._state, self._runner
-        state.mode = DEMAND
-        runner.stop()
-        self._traffic.backend.keep_freed(0)  # the memory that the next op needs is unknown
         self._traffic.counts.fallbacks += 1
         if state.kind is not None:
             state.kind.mismatches += 1
@@ -294,9 +291,16 @@ class Clock:
                     expected,
                     found if found != expected else "another size there",
                 )
+        self.leave_plan()
+
+    def leave_plan(self) -> None:
+        """The step goes on without its plan."""
+        self._state.mode = DEMAND
+        self._runner.stop()
+        self._traffic.backend.keep_freed(0)  # the memory that the next op needs is unknown
         self.take_over()
         self._on_demand.release(*[item for item in self._activations if item.device is not None])
-        runner.lower_late()
+        self._runner.lower_late()
 
     def take_over(self) -> None:
         """What the plan left alone is the engine's from here on."""

@@ -11,7 +11,7 @@ from tieroff.core.tensor import Tier, allocated_bytes
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
-from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER
+from tieroff.runtime.items.residency import ARRIVING, BELOW, BOTH, DEVICE
 from tieroff.runtime.items.table import begin_to_leave, is_leaving
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.executable import Executable
@@ -30,6 +30,11 @@ class PlanRunner:
     autograd packs it, a gradient when it reaches its parameter. At the tick of the copy there is nothing to copy yet, so the
     copy begins in `took`; otherwise it would begin when the memory is needed, and could not overlap with compute. That is for
     copies of what was written last: those of the gradient of an earlier backward are none of the one that comes now.
+
+    [Note: loads of what is updated]
+    A load that is due while the CPU updates its tensor would have the host wait, and with it all that the device is given next.
+    So it begins at the first tick at which that update is over, after those that were due before it. Whoever uses the tensor
+    sooner waits.
 
     Attributes:
         cursor: ticks that went by in the step.
@@ -55,6 +60,7 @@ class PlanRunner:
         # The homes that the last plan's step began with, and what `_items` and `_movers` were then.
         self._begun: tuple[list[HomeItem], list[Item | None], list[HomeItem]] = [], [], []
         self._late: list[tuple[int, int, Item]] = []  # (tick, thread, item): see [Note: copies out before …]
+        self._updating: list[Item] = []  # see [Note: loads of what is updated]
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.is_still = False
         self._seen: Executable | None = None
@@ -76,7 +82,7 @@ class PlanRunner:
         """A step begins with these homes; it runs as planned, perhaps without quiet events, or has no plan."""
         is_same = self.follows(planned)
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
-        self.planned, self._late = planned, []
+        self.planned, self._late, self._updating = planned, [], []
         self._keys, self._program, self.quiet = (), (), NOTHING
         self.alone_activations = self.alone_gradients = frozenset()
         if planned is not None:
@@ -100,7 +106,7 @@ class PlanRunner:
 
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
-        self._late, self.quiet = [], NOTHING
+        self._late, self._updating, self.quiet = [], [], NOTHING
         self.alone_activations = self.alone_gradients = frozenset()
 
     # -- ticks -----------------------------------------------------------------------------------------------------
@@ -117,6 +123,8 @@ class PlanRunner:
         actions = self._program[cursor]
         if self._late:
             self._copy_late()
+        elif self._updating:
+            self._load_updated()
         elif actions is None:
             self.is_still = True
         if actions is not None:
@@ -151,10 +159,19 @@ class PlanRunner:
                     begin_to_leave(item, traffic)
                 else:
                     traffic.store(item)
-            elif item.state is LOWER and not item.stays_below:
+            elif item.updating is not None and not item.updating.done():
+                self._updating.append(item)
+            elif item.state in BELOW and not item.stays_below:
                 traffic.fetch(item)
         if arrivals:
             traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is ARRIVING])
+
+    def _load_updated(self) -> None:
+        """Begins loads that were due, up to the first whose update is not over; what was used has come, and may be gone."""
+        while self._updating and (self._updating[0].updating is None or self._updating[0].updating.done()):
+            item = self._updating.pop(0)
+            if item.updating is not None and not item.stays_below:
+                self._traffic.fetch(item)
 
     def measure(self) -> None:
         """Counts the device bytes of the op that just ended, and of those after it whose events are quiet."""

@@ -28,6 +28,13 @@ class Owner(Protocol):
         """Returns the items that user code can reach."""
 
 
+class Writer(Protocol):
+    """Whoever has threads that write tensors below."""
+
+    def settle(self) -> None:
+        """Blocks until none writes."""
+
+
 class _Missing:
     """The `__torch_function__` of both classes."""
 
@@ -86,4 +93,17 @@ def _in_child() -> None:
                     item.multiply_in_child()
 
 
-os.register_at_fork(after_in_child=_in_child)
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def settle_before_forks(writer: Writer) -> None:
+    """From now on, children have what this writer's threads were to write; they have none of those threads."""
+    _writers.add(writer)
+
+
+def _before() -> None:
+    for writer in list(_writers):
+        writer.settle()
+
+
+os.register_at_fork(before=_before, after_in_child=_in_child)

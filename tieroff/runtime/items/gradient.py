@@ -54,8 +54,12 @@ class Waiting:
         It is no op of the step that may be recorded just now: it stands for one of user code.
         """
         with torch.no_grad(), _disable_current_modes():
-            for factor in self.factors[memory._version - version :]:
+            for factor in self.left_of(memory, version):
                 memory.mul_(factor)
+
+    def left_of(self, memory: torch.Tensor, version: int) -> tuple[Factor, ...]:
+        """Returns those that are not in memory yet; `version`: its version when none was."""
+        return self.factors[memory._version - version :]
 
 
 # States in which the copy below is valid.

@@ -185,13 +185,15 @@ class HomeItem(Item):
         self.value_version = value._version if value is not None else 0
 
     def make_place(self, traffic: Mover) -> Place:
-        place = HomePlace(traffic.stores[self.tier], self.size_bytes)
-        memory = torch.frombuffer(place.home, dtype=torch.uint8, count=self.size_bytes)
-        self.lower = view_of(memory, self.dtype, self.size, self.stride, 0)
-        traffic.took(self.lower)
-        self.lower_address = place.home.address
-        self.lower_storage = storage_of(self.lower)
+        traffic.took(self.lie_in(place := HomePlace(traffic.stores[self.tier], self.size_bytes)))
         return place
+
+    def lie_in(self, place: HomePlace) -> torch.Tensor:
+        """The tensor's memory below is that of this place from here on; returns it."""
+        memory = torch.frombuffer(place.home, dtype=torch.uint8, count=self.size_bytes)
+        self.lower = lower = view_of(memory, self.dtype, self.size, self.stride, 0)
+        self.lower_address, self.lower_storage = place.home.address, storage_of(lower)
+        return lower
 
     def part_with_lent(self) -> None:
         """Memory below that somebody else keeps is his, with its values: the next ones get another place."""
@@ -333,12 +335,11 @@ class HomeItem(Item):
                 restore_class(self)
                 self._follow(tensor, traffic)
             return
-        if self.value is None or not self.is_lifted:
+        value = self.value
+        if value is None or not self.is_lifted:
             return
         with untouched():
-            if lies_on(tensor, self.value):
-                return
-            if tensor.device == self.value.device and self.may_take(tensor):
+            if not lies_on(tensor, value) and tensor.device == value.device and self.may_take(tensor):
                 self.take(traffic)
 
     def _follow(self, tensor: torch.Tensor, traffic: Mover) -> None:

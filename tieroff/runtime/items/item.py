@@ -85,6 +85,7 @@ class Item:
         "state",
         "stays_up",
         "tier",
+        "updating",
     )
 
     def __init__(self, key: Hashable, name: str, kind: TensorClass, size_bytes: int, tier: Tier) -> None:
@@ -101,6 +102,7 @@ class Item:
         self.state = DEVICE
         self.leaving: Completion | None = None
         self.arriving: Completion | None = None
+        self.updating: Completion | None = None
         self.outer_ref: Callable[[], torch.Tensor | None] | None = None
 
     @property

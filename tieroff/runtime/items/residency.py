@@ -2,18 +2,20 @@
 
 Who owns the bytes, and what may come next:
 
-| state    | valid copies    | in flight   | store     | stored | touch    | drop    | fetch    | arrived |
-|----------|-----------------|-------------|-----------|--------|----------|---------|----------|---------|
-| DEVICE   | device          | -           | LEAVING   | -      | DEVICE   | refused | DEVICE   | -       |
-| LEAVING  | device          | copy out    | LEAVING   | BOTH   | STALE    | LOWER   | LEAVING  | -       |
-| STALE    | device          | useless out | LEAVING   | DEVICE | STALE    | refused | STALE    | -       |
-| BOTH     | device, lower   | -           | BOTH      | -      | DEVICE   | LOWER   | BOTH     | -       |
-| LOWER    | lower           | -           | LOWER     | -      | refused  | LOWER   | ARRIVING | -       |
-| ARRIVING | lower           | copy in     | ARRIVING  | -      | refused  | LOWER   | ARRIVING | BOTH    |
+| state    | valid copies  | in flight   | store    | stored | touch   | drop     | fetch    | arrived | update   | updated |
+|----------|---------------|-------------|----------|--------|---------|----------|----------|---------|----------|---------|
+| DEVICE   | device        | -           | LEAVING  | -      | DEVICE  | refused  | DEVICE   | -       | refused  | -       |
+| LEAVING  | device        | copy out    | LEAVING  | BOTH   | STALE   | LOWER    | LEAVING  | -       | refused  | -       |
+| STALE    | device        | useless out | LEAVING  | DEVICE | STALE   | refused  | STALE    | -       | refused  | -       |
+| BOTH     | device, lower | -           | BOTH     | -      | DEVICE  | LOWER    | BOTH     | -       | refused  | -       |
+| LOWER    | lower         | -           | LOWER    | -      | refused | LOWER    | ARRIVING | -       | UPDATING | -       |
+| ARRIVING | lower         | copy in     | ARRIVING | -      | refused | LOWER    | ARRIVING | BOTH    | refused  | -       |
+| UPDATING | -             | host update | UPDATING | -      | refused | UPDATING | ARRIVING | -       | refused  | LOWER   |
 
 A reload is an edge out of LOWER, and LOWER is reached only through a copy out that was awaited: a reload without its
 own store's completion cannot be expressed. `drop` in LEAVING awaits the copy first; in STALE it is refused, since the
 copy in flight holds an older value; `store` there awaits the useless copy and starts another.
+`update` leads from LOWER alone: a job of the host's threads reads the bytes below or writes them, until `updated` leads back.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class State(Enum):
     BOTH = auto()
     LOWER = auto()
     ARRIVING = auto()
+    UPDATING = auto()
 
     __hash__ = object.__hash__  # by identity: Enum's own is Python code, which every move would run
 
@@ -44,6 +47,7 @@ STALE: Final = State.STALE
 BOTH: Final = State.BOTH
 LOWER: Final = State.LOWER
 ARRIVING: Final = State.ARRIVING
+UPDATING: Final = State.UPDATING
 
 
 class Event(Enum):
@@ -57,6 +61,8 @@ class Event(Enum):
     FETCH = auto()
     ARRIVED = auto()
     FETCH_FAILED = auto()
+    UPDATE = auto()
+    UPDATED = auto()
 
     __hash__ = object.__hash__
 
@@ -69,6 +75,7 @@ class Do(Enum):
     START_IN = auto()
     AWAIT_IN = auto()
     FREE_DEVICE = auto()
+    AWAIT_UPDATE = auto()
 
 
 S, E = State, Event
@@ -99,8 +106,15 @@ _TABLE: dict[tuple[State, Event], tuple[State, tuple[Do, ...]]] = {
     (S.ARRIVING, E.FETCH): (S.ARRIVING, ()),
     (S.ARRIVING, E.ARRIVED): (S.BOTH, ()),
     (S.ARRIVING, E.FETCH_FAILED): (S.LOWER, (Do.FREE_DEVICE,)),
+    (S.LOWER, E.UPDATE): (S.UPDATING, ()),
+    (S.UPDATING, E.UPDATED): (S.LOWER, ()),
+    (S.UPDATING, E.STORE): (S.UPDATING, ()),
+    (S.UPDATING, E.DROP): (S.UPDATING, ()),
+    (S.UPDATING, E.FETCH): (S.ARRIVING, (Do.AWAIT_UPDATE, Do.START_IN)),
 }
 ON_DEVICE = frozenset({DEVICE, LEAVING, STALE, BOTH})
+BELOW = frozenset({LOWER, UPDATING})
+"""All bytes are below, and nothing brings them up."""
 
 
 def transition(state: State, event: Event) -> tuple[State, tuple[Do, ...]]:

@@ -104,6 +104,8 @@ class Traffic:
                 self._start_in(item)
             elif do is Do.AWAIT_IN:
                 self._settle_in(item)
+            elif do is Do.AWAIT_UPDATE:
+                self._await_update(item)
             else:
                 self.free_device(item)
         item.state = state
@@ -118,7 +120,7 @@ class Traffic:
         """Returns the item's valid device copy, fetching or awaiting it when it is not there."""
         item.is_refused = False
         if item.state not in ON_DEVICE:
-            if item.state is LOWER:
+            if item.state is not ARRIVING:
                 self.counts.faults += 1
                 self.fetch(item)
             self._settle_in(item)
@@ -153,6 +155,8 @@ class Traffic:
             self._await_out(item)
         if item.arriving is not None:
             self._settle_in(item)
+        if item.updating is not None:
+            self._await_update(item)
 
     def settle_all(self, items: Sequence[Item]) -> None:
         """Waits for whatever of them is in flight, as one wait where nobody asks for each."""
@@ -297,6 +301,21 @@ class Traffic:
             return
         item.leaving = None
         item.state, _ = transition(item.state, Event.STORED)
+
+    def update(self, item: Item, job: Completion) -> None:
+        """A job of the host's threads reads what lies below, or writes it; whoever wants those bytes waits for it."""
+        assert item.place is not None
+        item.place.note(job)  # the room, too, is given to nobody else before
+        item.state, _ = transition(item.state, Event.UPDATE)
+        item.updating = job
+
+    def _await_update(self, item: Item) -> None:
+        job = item.updating
+        if job is None:
+            return
+        self._wait(item, job, f"updating {item.name} in host memory")
+        item.state, _ = transition(item.state, Event.UPDATED)
+        item.updating = None
 
     def _start_in(self, item: Item) -> None:
         assert item.place is not None

@@ -31,6 +31,7 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
         moved_bytes=dict(counts.moved_bytes),
         moved_bytes_by_class=dict(counts.by_class),
         fallbacks=counts.fallbacks,
+        host_updates=counts.host_updates,
         faults=counts.faults,
         phase=_what_it_was(kind, mode),
         plans=kind.feedback.plan_count,

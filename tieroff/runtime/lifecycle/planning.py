@@ -65,13 +65,13 @@ class StepPlanning:
             InfeasiblePlanError: some op does not fit.
             StoreError: a drive is full.
         """
-        if kind.asked is not None:
+        if kind.asked is not None or (recorded.is_updated and self._awaits_updates()):
             return
         trace = recorded.trace.with_durations(self._measured_ns(recorded))
         self._custody.backend.keep_freed(0)  # planning takes memory too
         wanted = self._plans.bring_back(trace, recorded.update_at - 1, recorded.used_below)
         traces = (wanted,) if wanted is trace else (wanted, trace)
-        pending = self._plans.plan(traces, kind.feedback.rates)
+        pending = self._plans.plan(traces, kind.feedback.rates, updates_on_host=self._may_update_on_host)
 
         def take() -> None:
             made = pending.take()
@@ -84,6 +84,16 @@ class StepPlanning:
 
         kind.asked = Asked(pending, take)
         self.look(kind)
+
+    def _awaits_updates(self) -> bool:
+        """True while the next updates tell whether a plan may have the CPU make them: the measured step runs once more."""
+        stepper = self._custody.stepper
+        return stepper is not None and stepper.host.evidence.is_awaited
+
+    @property
+    def _may_update_on_host(self) -> bool:
+        stepper = self._custody.stepper
+        return stepper is not None and stepper.host.evidence.is_proven
 
     def _measured_ns(self, recorded: Recorded) -> list[int]:
         """Returns the durations of the ops in the step that has just ended; of one with other ops, equal parts of it."""
@@ -117,7 +127,7 @@ class StepPlanning:
         kind, stage, feedback = observed.kind, observed.stage, observed.kind.feedback
         if stage is not kind.stage or kind.asked is not None or feedback.passes(is_whole=observed.times.is_whole):
             return
-        if not feedback.take(observed.times.durations_ns(), observed.spans):
+        if not feedback.take(_durations_ns(observed), observed.spans):
             return
         reason = feedback.look(stage.made_for, self._plans.machine_at)
         if not reason and feedback.settled_after:
@@ -212,7 +222,7 @@ class StepPlanning:
     def _plan_again(self, kind: StepKind, stage: Planned, trace: Trace, reason: str) -> None:
         self._custody.backend.keep_freed(0)  # planning takes memory too
         feedback = kind.feedback
-        pending = self._plans.plan((trace,), feedback.plan_again())
+        pending = self._plans.plan((trace,), feedback.plan_again(), updates_on_host=self._may_update_on_host)
 
         def take() -> None:
             try:
@@ -242,3 +252,11 @@ class StepPlanning:
     def _reserve(self, plan: Plan) -> None:
         for store in self._custody.stores.values():
             store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
+
+
+def _durations_ns(observed: Observed) -> list[int]:
+    """Returns what each op took; of what the CPU updated, what the device takes where it does, as far as that is known."""
+    durations = observed.times.durations_ns()
+    for update in observed.stage.plan.host_updates:
+        durations[update.op] = observed.stage.trace.ops[update.op].duration_ns
+    return durations

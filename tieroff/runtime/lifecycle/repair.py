@@ -12,6 +12,7 @@ what is really there (memory, addresses, transfers), and decides for the copy th
 | no device copy, room below              | the copy below: the device copy was freed after it      |
 | the tensor lies on its device copy      | the device copy: somebody may have written it           |
 | the tensor lies on memory of others     | that memory                                             |
+| a job of the host was to update it      | the copy below, once that has ended, if it was submitted|
 
 Copies may also be under way that nobody has noted yet. They are waited for, since their memory may get other uses next.
 """
@@ -110,21 +111,21 @@ def _lies_elsewhere(item: HomeItem) -> bool:
 
 def _give_up(item: HomeItem) -> None:
     """Somebody gave the tensor other memory, which is its own: it is taken over when the next step begins."""
-    item.leaving = item.arriving = item.device = item.value = None
+    item.leaving = item.arriving = item.updating = item.device = item.value = None
     if isinstance(item, GradientItem):
         item.waiting = None
     item.is_lifted, item.state = False, LOWER if item.place is not None else DEVICE
 
 
 def _await(item: Item) -> None:
-    for arrival in (item.leaving, item.arriving):
+    for arrival in (item.leaving, item.arriving, item.updating):
         if arrival is not None:
             arrival.wait(_ENDING_TIMEOUT_S)
 
 
 def _put_below(item: Item) -> None:
     """The copy below counts."""
-    item.leaving = item.arriving = None
+    item.leaving = item.arriving = item.updating = None
     if isinstance(item, HomeItem):
         item.is_lifted = item.is_shown_below or _is_up(item)
         item.freed()  # gives the tensor its place below, or makes it hollow

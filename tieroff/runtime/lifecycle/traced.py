@@ -131,6 +131,9 @@ class TracedStep:
         read = {keys[t] for op in trace.ops if op.phase in _PASSES for t in op.reads}
         room_bytes = self._plans.spare_bytes(trace)
         self._custody.executor.on_demand.experience.add(read, written, self.shapes, room_bytes)
+        stepper = self._custody.stepper
+        if stepper is not None and self._plans.may_update_on_host(trace):
+            stepper.host.evidence.is_useful = True
 
 
 def _used_below(trace: Trace, recorder: Recorder, index: dict[Hashable, int], keys: tuple[Hashable, ...]) -> dict[int, bool]:

@@ -18,6 +18,7 @@ from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
+from tieroff.runtime.optimizer.host.updates import HostUpdates, NotBelowError
 from tieroff.runtime.optimizer.in_backward import AppliedGradient, EarlyUpdates
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.optimizer.update import BucketUpdate
@@ -61,6 +62,7 @@ class BucketedStep:
         buckets: its parameters, as they are updated together.
         state: its state tensors.
         early: updates in backward.
+        host: updates in host memory.
         is_removed: `optimizer.step` is the optimizer's own again.
         has_stepped: a training step was ended by its update.
         may_update_in_backward: the config asks for it, and it can be.
@@ -82,6 +84,7 @@ class BucketedStep:
         self.buckets = Buckets(optimizer, self._is_replaced)
         self.state = OptimizerState(optimizer, self.buckets, context, settings)
         self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state)
+        self.host = HostUpdates(optimizer, self.buckets, context, settings)
         self.is_removed = self.has_stepped = False
         self.may_update_in_backward = settings.update_in_backward > 0 and self._may_update_in_backward()
         self.early = EarlyUpdates(self, context.state.updated, settings.update_in_backward)
@@ -116,6 +119,8 @@ class BucketedStep:
             self.optimizer.__dict__.pop("step", None)
         self._context.clock.at_backward_end.remove(self.early)
         self.state.bring_home()
+        self.host.settle()
+        self.host.close()
         for parameter in chain.from_iterable(group["params"] for group in self.optimizer.param_groups):
             if isinstance(parameter.grad, AppliedGradient):
                 parameter.grad = None
@@ -133,6 +138,7 @@ class BucketedStep:
         """One optimization step. Returns what the optimizer's own step, or its closure, returned."""
         optimizer: Any = self.optimizer
         self.has_stepped = True
+        self.host.evidence.updates += 1
         optimizer._opt_called = True  # schedulers look whether a step was made before theirs
         had_grad = torch.is_grad_enabled()
         try:
@@ -191,6 +197,7 @@ class BucketedStep:
     def restore(self) -> None:
         """After an exception: the groups are whole again, and what belongs to an update in parts is over."""
         self._update_one.restore()
+        self.host.restore()
 
     def _moves_nothing(self) -> bool:
         return self._context.state.mode is PASS
@@ -234,14 +241,37 @@ class BucketedStep:
                         done.update(together)
                         continue
                     self._tick(number)
-                    out = self._update_one.run(
-                        buckets[number],
-                        lambda bucket: self._update_one.step_on(bucket, args, kwargs),
-                        buckets[following] if following is not None else [],
-                    )
+                    if not self._submit(number):
+                        out = self._update_one.run(
+                            buckets[number],
+                            lambda bucket: self._step_on(bucket, args, kwargs),
+                            buckets[following] if following is not None else [],
+                        )
         finally:
             self._update_one.end_parts()
+        self.host.evidence.update_ended()
         return out
+
+    def _submit(self, number: int) -> bool:
+        """Has the CPU update a bucket, where the plan says so; False: the device is to, with the step out of its plan."""
+        if not self.host.is_planned(number):
+            return False
+        clock = self._context.clock
+        clock.pause()  # no compute of the device's
+        try:
+            self.host.submit(self.buckets.current[number])
+        except NotBelowError as error:
+            why = str(error)
+            if error.is_expected:
+                clock.leave_plan()
+            else:
+                clock.diverge(lambda: f"an update on the device ({why})")
+            return False
+        return True
+
+    def _step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        with self.host.compared(bucket):
+            return self._update_one.step_on(bucket, args, kwargs)
 
     def _together(self, number: int) -> tuple[int, ...]:
         """Returns what is updated with a bucket that needs nothing of the engine, itself first; () of any other.

@@ -3,6 +3,10 @@
 `core.schedule` alone says what happens at which tick. The two passes before it say what this runtime does otherwise than the
 plan, and why: user code runs at moments that no op of a trace stands for.
 
+[Note: updated below]
+What the CPU updates has to lie below while user code runs before the update, and is submitted there as it lies. Its loads that
+cross the step's end begin with the next step: user code between two steps finds such parameters below, whatever was loaded.
+
 [Note: left alone]
 An activation or gradient that comes new in each step, and that the plan never moves, needs no item: the program's own tensor is
 all there is of it, and its bytes count as those of the trace. Should a step leave its plan, or a gradient outlive it, the
@@ -45,6 +49,7 @@ class Executable:
         update_at: the tick at which the update begins.
         stays_after_backward: see `stays_for_update`.
         late: tensors that leave in the step after the one that used them -> the tick from which they are idle in theirs.
+        host_buckets: numbers of the buckets that the CPU updates; see [Note: updated below].
     """
 
     ticks: tuple[Tick, ...]
@@ -59,13 +64,16 @@ class Executable:
     update_at: int
     stays_after_backward: frozenset[int]
     late: Mapping[int, int]
+    host_buckets: frozenset[int]
 
 
 def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
     """Returns what the runtime needs to run this plan of this trace."""
     tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
     update_at = recorded.update_at
-    stays = tuple(stays_for_update(plan, trace, tiers, update_at))
+    below = {tensor for u in plan.host_updates for tensor in (*trace.ops[u.op].reads, *trace.ops[u.op].writes)}
+    plan = loaded_in_next_step(plan, below)
+    stays = tuple(stay for stay in stays_for_update(plan, trace, tiers, update_at) if stay.tensor not in below)
     adapted = copied_after_user_code(without_early_copies(plan, recorded), stays, recorded)
     adapted = brought_back_for_update(adapted, stays, tiers, update_at)
     ticks = make_schedule(adapted).ticks
@@ -98,9 +106,24 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         late={
             r.tensor: max((gap.start for gap in trace.lifetimes[r.tensor].gaps), default=0)
             for r in plan.residencies
-            if r.tier is Tier.DEVICE and r.tensor in tiers and r.stop > plan.op_count
+            if r.tier is Tier.DEVICE and r.tensor in tiers and r.stop > plan.op_count and r.tensor not in below
         },
+        host_buckets=frozenset(key[1] for u in plan.host_updates if isinstance(key := recorded.keys[u.op], tuple)),
     )
+
+
+def loaded_in_next_step(plan: Plan, updated: Collection[int]) -> Plan:
+    """Returns the plan with loads that cross the step's end, of what the CPU updates, begun with the next step.
+
+    See [Note: updated below].
+    """
+    count = plan.op_count
+
+    def begun_later(transfer: Transfer) -> Transfer:
+        crosses = transfer.tensor in updated and transfer.target is Tier.DEVICE and transfer.ready_by > count
+        return replace(transfer, issue_at=0, ready_by=transfer.ready_by - count, rank=_FIRST_RANK) if crosses else transfer
+
+    return replace(plan, transfers=tuple(map(begun_later, plan.transfers))) if plan.host_updates else plan
 
 
 def without_early_copies(plan: Plan, recorded: Recorded) -> Plan:

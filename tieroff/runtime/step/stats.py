@@ -33,6 +33,7 @@ class Stats:
         settings: values that the engine chose by itself.
         host_ahead_s: how long the host was ahead of an accelerator in this step, the median over the places where it had that
             wait for a transfer, and the step's end. Next to nothing: the device waits for the host. None on the CPU.
+        host_updates: buckets of parameters that the CPU updated in host memory.
     """
 
     step_s: float
@@ -51,6 +52,7 @@ class Stats:
     settled_after: int
     settings: dict[str, str]
     host_ahead_s: float | None = None
+    host_updates: int = 0
 
     def figures(self, number: int = 0) -> StepFigures:
         """Returns what of this is kept of every step, as that of step `number`."""

@@ -1,0 +1,42 @@
+"""The CPU updates what lies below a device: bits of the plain run, no byte of state over the link, and only where proven."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator import target
+from tests.accelerator.updates.loop import Loop, Make, differing, fused_adamw, momentum
+from tests.support.oracles.bytes.device import DeviceBytes
+from tieroff.core.tensor import Tier
+from tieroff.updates.native import HAS_UPDATES
+
+pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
+
+STEPS = 20
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1024], ids=["all-moves", "counters-stay"])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(fused_adamw, torch.float32), (fused_adamw, torch.bfloat16), (momentum, torch.float32)],
+    ids=["adamw", "adamw-bf16", "sgd"],
+)
+def test_updates_below_have_the_bits_of_the_plain_run(make: Make, dtype: torch.dtype, min_bytes: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "bias": min_bytes == 0}
+    plain, wrapped = Loop(None, make, **options), Loop(tmp_path, make, min_bytes=min_bytes, **options)
+    plain.steps(STEPS)
+    taken = DeviceBytes(target.device())
+    for index in range(STEPS):
+        taken.begin()
+        wrapped.step()
+        if index >= 5:
+            wrapped.assert_updated_below()
+            assert wrapped.engine is not None
+            assert taken.peak_bytes <= wrapped.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(wrapped.parameters)
+    assert wrapped.engine is not None
+    assert "bit for bit: rounded as contracted" in wrapped.engine.explain()
+    assert differing(plain.finish(), wrapped.finish()) == []
