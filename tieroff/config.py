@@ -185,6 +185,12 @@ class Planning(_Table):
         "no clipping, no GradScaler, no change of options. `true` is for one backward per update, `4` for four whose gradients "
         "add up; the last of them updates. Any other loop gets an error, after some parameters have been updated.",
     )
+    update_on_host: bool = _key(
+        True,
+        "true or false",
+        "Whether a plan may have the CPU update parameters in host memory, so that optimizer state does not cross the link. "
+        "`false` keeps the CPU's cores for data loading, and shows what the device's updates cost.",
+    )
     exact: bool = _key(
         True,
         "true or false",

@@ -170,6 +170,7 @@ class Tieroff(Plain):
             "compute_s": stats.compute_s,
             "recompute_s": stats.recompute_s,
             "host_ahead_s": stats.host_ahead_s,
+            "host_updates": stats.host_updates,
             "moved_bytes": dict(stats.moved_bytes),
             "own_peak_bytes": stats.peak_device_bytes,
             "host_peak_bytes": stats.peak_host_bytes,
@@ -187,6 +188,13 @@ class Tieroff(Plain):
         tieroff.engine(self.model).close()
 
 
+class TieroffDevice(Tieroff):
+    """tieroff with all updates on the device, where its plans may have the CPU make them."""
+
+    def _planning(self) -> Mapping[str, Any]:
+        return {**super()._planning(), "update_on_host": False}
+
+
 def host_bytes() -> int:
     """Returns a host budget: seven eighths of what this process may use, since a step's own host memory is small."""
     from tieroff.storage.limits import host_limit
@@ -201,4 +209,5 @@ WAYS: dict[str, Callable[[Row, Subject, torch.device, Path], Plain]] = {
     "deepspeed": DeepSpeed,
     "trainstream": TrainStream,
     "tieroff": Tieroff,
+    "tieroff-device": TieroffDevice,
 }

@@ -203,9 +203,10 @@ def _may_update_on_host(config: Config, resources: Resources, ranks: Ranks) -> b
     Where that is the device's own memory nobody can be kept from reading what is being updated. A rank's shards are parts of
     what its optimizer has. In a rehearsal there is no memory.
     """
-    backend = resources.backend
+    backend, planning = resources.backend, config.plan
     is_below = backend.device.type != "cpu" and backend.slabs.is_backed and Tier.HOST in resources.stores
-    return is_below and ranks.world == 1 and not config.plan.update_in_backward and "optimizer" in config.plan.cover
+    is_asked = planning.update_on_host and not planning.update_in_backward and "optimizer" in planning.cover
+    return is_asked and is_below and ranks.world == 1
 
 
 def _backend_for(config: Config, model: torch.nn.Module) -> Backend:

@@ -40,3 +40,15 @@ def test_updates_below_have_the_bits_of_the_plain_run(make: Make, dtype: torch.d
     assert wrapped.engine is not None
     assert "bit for bit: rounded as contracted" in wrapped.engine.explain()
     assert differing(plain.finish(), wrapped.finish()) == []
+
+
+def test_no_update_is_made_below_where_the_config_forbids_it(tmp_path: Path) -> None:
+    plain, wrapped = Loop(None), Loop(tmp_path, update_on_host=False)
+    for loop in (plain, wrapped):
+        loop.steps(8)
+    assert wrapped.engine is not None
+    stats = wrapped.engine.stats()
+    assert (stats.phase, stats.fallbacks, stats.host_updates) == ("planned", 0, 0)
+    assert wrapped.engine.plan.host_updates == ()
+    assert stats.moved_bytes_by_class["optimizer"] > 0
+    assert differing(plain.finish(), wrapped.finish()) == []
