@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+UPDATED_ON_HOST = "updated_on_host"
+"""The key in a trace's `meta` that names the optimizer where the runtime may have the CPU run its ops."""
+
+_HAVE_KERNELS = frozenset(f"torch.optim.{name}" for name in ("adagrad.Adagrad", "adam.Adam", "adamw.AdamW", "sgd.SGD"))
 _LARGEST_BUCKET_BYTES = 32 << 20
 _BUCKETS_AT_LEAST = 8
 
@@ -26,3 +30,8 @@ def buckets_of(sizes_bytes: Sequence[int]) -> list[range]:
             filled_bytes = 0
         filled_bytes += size_bytes
     return [range(*pair) for pair in zip(starts, [*starts[1:], len(sizes_bytes)], strict=True)]
+
+
+def has_kernels(kind: type) -> bool:
+    """True for a class of optimizers whose updates native kernels can make: by itself, since a subclass may do anything."""
+    return f"{kind.__module__}.{kind.__qualname__}" in _HAVE_KERNELS

@@ -152,7 +152,7 @@ IDEAL_EXECUTOR = Capabilities(
 """All that a plan can say: what published policies are compared under, whatever runs their plans."""
 
 RUNTIME_EXECUTOR = Capabilities(late_evictions=True, gradient_follows_parameter=True, min_bytes=64 * 2**10, granule_bytes=4096)
-"""What this project's own runtime can do with its default config."""
+"""What this project's own runtime can do with its default config; of some optimizers it updates on the host, too."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tieroff.core.buckets import UPDATED_ON_HOST
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.machine import validate as validate_machine
@@ -75,6 +76,10 @@ def plan_with_timeline(
 def default_capabilities(trace: Trace) -> Capabilities:
     """Returns what plans of a trace may ask for when nothing is said: all that a plan can say for traces from files.
 
-    A trace that this project's own runtime recorded, or made without running, is planned for that runtime.
+    A trace that this project's own runtime recorded, or made without running, is planned for that runtime. It has the CPU run
+    ops of optimizers that it has kernels for, where that proves to be the same.
     """
-    return IDEAL_EXECUTOR if trace.origin == "file" else RUNTIME_EXECUTOR
+    if trace.origin == "file":
+        return IDEAL_EXECUTOR
+    updates = UPDATED_ON_HOST in trace.meta
+    return replace(RUNTIME_EXECUTOR, updates_on_host=updates, updates_cross=updates)

@@ -89,7 +89,7 @@ def build(
         joined.pop_all()
     try:
         layers = layers_to_recompute(config, ranks) if plan is None else ()
-        links.has_updates = updates_on_host = _may_update_on_host(config, resources, ranks)
+        updates_on_host = _may_update_on_host(config, resources, ranks)
         settings = _settings(config, resources, layers, updates_on_host=updates_on_host)
         plans = _plan_source(plan, config, resources, budgets, links, ranks, updates_on_host=updates_on_host)
         foresight = Correlation() if config.plan.policy != "demand" else None

@@ -47,14 +47,10 @@ class Links:
         device: "cuda" or "cpu".
         dirs: folders of the NVMe tier.
         ranks: how many processes share the machine.
-
-    Attributes:
-        has_updates: what the CPU updates in host memory is of interest.
     """
 
     def __init__(self, config: Config, device: str, dirs: tuple[Path, ...], ranks: Ranks) -> None:
         self._config, self._device, self._dirs, self._ranks = config, device, dirs, ranks
-        self.has_updates = False
         if self.is_named:
             self.machine  # noqa: B018 - a file that is wrong is told now, not when the first plan is made
 
@@ -92,7 +88,7 @@ class Links:
         if self._device == "cpu":
             machine = measure_apart(self._dirs, engine=engine, seconds=_MEASURE_S)
             return replace(machine, move_compute_s=_MOVE_COMPUTE_S)
-        return measure_machine(self._device, self._dirs, engine=engine, seconds=_MEASURE_S, has_updates=self.has_updates)
+        return measure_machine(self._device, self._dirs, engine=engine, seconds=_MEASURE_S)
 
     def best_engine(self) -> str | None:
         """Returns the I/O engine that the machine file found fastest in the folders; None without a file."""

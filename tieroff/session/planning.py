@@ -180,12 +180,13 @@ class Planning:
         return bool(self._problem(trace, 0).units) and not self._saves_too_little(trace)
 
     def may_update_on_host(self, trace: Trace) -> bool:
-        """Returns False where it would not be planned: all fits, or the machine is known to say nothing of its CPU."""
+        """Returns False where it would not be planned: all fits, or no machine file says what the CPU updates."""
         is_asked = self._capabilities.updates_on_host and self._planning.policy == "auto"
         if not is_asked or not self.can_move(trace):
             return False
-        is_slow = self._links.is_named and not self._links.machine.update_bytes_per_s
-        return not is_slow and self._budget_of(trace)[Tier.DEVICE] < trace.peak_bytes
+        # A run measures links alone: to measure updates takes device memory, which may not be there, and host memory.
+        is_known = self._links.is_named and self._links.machine.update_bytes_per_s > 0
+        return is_known and self._budget_of(trace)[Tier.DEVICE] < trace.peak_bytes
 
     def _saves_too_little(self, trace: Trace) -> bool:
         return self._budgets.saves_too_little(trace, lambda: self._least(trace))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tieroff.core.buckets import UPDATED_ON_HOST
 from tieroff.core.check.plan import check
 from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.machine import Machine
@@ -17,6 +18,7 @@ from tieroff.errors import InvalidPlanError
 from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
+from tieroff.planner.make_plan import default_capabilities
 from tieroff.planner.problem.assemble import build_plan, plan_from
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 
@@ -57,6 +59,15 @@ def test_the_cpu_updates_where_that_is_faster_by_an_exact_amount() -> None:
     assert (plan.step_ns, plan.host_updates) == (50 + 50 + 10 + 20 + 10, (HostUpdate(2, 2, 3, 20),))
     assert sorted((t.tensor, t.source) for t in plan.transfers) == [(0, HOST), (2, DEVICE)]
     assert plan.peak_bytes == {DEVICE: 120, HOST: 120, Tier.NVME: 0}
+
+
+@pytest.mark.parametrize(("optimizer", "updates"), [("", False), ("AdamW", True)])
+def test_a_step_is_planned_for_a_cpu_that_updates_where_its_optimizer_has_kernels(optimizer: str, updates: bool) -> None:
+    trace = replace(_CASE, origin="dry", meta={UPDATED_ON_HOST: optimizer} if optimizer else {})
+    can = default_capabilities(trace)
+    assert (can.updates_on_host, can.updates_cross) == (updates, updates)
+    assert replace(can, updates_on_host=False, updates_cross=False) == RUNTIME_EXECUTOR
+    assert bool(find_buckets(_problem(trace, caps=replace(can, min_bytes=0)))) is updates
 
 
 def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:

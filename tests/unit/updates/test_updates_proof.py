@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tieroff.core.buckets import has_kernels
 from tieroff.runtime.optimizer.host.capture import Capture, capture
 from tieroff.runtime.optimizer.host.proof import Proof, Verdict
 from tieroff.updates.native import HAS_UPDATES
@@ -145,3 +146,17 @@ def test_tensors_that_lie_otherwise_are_not_captured() -> None:
     parameter = training.parameters[0]
     parameter.grad = torch.ones(2 * parameter.numel())[::2]
     assert capture(training.optimizer, training.optimizer.param_groups[0], parameter) is None
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adamax]
+)
+def test_a_class_is_said_to_have_kernels_where_its_updates_are_captured(make: Any) -> None:
+    training = _Training(make)
+    training.set_gradients()
+    training.optimizer.step()
+    assert bool(training.set_gradients()) is has_kernels(make)
+
+
+def test_a_subclass_has_no_kernels() -> None:
+    assert not has_kernels(type("AdamW", (torch.optim.AdamW,), {}))

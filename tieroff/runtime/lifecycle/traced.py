@@ -6,6 +6,7 @@ import logging
 from collections.abc import Hashable
 from typing import Any
 
+from tieroff.core.buckets import UPDATED_ON_HOST
 from tieroff.core.seams import PlanSource, Recorder, Subject
 from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Trace
@@ -93,6 +94,8 @@ class TracedStep:
         recorder.stands(one.tensor.untyped_storage() for one in unmanaged(custody))
         if advice := "; ".join(filter(None, (advice_of(custody.model), custody.executor.shards.advice))):
             recorder.meta["advice"] = advice
+        if custody.stepper is not None and custody.stepper.host.evidence.is_possible:
+            recorder.meta[UPDATED_ON_HOST] = type(custody.stepper.optimizer).__name__
         trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
         trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)
         trace, buffers = with_communication(trace, keys)

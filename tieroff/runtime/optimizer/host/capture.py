@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tieroff.core.buckets import has_kernels
 from tieroff.updates import rule as rules
 from tieroff.updates.rule import Rule
 
@@ -55,11 +56,6 @@ class Capture:
     kind: Kind
 
 
-def has_kernels(optimizer: torch.optim.Optimizer) -> bool:
-    """True for an optimizer of which some updates may be made by kernels: its class is known exactly."""
-    return type(optimizer) in _MAKERS
-
-
 def counts(optimizer: torch.optim.Optimizer) -> bool:
     """True where updates of this optimizer depend on how many were made."""
     return type(optimizer) is not torch.optim.SGD
@@ -98,7 +94,7 @@ def capture(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramete
     None as `asked` gives it, and where the tensors are not alike.
     """
     state, gradient = optimizer.state.get(parameter) or {}, parameter.grad
-    if gradient is None or not has_kernels(optimizer):
+    if gradient is None or not has_kernels(type(optimizer)):
         return None
     updates = float(state[COUNTER]) if COUNTER in state else 0.0
     found = asked(optimizer, group, state, parameter.dtype, updates)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tieroff.runtime.optimizer.host.capture import Capture, Kind, has_kernels
+from tieroff.core.buckets import has_kernels
+from tieroff.runtime.optimizer.host.capture import Capture, Kind
 from tieroff.runtime.optimizer.host.proof import Proof, copied_bytes
 from tieroff.units import format_bytes
 from tieroff.updates.arithmetic import ARITHMETICS
@@ -27,6 +28,7 @@ class Evidence:
 
     Attributes:
         updates: steps of the optimizer, the one that runs included.
+        is_possible: there are kernels for this optimizer, and nothing forbids them.
         is_useful: some step has more than fits the device, so that a plan may have the CPU update.
         why_not: why none may be made in host memory; "" while that is not known.
     """
@@ -40,7 +42,7 @@ class Evidence:
             exact: no bit may differ.
         """
         self._name = type(optimizer).__name__
-        self._is_possible = may_be and HAS_UPDATES and has_kernels(optimizer)
+        self.is_possible = may_be and HAS_UPDATES and has_kernels(type(optimizer))
         self._proof, self._exact = Proof(exact=exact), exact
         self._kinds: set[Kind] = set()
         self.updates = self._compared_at = 0
@@ -56,13 +58,13 @@ class Evidence:
     @property
     def is_awaited(self) -> bool:
         """True while the next updates are going to tell; a plan is better made afterwards."""
-        is_open = self._is_possible and self.is_useful and not self._is_proven and not self.why_not
+        is_open = self.is_possible and self.is_useful and not self._is_proven and not self.why_not
         return is_open and self.updates < _AWAITED_UPDATES
 
     @property
     def is_wanted(self) -> bool:
         """True while updates of the device are to be compared."""
-        return self._is_possible and self.is_useful and not self.why_not and (self._is_again or not self._is_proven)
+        return self.is_possible and self.is_useful and not self.why_not and (self._is_again or not self._is_proven)
 
     def begins_again(self) -> bool:
         """True once every so many updates: the next update of the device is compared again."""
