@@ -9,13 +9,13 @@ import platform
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
+from gpu_kit.programs import counts_of
 from tieroff.report.terminal import make_console
 from tieroff.units import format_bytes, format_seconds
 
@@ -51,14 +51,7 @@ def run_tests(out: Path) -> dict[str, Any]:
     # What else is installed beside torch may say that it is deprecated, or that it will not work in several processes.
     arguments += ["-W", "ignore::DeprecationWarning", "-p", "no:benchmark", "--numprocesses", str(PROCESSES)]
     failed = run_limited([*arguments, "-p", "no:cacheprovider", f"--junitxml={report}"], TESTS_LIMIT_S)
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    if report.is_file():
-        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-            total, bad, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
-            bad += int(suite.get("errors", 0))
-            counts["passed"] += total - bad - skipped
-            counts["failed"] += bad
-            counts["skipped"] += skipped
+    counts = counts_of(report) if report.is_file() else {"passed": 0, "failed": 0, "skipped": 0}
     if not failed and counts["passed"] == 0:
         failed = "no test ran"
     return {**counts, "error": failed}

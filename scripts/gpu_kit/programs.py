@@ -36,12 +36,13 @@ class Program:
         if not self.result.is_file():
             return []
         if self.result.suffix == ".xml":
-            return [_counts(self.result)]
+            return [counts_of(self.result)]
         found: list[dict[str, Any]] = json.loads(self.result.read_text())["rows"]
         return found
 
 
-def _counts(report: Path) -> dict[str, Any]:
+def counts_of(report: Path) -> dict[str, int]:
+    """Returns how many tests passed, failed and were skipped by pytest's report."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         total, bad, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-EDGES = {"config", "device_budget", "errors", "parts", "uncompiled", "units"}
+EDGES = {"config", "device_budget", "errors", "parts", "recomputation", "uncompiled", "units"}
 BELOW = {
     "errors": set[str](),
     "parts": set[str](),
+    "recomputation": set[str](),
     "uncompiled": set[str](),
     "units": {"errors"},
     "device_budget": {"errors", "units"},

@@ -30,7 +30,7 @@ from tieroff.tracing.buckets import Buckets, EarlyUpdates
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Clock, Constants
 from tieroff.tracing.fakes import FakeRecorder, Fakes, Prices
-from tieroff.tracing.in_backward import HooksInBackward, Packed, Saved
+from tieroff.tracing.in_backward import DryHooks, Packed, Saved
 from tieroff.tracing.kernels import DeviceKernels, run_backward, use_device_updates
 from tieroff.tracing.roofline import Roofline
 
@@ -160,7 +160,7 @@ class _DryStep:
         self._recorded: list[Subject] = []
         self._states: dict[Hashable, Subject] = {}
         self._is_forward = False
-        self._hooks = HooksInBackward(self._pack, self._unpack, _is_moved)
+        self._hooks = DryHooks(self._pack, self._unpack, _is_moved)
         self._optimizer: torch.optim.Optimizer | None = None
         self._buckets: Buckets | None = None
         self._early: EarlyUpdates | None = None

@@ -8,20 +8,14 @@ own that only say where saved tensors are kept, or that they are computed again,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tieroff.recomputation import CHECKPOINTED, CHECKPOINTS, Pack, Unpack, hooks_here, origin_of
 from tieroff.runtime.at_work import calls_user_code
 
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
-
-CHECKPOINTED = "_checkpoint_hook"  # in force round what a checkpoint runs in forward
-RECOMPUTED = "_recomputation_hook"  # and in backward
-_CHECKPOINTS = "torch.utils.checkpoint"
-_GIVE_WAY = ((_CHECKPOINTS, CHECKPOINTED), ("torch.autograd.graph", "save_on_cpu"))
+_GIVE_WAY = ((CHECKPOINTS, CHECKPOINTED), ("torch.autograd.graph", "save_on_cpu"))
 
 
 class _Opaque:
@@ -53,42 +47,12 @@ def with_hooks_around(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
     return pack_both, unpack_both
 
 
-def hooks_here() -> tuple[Pack, Unpack] | None:
-    """Returns the pair of hooks that is in force in this thread, whoever's it is."""
-    pair: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return pair
-
-
-def push_hooks(pack: Pack, unpack: Unpack) -> None:
-    """Puts a pair of hooks in force in this thread, for as long as autograd evaluates the node that it evaluates now."""
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def replace_hooks(pack: Pack, unpack: Unpack) -> None:
-    """Puts a pair of hooks in the place of the one in force: it goes when the context that put that one there ends."""
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def is_of_checkpoint(pair: tuple[Pack, Unpack], which: str) -> bool:
-    """True for a pair that torch's non-reentrant checkpoint put in force: `CHECKPOINTED` or `RECOMPUTED`."""
-    module, name = _origin(pair[0])
-    return module == _CHECKPOINTS and name.startswith(which)
-
-
-def _origin(pack: Pack) -> tuple[str, str]:
-    pack = inspect.unwrap(pack)  # torch.compiler.disable wraps ours, and torch's own
-    return getattr(pack, "__module__", None) or "", getattr(pack, "__qualname__", "")
-
-
 def _hooks_to_call() -> tuple[Pack, Unpack] | None:
     """Returns the innermost pair of hooks of user code, None where there is none that must be called."""
     pair = hooks_here()
     if pair is None:
         return None
-    module, name = _origin(pair[0])
+    module, name = origin_of(pair[0])
     if module.startswith("tieroff."):
         # Another wrapped model's, or a scope's.
         around: tuple[Pack, Unpack] | None = getattr(inspect.unwrap(pair[0]), "around", None)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from tieroff.recomputation import Pack, Unpack
 from tieroff.runtime.execution.state import StepState
-from tieroff.runtime.hooks.forward.around import Pack, Unpack, with_hooks_around
+from tieroff.runtime.hooks.forward.around import with_hooks_around
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.step.mode import DEMAND, PASS, PLANNED
