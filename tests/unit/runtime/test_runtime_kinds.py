@@ -81,7 +81,8 @@ def test_transfers_of_gradients_that_hooks_write_wait_for_the_update() -> None:
     assert first_copies(executable) == {GRADIENT: 3}
     executable = make_executable(GRADIENT_LEAVES_AND_RETURNS, trace(), recorded(frozenset({GRADIENT})))
     assert first_copies(executable) == {}
-    assert [t.target for tick in executable.ticks for t in (*tick.issue_first, *tick.issues)] == [DEVICE]
+    actions = [found for found in executable.program if found is not None]
+    assert [way for found in actions for way, _ in found.issues] == [True] and not any(found.outs_first for found in actions)
 
 
 def test_what_stays_through_user_code_is_copied_out_after_it() -> None:
@@ -134,9 +135,9 @@ def test_what_is_there_for_the_update_stays_and_is_fetched_again_if_it_had_to_le
     )
     executable = make_executable(everything, trace(), recorded())
     assert executable.stays_after_backward == {PARAMETER, GRADIENT}
-    at_update = executable.ticks[executable.update_at]
-    assert [(t.tensor, t.target) for t in at_update.issues] == [(PARAMETER, DEVICE)]
-    assert not at_update.await_ins, "it is awaited where it is used"
+    at_update = executable.program[executable.update_at]
+    assert at_update is not None and at_update.issues == ((True, PARAMETER),)
+    assert not at_update.arrivals, "it is awaited where it is used"
 
 
 def test_events_suit_those_of_a_step_with_larger_tensors() -> None:

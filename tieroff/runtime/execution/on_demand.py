@@ -188,10 +188,6 @@ class OnDemand:
         """Keeps a saved tensor until the ticks of its own op are over."""
         self._incomplete.append((item, self._ticks + TICKS_OF_ONE_OP))
 
-    def is_incomplete(self, item: ActivationItem) -> bool:
-        """True while a saved tensor's own op may still fill it."""
-        return any(known is item for known, _ in self._incomplete)
-
     def tick(self, ticks: int = 1) -> None:
         """Ticks went by: saved tensors whose own op is over may leave."""
         self._ticks += ticks

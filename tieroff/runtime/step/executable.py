@@ -20,7 +20,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tieroff.core.plan import Plan, Residency, Transfer
-from tieroff.core.schedule import Tick, make_schedule
+from tieroff.core.schedule import make_schedule
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.runtime.step.program import Program, make_program
@@ -36,8 +36,7 @@ class Executable:
     """What the runtime needs of a plan while a step runs.
 
     Attributes:
-        ticks: of the plan's schedule, after both passes of this module.
-        program: what the runtime does at each of them.
+        program: what the runtime does at each tick of the plan's schedule, after both passes of this module.
         tiers: tensors that move -> their lower tier.
         copied: tensors that are copied out -> per copy, its tick and the next op that writes the tensor. A gradient that was
             cleared since the last backward is another tensor to the runtime, and to the trace the same one written again.
@@ -52,7 +51,6 @@ class Executable:
         host_buckets: numbers of the buckets that the CPU updates; see [Note: updated below].
     """
 
-    ticks: tuple[Tick, ...]
     program: Program
     tiers: Mapping[int, Tier]
     copied: Mapping[int, Sequence[tuple[int, int]]]
@@ -92,7 +90,6 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         buckets=frozenset(_buckets_that_stay(trace, recorded.keys, tiers)),
     )
     return Executable(
-        ticks=ticks,
         program=program,
         tiers=tiers,
         copied=copied,
