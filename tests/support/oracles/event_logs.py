@@ -154,8 +154,8 @@ def repeatable(*, is_quiet: bool = False) -> Iterator[None]:
         sizes = [sum(trace.tensors[i].size_bytes for i in {*op.reads, *op.writes}) for op in trace.ops]
         return replace(trace, ops=tuple(replace(op, duration_ns=5_000 + n) for op, n in zip(trace.ops, sizes, strict=True)))
 
-    def planned(self: Planning, traces: Sequence[Trace], rates: dict[str, float]) -> Pending[Made]:
-        pending: Pending[Made] = plan(self, [timed(trace) for trace in traces], {})
+    def planned(self: Planning, traces: Sequence[Trace], rates: dict[str, float], **options: Any) -> Pending[Made]:
+        pending: Pending[Made] = plan(self, [timed(trace) for trace in traces], {}, **options)
         return pending
 
     recorder.finish, source.plan, feedback.passes_next = traced, planned, property(lambda _: is_quiet)
