@@ -52,9 +52,13 @@ def steps(draw: st.DrawFn) -> Trace:
     for layer in reversed(range(depth)):
         gradients[layer] = add(f"g{layer}", TensorClass.GRADIENT)
         ops.append(("backward", {made[layer], parameters[layer]}, {gradients[layer]}))
-    if draw(st.booleans()):
+        if draw(st.integers(0, 3)) == 0:  # updated in backward
+            moments = add(f"m{len(tensors)}", TensorClass.OPTIMIZER)
+            ops.append(("optimizer", {parameters[layer], gradients.pop(layer), moments}, {parameters[layer], moments}))
+    is_read = draw(st.booleans())
+    if is_read and gradients:
         ops.append(("", set(gradients.values()), set(draw(st.lists(st.sampled_from(sorted(gradients.values())), max_size=2)))))
-    order = draw(st.permutations(range(depth)))
+    order = draw(st.permutations(sorted(gradients)))
     while order:
         group, order = order[: draw(st.integers(1, 2))], order[2:]
         state = {add(f"m{len(tensors)}", TensorClass.OPTIMIZER) for _ in group}
@@ -138,6 +142,7 @@ def _settings(count: int) -> settings:
             IDEAL_EXECUTOR,
             replace(IDEAL_EXECUTOR, splits=False, min_bytes=10),
             replace(IDEAL_EXECUTOR, updates_cross=False),
+            replace(IDEAL_EXECUTOR, updates_early=False),
             replace(IDEAL_EXECUTOR, wraps=False, splits=False, gradient_follows_parameter=True),
         )
     ),

@@ -127,6 +127,7 @@ class Capabilities:
         updates_on_host: the CPU can run ops of the optimizer (`Plan.host_updates`).
         updates_cross: such updates may end in the next step, with the host copies of the gradients that they read, and loads
             of what they wrote may cross the step's end.
+        updates_early: such updates may be of ops that backward follows, and begin after their op, once gradients are there.
         splits: parts of a tensor move on their own.
         min_bytes: smaller tensors stay on the device.
         granule_bytes: room below is taken in multiples of this, and parts of tensors are cut at its multiples.
@@ -141,13 +142,20 @@ class Capabilities:
     repeats_ops: bool = False
     updates_on_host: bool = False
     updates_cross: bool = False
+    updates_early: bool = False
     splits: bool = False
     min_bytes: int = 0
     granule_bytes: int = 1
 
 
 IDEAL_EXECUTOR = Capabilities(
-    wraps=True, moves_host_nvme=True, repeats_ops=True, updates_on_host=True, updates_cross=True, splits=True
+    wraps=True,
+    moves_host_nvme=True,
+    repeats_ops=True,
+    updates_on_host=True,
+    updates_cross=True,
+    updates_early=True,
+    splits=True,
 )
 """All that a plan can say: what published policies are compared under, whatever runs their plans."""
 

@@ -231,6 +231,8 @@ class _DryStep:
                 param.grad = None
                 self._recorder.died(("gradient", self._positions.get(id(param), -1)))
         self._recorder.is_updating = False
+        if self._early is not None:
+            self._tick(f"after bucket:{number}", "backward")  # what backward does next is no part of the update
 
     def _finish_updates(self) -> None:
         """Steps what was not stepped in backward, and clears the gradients."""

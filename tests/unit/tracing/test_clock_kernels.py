@@ -158,6 +158,11 @@ def test_updates_in_backward_run_once_each_before_its_end_and_let_gradients_go()
     assert first_update > second_forward  # of the last round
     ends = [tensor.lives_until for tensor in early.tensors if tensor.kind is TensorClass.GRADIENT]
     assert min(ends) < last_gradient < max(ends)
+    for op in early.ops:  # an update is an op of its own: the gradient that comes next is no part of it
+        touched = [early.tensors[index] for index in {*op.reads, *op.writes} if op.name.startswith("bucket:")]
+        own = {index for index in {*op.reads, *op.writes} if early.tensors[index].kind is TensorClass.PARAMETER}
+        assert {t.owner for t in touched if t.kind is TensorClass.GRADIENT} <= own
+        assert not [t for t in touched if t.kind is TensorClass.ACTIVATION]
 
 
 def test_a_step_in_rounds_is_planned_for_the_runtime() -> None:

@@ -183,8 +183,19 @@ class _Check:
             refuse(Rule.CAPABILITY, f"the executor repeats no single op: {plan.repeats[0]}")
         if plan.host_updates and not can.updates_on_host:
             refuse(Rule.CAPABILITY, f"the executor updates nothing on the host: {plan.host_updates[0]}")
+        if not can.updates_early:
+            self._check_late_updates()
         if can.gradient_follows_parameter:
             self._check_gradients(uses)
+
+    def _check_late_updates(self) -> None:
+        """Updates on the host come when backward is over, and begin at their op."""
+        backward_end = max((index + 1 for index, op in enumerate(self._ring.ops) if op.phase == "backward"), default=0)
+        for u in self._plan.host_updates:
+            if u.issue_at > u.op:
+                refuse(Rule.CAPABILITY, f"the executor begins updates on the host at their op: {u}")
+            if u.op < backward_end:
+                refuse(Rule.CAPABILITY, f"the executor updates nothing on the host before backward ends: {u}")
 
     def _may_cross(self, item: Transfer | HostUpdate) -> bool:
         """True for what may be under way as the step ends where nothing else may."""

@@ -109,6 +109,14 @@ class Updated:
         return min(plans, key=lambda p: simulate(p, self.original.trace, self.original.machine).step_ns)
 
     @cached_property
+    def _issues(self) -> list[int]:
+        """When each update begins: at its op, or where it may begin later, once the copies of its gradients should be there."""
+        ticks: list[int] = []
+        for bucket in self.buckets:
+            ticks.append(max([bucket.op, *(self.copies[g].ready_by for g in bucket.gradients), *ticks[-1:]]))
+        return ticks
+
+    @cached_property
     def _returns(self) -> dict[int, _Return]:
         """Per parameter that an update writes when it has to be back."""
         trace, n = self.original.trace, self.original.op_count
@@ -142,10 +150,10 @@ class Updated:
             last[number - 1] = min(last[number - 1], last[number])
         ticks: list[int] = []
         free_ns = 0
-        for bucket, limit, lasts_ns in zip(self.buckets, last, lasting_ns or [0] * len(last), strict=True):
-            free_ns = max(free_ns, int(starts[bucket.op])) + lasts_ns
+        for issue, limit, lasts_ns in zip(self._issues, last, lasting_ns or [0] * len(last), strict=True):
+            free_ns = max(free_ns, int(starts[issue])) + lasts_ns
             done = int(np.searchsorted(starts, min(free_ns, int(starts[-1])))) if lasting_ns else 0
-            ticks.append(min(limit, max(done, bucket.op + 1, *ticks[-1:])))
+            ticks.append(min(limit, max(done, issue + 1, *ticks[-1:])))
         return ticks
 
     @cached_property
@@ -184,7 +192,8 @@ class Updated:
         residencies += self._held(awaits)
         transfers += self.copies.values()
         peaks = peak_bytes(replace(self.original, trace=_with_repeats(self.original.trace, plan)), residencies)
-        updates = (HostUpdate(b.op, b.op, ready, b.cpu_ns) for b, ready in zip(self.buckets, awaits, strict=True))
+        windows = zip(self.buckets, self._issues, awaits, strict=True)
+        updates = (HostUpdate(b.op, issue, ready, b.cpu_ns) for b, issue, ready in windows)
         return replace(
             plan,
             trace_digest=self.original.trace.digest,
@@ -272,8 +281,11 @@ def find_buckets(problem: Problem) -> list[Bucket]:
         return []
     runs = _runs(problem.trace)
     found: list[Bucket] = []
+    backward_end = _backward_end(problem.trace)
     for index, op in enumerate(problem.trace.ops):
         if op.phase != "optimizer" or op.queue is Queue.COMMUNICATION:
+            continue
+        if index < backward_end and not problem.capabilities.updates_early:
             continue
         own = tuple(dict.fromkeys((*op.reads, *op.writes)))
         kinds = {tensor: _kind(problem, tensor, runs[tensor], index) for tensor in own}
@@ -291,6 +303,11 @@ def find_buckets(problem: Problem) -> list[Bucket]:
             moved_ns = max(link.transfer_ns(held) for link in problem.links(Tier.HOST))
             found.append(Bucket(index, state, parameters, gradients, cpu_ns, beside_ns, moved_ns))
     return found
+
+
+def _backward_end(trace: Trace) -> int:
+    """Returns the op after the last one of backward."""
+    return max((index + 1 for index, op in enumerate(trace.ops) if op.phase == "backward"), default=0)
 
 
 def _has_its_gradients(problem: Problem, parameters: tuple[int, ...], gradients: tuple[int, ...]) -> bool:
@@ -357,6 +374,11 @@ def _renumbered(trace: Trace, tensors: dict[int, Tensor], on_host: set[int]) -> 
     return replace(trace, ops=ops, tensors=tuple(replace(t, owner=index.get(t.owner, -1)) for t in tensors.values()))
 
 
+def _left_ns(trace: Trace, on_host: set[int]) -> list[int]:
+    """Returns what each op takes of the device."""
+    return [0 if tick in on_host else op.duration_ns for tick, op in enumerate(trace.ops)]
+
+
 def _taken_bytes(problem: Problem, buckets: list[Bucket]) -> int:
     """Returns the most host memory that buckets take, at the end of backward."""
     return sum(problem.room_bytes(tensor) for bucket in buckets for tensor in bucket.tensors)
@@ -364,7 +386,8 @@ def _taken_bytes(problem: Problem, buckets: list[Bucket]) -> int:
 
 def _copies(problem: Problem, buckets: list[Bucket]) -> dict[int, Transfer]:
     """Returns the copy of each gradient to the host, from its last write on, one after the other."""
-    link = problem.links(Tier.HOST)[0]
+    link, latest = problem.links(Tier.HOST)[0], _latest_issues(problem, buckets)
+    starts_ns = np.array(problem.trace.with_durations(_left_ns(problem.trace, {b.op for b in buckets})).starts_ns, np.int64)
     made: list[tuple[int, int, int]] = []
     for bucket in buckets:
         for tensor in bucket.gradients:
@@ -372,10 +395,24 @@ def _copies(problem: Problem, buckets: list[Bucket]) -> dict[int, Transfer]:
     copies: dict[int, Transfer] = {}
     now_ns = 0
     for tick, op, tensor in sorted(made):
-        now_ns = max(now_ns, int(problem.starts_ns[tick])) + link.transfer_ns(problem.size_bytes(tensor))
-        ready = min(op, int(np.searchsorted(problem.starts_ns, now_ns)))
+        now_ns = max(now_ns, int(starts_ns[tick])) + link.transfer_ns(problem.size_bytes(tensor))
+        ready = min(latest[op], int(np.searchsorted(starts_ns, now_ns)))
         copies[tensor] = Transfer(tensor, Tier.DEVICE, Tier.HOST, tick, ready, 0)
     return copies
+
+
+def _latest_issues(problem: Problem, buckets: list[Bucket]) -> dict[int, int]:
+    """Returns per op the last tick at which its update may begin: before its parameters, or those of a later one, are due.
+
+    One that backward does not follow begins at its op: the ticks after it take no time for gradients to arrive in.
+    """
+    latest: dict[int, int] = {}
+    limit, backward_end = problem.op_count - 1, _backward_end(problem.trace)
+    for bucket in reversed(buckets):
+        lives = (problem.trace.lifetimes[tensor] for tensor in bucket.parameters)
+        limit = min([limit, *(start - 1 for life in lives for start, _ in life.required if start > bucket.op)])
+        latest[bucket.op] = limit if bucket.op < backward_end else bucket.op
+    return latest
 
 
 def _last_write(life: Lifetime, op: int) -> int:

@@ -343,6 +343,8 @@ class BucketedStep:
                 self._apply(bucket)
             else:
                 self._update_one.run(bucket, self._apply, [])
+            # What backward does next, the gradient that comes now, is no part of the update.
+            context.clock.tick(("updated", number), lambda: f"after bucket:{number}", "backward")
 
     def _apply(self, bucket: list[torch.Tensor]) -> None:
         """Updates a bucket, and takes its gradients away."""
