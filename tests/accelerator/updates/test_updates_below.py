@@ -19,14 +19,18 @@ pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates i
 STEPS = 20
 
 
-@pytest.mark.parametrize("min_bytes", [0, 1024], ids=["all-moves", "counters-stay"])
+@pytest.mark.parametrize(
+    ("min_bytes", "bias"), [(0, True), (1024, False), (1024, True)], ids=["all-moves", "counters-stay", "biases-stay"]
+)
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [(fused_adamw, torch.float32), (fused_adamw, torch.bfloat16), (momentum, torch.float32)],
     ids=["adamw", "adamw-bf16", "sgd"],
 )
-def test_updates_below_have_the_bits_of_the_plain_run(make: Make, dtype: torch.dtype, min_bytes: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dtype": dtype, "bias": min_bytes == 0}
+def test_updates_below_have_the_bits_of_the_plain_run(
+    make: Make, dtype: torch.dtype, min_bytes: int, bias: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "bias": bias}
     plain, wrapped = Loop(None, make, **options), Loop(tmp_path, make, min_bytes=min_bytes, **options)
     plain.steps(STEPS)
     taken = DeviceBytes(target.device())

@@ -241,7 +241,7 @@ class BucketedStep:
                         done.update(together)
                         continue
                     self._tick(number)
-                    if not self._submit(number):
+                    if not self._submit(number, args, kwargs):
                         out = self._update_one.run(
                             buckets[number],
                             lambda bucket: self._step_on(bucket, args, kwargs),
@@ -252,14 +252,14 @@ class BucketedStep:
         self.host.evidence.update_ended()
         return out
 
-    def _submit(self, number: int) -> bool:
+    def _submit(self, number: int, args: Any, kwargs: dict[str, Any]) -> bool:
         """Has the CPU update a bucket, where the plan says so; False: the device is to, with the step out of its plan."""
         if not self.host.is_planned(number):
             return False
         clock = self._context.clock
         clock.pause()  # no compute of the device's
         try:
-            self.host.submit(self.buckets.current[number])
+            left = self.host.submit(self.buckets.current[number])
         except NotBelowError as error:
             why = str(error)
             if error.is_expected:
@@ -267,6 +267,9 @@ class BucketedStep:
             else:
                 clock.diverge(lambda: f"an update on the device ({why})")
             return False
+        if left:
+            clock.resume()
+            self._update_one.step_on(left, args, kwargs)
         return True
 
     def _step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:

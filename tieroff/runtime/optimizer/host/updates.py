@@ -90,6 +90,7 @@ class _Submission:
     items: list[HomeItem] = field(default_factory=list)
     moves: list[tuple[HomeItem, HomePlace]] = field(default_factory=list)
     written: list[torch.Tensor] = field(default_factory=list)  # whose versions tell that they were written
+    left: list[torch.Tensor] = field(default_factory=list)  # that stay on the device
 
 
 class HostUpdates:
@@ -142,8 +143,11 @@ class HostUpdates:
         planned = self._context.runner.planned
         return self._context.state.mode is PLANNED and planned is not None and number in planned.executable.host_buckets
 
-    def submit(self, bucket: list[torch.Tensor]) -> None:
+    def submit(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:
         """Submits the update of a bucket, whose tick began.
+
+        Returns:
+            Its parameters that never lie below, as they are too small, which the device is to update.
 
         Raises:
             NotBelowError: it cannot be made below; nothing has changed.
@@ -159,6 +163,7 @@ class HostUpdates:
         self._pending = submission
         pool.submit(submission.parts, [], submission.addresses)
         self._finish(pool, submission)
+        return submission.left
 
     def _note_failure(self, why: str) -> None:
         """What kept a bucket from being updated below in two updates in a row, will: plans are made without such from here."""
@@ -173,7 +178,9 @@ class HostUpdates:
         submission = _Submission(ticket)
         for group, parameters in zip(optimizer.param_groups, self._buckets.parts_of(bucket), strict=True):
             for parameter in parameters:
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._context.homes.parameter(parameter) is None:
+                    submission.left.append(parameter)
+                elif parameter.grad is not None:
                     self._add(submission, group, parameter)
         return submission
 
@@ -182,7 +189,7 @@ class HostUpdates:
         item = homes.parameter(parameter)
         gradient = homes.gradients.get(item.position) if item is not None else None
         if item is None or gradient is None or gradient.tensor is not parameter.grad:
-            raise NotBelowError("a parameter or its gradient is not under the engine's care")
+            raise NotBelowError("a gradient is not under the engine's care")
         found = asked(self._optimizer, group, state, item.dtype, self._count(submission, parameter, state))
         arithmetic = self.evidence.arithmetic_of(found.kind) if found is not None else None
         if found is None or arithmetic is None:
