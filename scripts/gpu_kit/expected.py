@@ -15,12 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_kit.rows import ROWS, Row
-from gpu_kit.subjects import SUBJECTS, SubjectAbsent
+from gpu_kit.subjects import SUBJECTS, SubjectAbsent, adamw, foreach_adamw
 from tieroff.core.machine import Machine, load_machine
+from tieroff.core.plan import Capabilities
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.device_budget import DeviceBudget
@@ -34,7 +36,7 @@ from tieroff.tracing.clock.model import Constants
 from tieroff.tracing.dry import dry_trace
 from tieroff.units import parse_bytes
 
-WAYS = ("plain", "tieroff")
+WAYS = ("plain", "tieroff", "tieroff-host")
 
 
 def budget_bytes(row: Row, trace: Trace, machine: Machine, lower: dict[Tier, int]) -> int:
@@ -42,8 +44,14 @@ def budget_bytes(row: Row, trace: Trace, machine: Machine, lower: dict[Tier, int
     if row.budget is None:
         return trace.peak_bytes
     wanted = DeviceBudget.parse(row.budget).resolve(trace.peak_bytes)
-    problem = make_problem(trace, machine, {Tier.DEVICE: wanted, **lower}, default_capabilities(trace), "fast")
+    problem = make_problem(trace, machine, {Tier.DEVICE: wanted, **lower}, capabilities_of(row, trace), "fast")
     return max(wanted, least(problem).enough_bytes)  # as a budget that is not strict is raised
+
+
+def capabilities_of(row: Row, trace: Trace) -> Capabilities:
+    """Returns what plans of a row may ask for."""
+    found = default_capabilities(trace)
+    return found if row.way == "tieroff-host" else replace(found, updates_on_host=False, updates_cross=False)
 
 
 def expected(row: Row, trace: Trace, machine: Machine, host_bytes: int, nvme_bytes: int) -> dict[str, Any]:
@@ -51,7 +59,8 @@ def expected(row: Row, trace: Trace, machine: Machine, host_bytes: int, nvme_byt
     lower = (
         {Tier.HOST: 0, Tier.NVME: nvme_bytes} if row.is_on_drive else {Tier.HOST: host_bytes * 7 // 8}
     )  # a plan leaves an eighth free
-    found = plan_row(trace, machine, {Tier.DEVICE: budget_bytes(row, trace, machine, lower), **lower}).row
+    budget = {Tier.DEVICE: budget_bytes(row, trace, machine, lower), **lower}
+    found = plan_row(trace, machine, budget, capabilities=capabilities_of(row, trace)).row
     low, high = interval(machine, Constants.shipped().of(machine.clock))
     return {
         "key": row.key,
@@ -76,6 +85,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--nvme", type=parse_bytes, default=40 << 30, help="of the drive, for tieroff")
     parser.add_argument("--nvme-write", type=parse_bytes, default=1_700_000_000, help="bytes per second")
     parser.add_argument("--nvme-read", type=parse_bytes, default=3_400_000_000, help="bytes per second")
+    parser.add_argument("--cpu-update", type=parse_bytes, default=39_000_000_000, help="bytes of state per second, of 16 cores")
+    parser.add_argument("--host-memory", type=parse_bytes, default=140_000_000_000, help="bytes per second")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--row", nargs="+", default=(), help="make these rows anew, and keep what the file has of others")
     options = parser.parse_args(given)
@@ -84,8 +95,10 @@ def main(given: Sequence[str] | None = None) -> int:
         nvme_bytes=options.nvme,
         nvme_write_bytes_per_s=options.nvme_write,
         nvme_read_bytes_per_s=options.nvme_read,
+        cpu_update_bytes_per_s=options.cpu_update,
+        host_memory_bytes_per_s=options.host_memory,
     )
-    traces: dict[str, Trace] = {}
+    traces: dict[tuple[str, str], Trace] = {}
     before = json.loads(options.out.read_text())["rows"] if options.out.is_file() and options.row else []
     known = {row["key"]: row for row in before}
     rows = []
@@ -97,9 +110,12 @@ def main(given: Sequence[str] | None = None) -> int:
             continue
         print(row.key, file=sys.stderr, flush=True)
         try:
-            if row.subject not in traces:
-                traces[row.subject] = dry_trace(SUBJECTS[row.subject].dry, machine, kernels="cuda", name=row.subject)
-            rows.append(expected(row, traces[row.subject], machine, options.host, options.nvme))
+            optimizer = foreach_adamw if row.way == "tieroff-host" else adamw
+            key = (row.subject, optimizer.__name__)
+            if key not in traces:
+                make = partial(SUBJECTS[row.subject].dry, optimizer)
+                traces[key] = dry_trace(make, machine, kernels="cuda", name=row.subject)
+            rows.append(expected(row, traces[key], machine, options.host, options.nvme))
         except (SubjectAbsent, CaptureError) as error:
             rows.append({"key": row.key, "status": "absent", "reason": str(error), "step_s": None, "interval_s": None})
     head = {"date": date.today().isoformat(), "machine": machine.name, "host_bytes": options.host}

@@ -64,14 +64,14 @@ def _curve() -> tuple[Row, ...]:
 _FULL = (
     Row("full", "3b-full", "plain"),
     Row("full", "3b-full", "tieroff", "25%"),
-    Row("full", "3b-full", "tieroff-device", "25%"),
+    Row("full", "3b-full", "tieroff-host", "25%"),
     Row("full", "3b-full", "trainstream"),
     Row("full", "3b-full", "fsdp2"),
     Row("full", "3b-full", "save_on_cpu", steps=8),
     Row("full", "3b-full", "tieroff", "50%"),
     Row("full", "3b-full", "tieroff", "min"),
-    Row("full", "3b-full", "tieroff-device", "50%"),
-    Row("full", "3b-full", "tieroff-device", "min"),
+    Row("full", "3b-full", "tieroff-host", "50%"),
+    Row("full", "3b-full", "tieroff-host", "min"),
     Row("full", "3b-full", "deepspeed", steps=8, limit_s=150),
 )
 _LORA = (

@@ -15,12 +15,16 @@ from torch import Tensor, nn
 
 from llama_steps import SIZES_8B, Llama, Sizes, evenly
 from tieroff import DryModel
+from tieroff.tracing.recipes.packed import pack_layers
 
 ROPE_BASE = 500_000.0
 ROUNDS = 2
 """Of the curve: an update of 65,536 tokens is two batches."""
 LORA_RANK = 16
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class SubjectAbsent(Exception):
@@ -80,14 +84,14 @@ class Subject:
 
         return [[batch() for _ in range(self.rounds)] for _ in range(count)]
 
-    def dry(self) -> DryModel:
-        """Returns the step for `dry_trace`, which has made the meta device the default."""
+    def dry(self, optimizer: Optimizer | None = None) -> DryModel:
+        """Returns the step for `dry_trace`, which has made the meta device the default; with `adamw`, or with another."""
         model = self.build(torch.device("meta"))
         return DryModel(
             _WithLoss(model, self.loss),
             (torch.zeros((self.rows, self.length), dtype=torch.long),),
             loss=lambda loss: loss,
-            optimizer=adamw,
+            optimizer=optimizer or adamw,
             autocast=self.autocast,
             rounds=self.rounds,
             update_in_backward=self.is_updated_in_backward,
@@ -120,8 +124,13 @@ def _unpacked() -> Iterator[None]:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns the optimizer of every row: AdamW in one kernel."""
+    """Returns the optimizer of the rows: AdamW in one kernel."""
     return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-5, fused=True)
+
+
+def foreach_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns AdamW as PyTorch makes it where nothing is said, of which the CPU's updates have the bits of a GPU's."""
+    return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-5, foreach=True)
 
 
 # -- Llama-3-8B as others measured it: bf16 throughout, no outputs of norms or silu kept ---------------------------------
@@ -198,7 +207,9 @@ def _lora(sizes: HfSizes, length: int, *, is_quantized: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     model: Any = _hf_llama(sizes, length)
-    if is_quantized:
+    if is_quantized and model.device.type == "meta":
+        pack_layers(model.model, None, torch.bfloat16)  # bitsandbytes has no kernels there; bytes and products are as with it
+    elif is_quantized:
         _quantize(model)
     model.enable_input_require_grads()
     return get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules=list(LORA_TARGETS), lora_dropout=0.0))

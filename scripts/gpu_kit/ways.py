@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import tieroff
 from gpu_kit.rows import Row
-from gpu_kit.subjects import Subject, adamw
+from gpu_kit.subjects import Subject, adamw, foreach_adamw
 
 
 class WayAbsent(Exception):
@@ -36,6 +36,7 @@ class Plain:
 
     model: nn.Module
     optimizer: Any
+    make_optimizer = staticmethod(adamw)
 
     def __init__(self, row: Row, subject: Subject, device: torch.device, scratch: Path) -> None:
         self.row, self.subject, self.device, self.scratch = row, subject, device, scratch
@@ -43,7 +44,7 @@ class Plain:
     def prepare(self) -> None:
         """Makes model and optimizer."""
         self.model = self.subject.build(self.device)
-        self.optimizer = adamw(self.model.parameters())
+        self.optimizer = self.make_optimizer(self.model.parameters())
 
     def step(self, batches: Sequence[Tensor]) -> Tensor:
         """Runs one update; returns the last batch's loss, on the device."""
@@ -138,7 +139,9 @@ class TrainStream(Plain):
 
 
 class Tieroff(Plain):
-    """tieroff within the row's budget."""
+    """tieroff within the row's budget; the device makes the updates."""
+
+    update_on_host = False
 
     def prepare(self) -> None:
         super().prepare()
@@ -157,7 +160,8 @@ class Tieroff(Plain):
     def _planning(self) -> Mapping[str, Any]:
         subject = self.subject
         # In this process: a plan made beside training would come some steps later, and each of them takes device time.
-        chosen = {"background": False, "update_in_backward": subject.rounds if subject.is_updated_in_backward else 0}
+        rounds = subject.rounds if subject.is_updated_in_backward else 0
+        chosen = {"background": False, "update_in_backward": rounds, "update_on_host": self.update_on_host}
         return chosen if subject.min_bytes is None else {**chosen, "min_bytes": subject.min_bytes}
 
     def figures(self) -> dict[str, Any]:
@@ -188,11 +192,11 @@ class Tieroff(Plain):
         tieroff.engine(self.model).close()
 
 
-class TieroffDevice(Tieroff):
-    """tieroff with all updates on the device, where its plans may have the CPU make them."""
+class TieroffHost(Tieroff):
+    """tieroff with updates that the CPU may make, and an optimizer that it can equal."""
 
-    def _planning(self) -> Mapping[str, Any]:
-        return {**super()._planning(), "update_on_host": False}
+    make_optimizer = staticmethod(foreach_adamw)
+    update_on_host = True
 
 
 def host_bytes() -> int:
@@ -209,5 +213,5 @@ WAYS: dict[str, Callable[[Row, Subject, torch.device, Path], Plain]] = {
     "deepspeed": DeepSpeed,
     "trainstream": TrainStream,
     "tieroff": Tieroff,
-    "tieroff-device": TieroffDevice,
+    "tieroff-host": TieroffHost,
 }
