@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 import tieroff
 from tieroff.core.tensor import Tier
 from tieroff.integrations import transformers as integration
+from tieroff.runtime.movable import plain_parts
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/recipes.md"
 CONFIG = 'device = "cpu"\n[budget]\nhost = "256MiB"\n[plan]\nmin_bytes = 0\nbackground = false\n'
@@ -38,7 +39,7 @@ class Ran:
     """What a program left.
 
     Attributes:
-        values: losses and what was trained.
+        values: losses, what was trained, and the optimizer's state.
         peak_bytes, budget_bytes: of its last planned steps; 0 of a plain run.
         plain_bytes: what the trace takes with nothing moved.
         moved: bytes per class in the last step.
@@ -68,7 +69,8 @@ def run(name: str, folder: Path, *, is_plain: bool = False, is_resumed: bool = F
         exec(compile(texts[name], str(folder / name), "exec"), namespace)
     model = namespace["model"]
     trained = {key: _local(p) for key, p in model.named_parameters() if p.requires_grad}
-    values = {"losses": torch.tensor(namespace["losses"], dtype=torch.float64), **trained}
+    state = dict(_state_of(namespace["optimizer"]))
+    values = {"losses": torch.tensor(namespace["losses"], dtype=torch.float64), **trained, **state}
     if is_plain:
         return Ran(values)
     if is_resumed:  # half of the steps, too few for a plan where the first ones differ
@@ -82,6 +84,14 @@ def run(name: str, folder: Path, *, is_plain: bool = False, is_resumed: bool = F
     # Of the last three steps the least: now and then one of them holds what was to be freed a moment longer.
     peak_bytes = min(step.peak_device_bytes for step in steps[-3:] if step.phase == "planned")
     return Ran(values, peak_bytes, plan.budget_bytes[Tier.DEVICE], trace.peak_bytes, moved)
+
+
+def _state_of(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the plain tensors of an optimizer's state dict, by name."""
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                yield from ((f"state {index} {key} {n}", part.clone()) for n, part in enumerate(plain_parts(value.detach())))
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

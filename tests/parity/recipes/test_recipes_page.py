@@ -56,6 +56,7 @@ def test_a_rows_program_computes_the_same_and_resumes(name: str, tmp_path: Path)
     wrapped = run(name, tmp_path / "wrapped")
     assert same(plain, wrapped)
     assert len(set(plain.values["losses"].tolist())) > 1
+    assert any(key.startswith("state ") for key in plain.values)
     assert wrapped.moved
     assert wrapped.peak_bytes <= wrapped.budget_bytes < wrapped.plain_bytes
     assert same(plain, run(name, tmp_path / "wrapped", is_resumed=True))  # goes on from the checkpoint of the run before
