@@ -193,7 +193,7 @@ class Gradients:
             old.detach(context.traffic)
         if why_unmovable(grad):
             return None  # sparse, or a view of somebody's bucket (DDP): it stays as it is
-        known = self._item_for(item, grad)
+        known = GradientItem(item, grad, context.traffic.spill.tier_for(grad.numel() * grad.element_size()))
         known.is_part_of(item.leaf.grad if item.leaf is not None else None, grad)
         self._items[item.position] = known
         context.runner.born(known)
@@ -203,16 +203,6 @@ class Gradients:
             context.state.record.add(Subject(known.key, known.name, known.size_bytes, known.kind, owner=item.key))
         context.runner.took(known, wait_ticks=1)  # hooks of users run next, and may write it
         return known
-
-    def _item_for(self, item: ParameterItem, grad: torch.Tensor) -> GradientItem:
-        key, size_bytes = ("gradient", item.position), grad.numel() * grad.element_size()
-        spare = self._context.traffic.spare(key, size_bytes)
-        if isinstance(spare, GradientItem) and spare.begin_again(grad, item.guard):
-            return spare
-        if spare is not None:
-            self._context.traffic.end(spare)
-        tier = self._context.traffic.spill.tier_for(size_bytes)
-        return GradientItem(item, grad, tier)
 
     def about_to_accumulate(self, item: ParameterItem) -> None:
         """Backward has a gradient for a moved home: an earlier one that left comes back to be added to."""
@@ -236,7 +226,7 @@ class Gradients:
         for position, known in list(self._items.items()):
             home = homes.get(position)
             if known.tensor is None:
-                self._context.traffic.retire(known)
+                self._context.traffic.end(known)
             elif home is None or home.grad is not known.tensor or not known.is_current():
                 known.detach(self._context.traffic)
             else:

@@ -14,20 +14,18 @@ of the memory that was multiplied, which moves with the multiplication itself.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import Guard, guard_class, is_below
+from tieroff.runtime.items.hollow import guard_class, is_below
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER, Event
+from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
 from tieroff.runtime.items.traffic import Traffic
-from tieroff.runtime.tensors import owners_by
 
 Factor = torch.Tensor | float
 
@@ -67,7 +65,7 @@ _HAS_BELOW = (LOWER, ARRIVING, BOTH)
 
 
 class GradientItem(HomeItem):
-    """The gradient of a moved parameter. The next one takes its item over when it is dead; see `Traffic.retire`.
+    """The gradient of a moved parameter.
 
     Attributes:
         waiting: see [Note: factors that wait]; None: there are none.
@@ -80,23 +78,6 @@ class GradientItem(HomeItem):
         super().__init__(("gradient", of.position), name, TensorClass.GRADIENT, tensor, tier, of.guard)
         self.waiting: Waiting | None = None
         self._arrived_version = 0
-
-    def begin_again(self, tensor: torch.Tensor, guard: Guard | None) -> bool:
-        """Stands for another tensor of the same kind from here on; False, with nothing done, where it cannot.
-
-        It must not be in flight, and its own tensor dead. What somebody holds of that one's memory below is his.
-        """
-        if (self.dtype, self.size, self.stride) != (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())):
-            return False
-        if self.lower is None if self.place is not None else self.lower is not None:
-            return False
-        if self.lower is not None and owners_by(self.lower_storage) > 1:
-            return False
-        self.ref, self.version = weakref.ref(tensor), tensor._version
-        self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
-        self.guard, self.pins, self.readers, self.state = guard, 0, 0, DEVICE
-        self.waiting = self.outer_ref = None
-        return True
 
     def may_wait(self) -> bool:
         """True when a factor may wait until the gradient comes up: nobody but the engine sees its bytes below."""
