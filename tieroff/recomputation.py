@@ -4,15 +4,23 @@ The frame is torch's own (`torch.utils.checkpoint._CheckpointFrame`). While a ch
 is in force, and keeps in the frame what backward will ask for. Who takes the place of that pair calls it, and has the frame
 keep what a tensor was packed as. A step of a wrapped model does so ([Note: modules in backward] in
 `tieroff/runtime/hooks/recompute/in_backward.py`), and a dry step.
+
+[Note: functions that use torch.func]
+Its transforms refuse to run where saved-tensor hooks are in force. One asks as it begins, and before that nothing comes which
+anybody could see. So it is read from the code of a Function's backward, of what is defined in it, and of the functions that
+these name. One that is missed ends with torch's own error; where the code only names one, what that backward saves stays.
 """
 
 from __future__ import annotations
 
 import abc
+import dis
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from itertools import pairwise
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +39,11 @@ _ASKS_FOR_INPUTS: CodeType = _Frame.get_inputs.__code__
 _RUNS_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 # From the unpack hook up to the method that asks: the hooks of user code, a comprehension, an outer checkpoint's hook.
 _CALLS_BETWEEN_MAX = 6
+# See [Note: functions that use torch.func].
+_PACKAGES = ("torch.func", "torch._functorch", "functorch")
+_PATHS = {("torch", name) for name in ("func", "_functorch")}
+# Functions of one backward that are read.
+_READ_MAX = 64
 
 
 def hooks_here() -> tuple[Pack, Unpack] | None:
@@ -125,8 +138,9 @@ class HooksInBackward(abc.ABC):
             if not isinstance(frame.recompute_fn, _Recompute):
                 frame.recompute_fn = _Recompute(frame.recompute_fn, self.begin_again)
             return True
-        if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
-            return self.put_in_force()
+        node = torch._C._current_autograd_node()
+        if isinstance(node, BackwardCFunction):
+            return not names_transforms(type(node)._forward_cls) and self.put_in_force()
         here = hooks_here()
         return torch.is_grad_enabled() or (here is not None and self.are_ours(here))
 
@@ -209,3 +223,43 @@ class _Check:
         finally:
             if kept is not None:
                 kept.is_checked = False
+
+
+@functools.lru_cache(maxsize=256)
+def names_transforms(kind: type) -> bool:
+    """Returns whether the backward of a Function names a transform; see [Note: functions that use torch.func]."""
+    left: list[Any] = [getattr(kind, "backward", None), getattr(kind, "vjp", None)]
+    read: set[FunctionType] = set()
+    while left and len(read) < _READ_MAX:
+        found = left.pop()
+        found = inspect.unwrap(found) if isinstance(found, FunctionType) else found
+        if _is_of_transforms(found):
+            return True
+        if isinstance(found, FunctionType) and found not in read and not str(found.__module__).startswith("torch."):
+            read.add(found)
+            names = list(_names_in(found.__code__))
+            if any(pair in _PATHS for pair in pairwise(names)):
+                return True
+            left += [found.__globals__[name] for name in set(names) if name in found.__globals__]
+            left += [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
+    return False
+
+
+def _is_of_transforms(found: Any) -> bool:
+    name = found.__name__ if isinstance(found, ModuleType) else getattr(found, "__module__", None)
+    return isinstance(name, str) and any(name == package or name.startswith(f"{package}.") for package in _PACKAGES)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False  # of a name that is defined later
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yields the names that code uses, in the order in which it does, with those of what is defined in it."""
+    yield from (one.argval for one in dis.get_instructions(code) if isinstance(one.argval, str))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)

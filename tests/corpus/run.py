@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tieroff
+from tests.support.oracles.bytes.device import DeviceBytes
 from tests.support.parity import are_same_bits, copy_of, machine_file
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.base import Backend
@@ -31,22 +32,26 @@ class Stranger:
         planned: how many of its last steps follow a plan.
         needs_host: it runs on the CPU only.
         is_counted: it takes what its planned steps take; not of one that keeps copies, or has steps without an update.
+        on_host_bytes: on the CPU, scratch of kernels on small tensors, at which no step looks, and copies "to the host".
     """
 
     usage: Usage
     planned: int = 2
     needs_host: bool = False
     is_counted: bool = True
+    on_host_bytes: int = 0
 
 
 STRANGERS: dict[str, Stranger] = {}
 
 
-def stranger(*, planned: int = 2, needs_host: bool = False, is_counted: bool = True) -> Callable[[Usage], Usage]:
+def stranger(
+    *, planned: int = 2, needs_host: bool = False, is_counted: bool = True, on_host_bytes: int = 32 << 10
+) -> Callable[[Usage], Usage]:
     """Adds a program to the corpus."""
 
     def add(usage: Usage) -> Usage:
-        STRANGERS[usage.__name__] = Stranger(usage, planned, needs_host, is_counted)
+        STRANGERS[usage.__name__] = Stranger(usage, planned, needs_host, is_counted, on_host_bytes)
         return usage
 
     return add
@@ -58,15 +63,17 @@ class Took:
 
     Attributes:
         phase, fallbacks, moved_bytes: as the engine says.
-        limit_bytes: the budget of the plan that it followed; None without one.
-        peak_bytes: by the allocator; None where nobody counts.
+        limit_bytes: the budget of the plan that it followed, or of those of several models; None without one.
+        peak_bytes: by the allocator, or on the CPU by one that counts in its place.
+        beside_bytes: what it may take of an accelerator besides.
     """
 
     phase: str
     fallbacks: int
     moved_bytes: int
     limit_bytes: int | None
-    peak_bytes: int | None
+    peak_bytes: int
+    beside_bytes: int
 
 
 @dataclass
@@ -80,13 +87,15 @@ class Program:
     seen: list[Any] = field(default_factory=list)
     steps: list[Took] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
-    before_bytes: int = 0
 
     def __post_init__(self) -> None:
         gc.collect()  # what runs before left in circles
+        self._synchronize()
+        self.taken = DeviceBytes(self.device)
+
+    def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-            self.before_bytes = torch.accelerator.memory_allocated(self.device)
 
     @property
     def is_plain(self) -> bool:
@@ -124,14 +133,20 @@ class Program:
         engine = tieroff.engine(model)
         stats = engine.stats()
         is_planned = stats.phase == "planned"
-        peak_bytes = None
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-            peak_bytes = torch.accelerator.max_memory_allocated(self.device) - self.before_bytes
-            torch.accelerator.reset_peak_memory_stats(self.device)
-        limit_bytes = engine.plan.budget_bytes[Tier.DEVICE] if is_planned else None
+        self._synchronize()
+        peak_bytes = self.taken.peak_bytes
+        self.taken.begin()
+        limits = [_limit_bytes(one) for one in self.models] if is_planned else [None]
+        limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
         moved = sum(stats.moved_bytes.values())
-        self.steps.append(Took(stats.phase, stats.fallbacks, moved, limit_bytes, peak_bytes))
+        self.steps.append(Took(stats.phase, stats.fallbacks, moved, limit_bytes, peak_bytes, self._beside_bytes()))
+
+    def _beside_bytes(self) -> int:
+        """Returns what a step may take of an accelerator beside its plan.
+
+        Two scalars for each gradient, of which clipping asks the norm, each rounded up as the allocator does.
+        """
+        return 2 * ROUNDING_BYTES * sum(1 for model in self.models for _ in model.parameters())
 
     def rows(self, index: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns random numbers, the same in every run."""
@@ -147,6 +162,14 @@ class Program:
         """Unwraps what is left."""
         for model in list(self.models):
             self.unwrap(model)
+
+
+def _limit_bytes(model: nn.Module) -> int | None:
+    """Returns the budget of the plan of a model's last kind of step; None while it has none."""
+    try:
+        return tieroff.engine(model).plan.budget_bytes[Tier.DEVICE]
+    except tieroff.StateError:
+        return None
 
 
 def run(usage: Usage, program: Program) -> Program:
@@ -181,11 +204,8 @@ def check(name: str, device: torch.device, backend: Callable[[], Backend], folde
         )
         moved_bytes += sum(step.moved_bytes for step in last)
         for step in last:
-            if known.is_counted and step.peak_bytes is not None and step.limit_bytes is not None:
-                assert step.peak_bytes <= _most(step.limit_bytes), f"at {budget}: {step}"
+            if known.is_counted and step.limit_bytes is not None:
+                on_host_bytes = max(step.limit_bytes // 10, known.on_host_bytes)
+                beside_bytes = on_host_bytes if device.type == "cpu" else step.beside_bytes
+                assert step.peak_bytes <= step.limit_bytes + beside_bytes, f"at {budget}: {step}"
     assert moved_bytes > 0 or not known.planned
-
-
-def _most(limit_bytes: int) -> int:
-    """Returns what a budget may take by the allocator's own count, which rounds each tensor up."""
-    return limit_bytes + max(limit_bytes // 10, 64 * ROUNDING_BYTES)

@@ -29,6 +29,7 @@ from tieroff.runtime.items.table import Standing, bring_home, bytes_elsewhere, i
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import is_alone, local_of, parts_of, refuse_lazy, why_kept, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
+from tieroff.runtime.optimizer.state_dicts import GivenOut
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Planned, Recording, StepKind
@@ -58,16 +59,14 @@ class Custody:
         traffic.keeps_timeline = settings.keep_timeline
         self.executor = Executor(traffic, settings, foresight)
         self.stepper: BucketedStep | None = None
-        self.unmoved: dict[str, str] = {}
+        self.unmoved, self.given_out = dict[str, str](), GivenOut()
         self.may_be_hollow = self.is_closed = self.is_asleep = False
-        self._pid = os.getpid()
+        self._pid, self._standing = os.getpid(), Standing(())
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
         self._fingerprint: tuple[Any, ...] = ()
-        self._trained = b""  # whether each parameter gets a gradient
+        self._trained, self._count = b"", 0  # whether each parameter gets a gradient; how many have a home
         self._walk: Walk | None = None
         self._known_as: Walk | None = None  # the last one over the parameters of the fingerprint
-        self._count = 0  # of parameters with a home
-        self._standing = Standing(())
         guard_forks_of(self)
 
     def below(self) -> list[HomeItem]:
@@ -88,7 +87,7 @@ class Custody:
         return all(item.is_lifted or item.place is None or item.place.tier is Tier.HOST for item in self.executor.homes)
 
     def check_alive(self) -> None:
-        """Returns when steps may run.
+        """Returns when steps may run, and what state dicts gave out is taken back.
 
         Raises:
             StateError: in a forked child, or after everything was given back.
@@ -97,6 +96,7 @@ class Custody:
             raise StateError("this model was wrapped in the parent process; a forked child cannot run it: wrap it there")
         if self.is_closed:
             raise StateError("this engine is closed; wrap the model again")
+        self.given_out.take_back()
 
     def attach(self, stepper: BucketedStep) -> None:
         """Takes the stand-in of the optimizer whose `step` ends a training step."""

@@ -125,7 +125,8 @@ class Engine:
         self._slots.append(root)
         self._slots.append(state_dicts.refuse_in_child(self.model, self._custody.can_read))
         if self._backend.device.type != "cpu":
-            self._slots += [state_dicts.install(self.model), ForwardSlot(self.model, self._state_dict, "state_dict")]
+            given = state_dicts.install(self.model, self._custody.given_out)
+            self._slots += [given, ForwardSlot(self.model, self._state_dict, "state_dict")]
         else:
             self._slots += [state_dicts.part_model(self.model, self._custody.below), state_dicts.copy_in_handlers(self.model)]
 
@@ -152,7 +153,8 @@ class Engine:
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
-        self._slots.append(state_dicts.install_on_optimizer(optimizer, self._backend.device, self._custody.below))
+        below, given = self._custody.below, self._custody.given_out
+        self._slots.append(state_dicts.install_on_optimizer(optimizer, self._backend.device, below, given))
         self._steps.come_back()
         self._custody.attach(stepper)
         self._steps.forget()
@@ -311,6 +313,7 @@ class Engine:
     @calls_user_code
     def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's `state_dict`: what lies below is given out there."""
+        self._custody.given_out.take_back()
         with self.executor.guard.on_host():
             return inner(*args, **kwargs)
 

@@ -1,5 +1,5 @@
 """The programs, by what they do."""
 
-from tests.corpus.programs import adapters, functions, loops, optimizers, shapes
+from tests.corpus.programs import adapters, functions, lives, loops, optimizers, peers, shapes
 
-__all__ = ["adapters", "functions", "loops", "optimizers", "shapes"]
+__all__ = ["adapters", "functions", "lives", "loops", "optimizers", "peers", "shapes"]

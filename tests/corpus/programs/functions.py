@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import vjp
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -271,7 +272,7 @@ def packed_activations(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger(needs_host=True)  # on a device, what a layer norm saves in the second run may lie below when it is used
+@stranger()
 def own_offloaded_checkpoint(p: Program) -> None:
     """A checkpoint of one's own keeps its input on the host, and runs the block again in backward."""
 
@@ -329,7 +330,7 @@ def _checkpointed(p: Program, *, use_reentrant: bool) -> None:
     p.note(*model.parameters())
 
 
-@stranger(needs_host=True)  # as above
+@stranger()
 def reentrant_checkpoints(p: Program) -> None:
     _checkpointed(p, use_reentrant=True)
 
@@ -337,3 +338,55 @@ def reentrant_checkpoints(p: Program) -> None:
 @stranger()
 def checkpoints(p: Program) -> None:
     _checkpointed(p, use_reentrant=False)
+
+
+def linear_tanh(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w.t())
+
+
+def pulled_back(of: Any, *inputs: torch.Tensor) -> Any:
+    return vjp(of, *inputs)[1]
+
+
+@stranger()
+def gradients_by_torch_func(p: Program) -> None:
+    """Functions compute their gradients by transforms: named whole, imported, and through a function of their own."""
+
+    class Layer(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function, self.weight = function, nn.Parameter(torch.randn(32, 32) / 6)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return x + self.function.apply(x, self.weight)
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return linear_tanh(x, w)
+
+    class Named(Saving):
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return torch.func.vjp(linear_tanh, *ctx.saved_tensors)[1](grads[0])
+
+    class Imported(Saving):
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return vjp(linear_tanh, *ctx.saved_tensors)[1](grads[0])
+
+    class Through(Saving):
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return pulled_back(linear_tanh, *ctx.saved_tensors)(grads[0])
+
+    model = nn.Sequential(*(Layer(function) for function in (Named, Imported, Through, Named))).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

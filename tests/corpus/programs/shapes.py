@@ -139,7 +139,7 @@ def lengths_that_vary(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=64 << 10)  # an LSTM takes a copy of its weights
 def recurrent_layers(p: Program) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

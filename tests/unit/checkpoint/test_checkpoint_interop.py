@@ -21,7 +21,6 @@ import tieroff
 from tests.support.delayed import DelayedBackend
 from tests.support.parity import copy_of, differing, machine_file, state_of
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.optimizer import state_dicts
 
 pytestmark = [
@@ -248,11 +247,9 @@ def test_state_dicts_of_a_device_are_copied_to_the_cpu_and_own_tensors_are_left_
     with FakeTensorMode():
         model = nn.BatchNorm1d(4, device="cuda")
         optimizer = torch.optim.AdamW(model.parameters())
-        plain = model.state_dict()
-        state_dicts.model_state_to_cpu(model, plain, "", None)
-        assert {value.device.type for value in plain.values()} == {"cuda"}  # not wrapped
-        ForwardSlot(model, lambda inner, args, kwargs: inner(*args, **kwargs))
-        handles = [state_dicts.install(model), state_dicts.install_on_optimizer(optimizer, torch.device("cuda"), tuple)]
+        given = state_dicts.GivenOut()
+        handles = [state_dicts.install(model, given)]
+        handles.append(state_dicts.install_on_optimizer(optimizer, torch.device("cuda"), tuple, given))
         found = model.state_dict(prefix="a.")
         assert {value.device.type for value in found.values()} == {"cpu"} and len(found) == 5
         assert all(not value.requires_grad for value in found.values())

@@ -68,7 +68,7 @@ class SavedTensors:
         self._quiet = NOTHING
         self.fixed: Mapping[int, object] = {}
         self.gathered: Gathered | None = None
-        self.is_closed = False
+        self.is_closed, self._is_cpu = False, context.traffic.backend.device.type == "cpu"
         context.clock.at_divergence.append(self)
 
     def begin(self) -> None:
@@ -131,7 +131,7 @@ class SavedTensors:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a wrapper of a functorch transform
             return None
-        if storage.nbytes() != before.size_bytes:
+        if storage.nbytes() != before.size_bytes or tensor.is_cpu != self._is_cpu:
             return None
         if parameter is not None:
             # It has to be that one: another may be moved, and the result of an op that saves it would keep itself alive.
@@ -165,6 +165,8 @@ class SavedTensors:
             if isinstance(lowered := guarded(tensor), ParameterItem) and lowered.guard is self._context.guard:  # below again
                 return self._pack_parameter(tensor, lowered)
             return Kept(tensor, leaf_saved_here(tensor))
+        if tensor.is_cpu != self._is_cpu:
+            return Kept(alias_of(tensor), leaf_saved_here(tensor))  # not of the device: its user finds it where it was
         key = (storage := tensor.untyped_storage())._cdata
         if self._alone:
             saved = self._alone_of(key)

@@ -2,6 +2,11 @@
 
 Where the device is the CPU they are so anyway. On a GPU, what lies below is handed out there, as memory of the host; what the
 plan keeps on the device is copied, so that a checkpoint never depends on the plan of the moment.
+
+[Note: given out]
+A plain state dict gives out the tensors themselves, and programs write into them: `model.state_dict()[name].copy_(value)`.
+Where one lay on the device it was copied, so what was given is kept, and looked at before the tensors are used next: a version
+that has moved tells of a write, also of one through a dict that is gone by then.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from tieroff.errors import StateError
 from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.items.hollow import guarded, untouched
+from tieroff.runtime.items.hollow import guarded, own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.joint import apart
 from tieroff.runtime.movable import is_wrapper, plain_parts, with_parts
@@ -27,6 +32,29 @@ class Handle(Protocol):
 
     def remove(self) -> None:
         """Takes the hook away."""
+
+
+class GivenOut:
+    """The values that state dicts of one model and its optimizer gave out since they were used; see [Note: given out]."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def note(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """A tensor's value was given out as this one; a wrapper of other tensors is not followed."""
+        if value is not tensor and own_class(value) is torch.Tensor and not value.is_inference():
+            # An alias counts on with it, and does not keep what people hang on theirs.
+            self._given.append((tensor, value.detach(), value._version))
+
+    def take_back(self) -> None:
+        """The tensors are used next: what was written into their values is theirs."""
+        if not self._given:
+            return
+        given, self._given = self._given, []
+        for tensor, value, version in given:
+            if value._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
 
 
 class _Apart:
@@ -91,10 +119,10 @@ def _apart(value: Any, joint: frozenset[int]) -> Any:
         return apart(value)
 
 
-def install(model: torch.nn.Module) -> Handle:
+def install(model: torch.nn.Module, given: GivenOut) -> Handle:
     """Has `model.state_dict()` give CPU tensors; with `keep_vars=True` it gives the parameters themselves, as ever."""
     register: Callable[[Any], Handle] = model.register_state_dict_post_hook
-    return register(model_state_to_cpu)
+    return register(_ToCpu(given))
 
 
 def copy_in_handlers(model: torch.nn.Module) -> Handle:
@@ -113,10 +141,10 @@ def _copied_in_handlers(model: torch.nn.Module, state_dict: dict[str, Any], pref
 
 
 def install_on_optimizer(
-    optimizer: torch.optim.Optimizer, device: torch.device, items: Callable[[], Iterable[HomeItem]]
+    optimizer: torch.optim.Optimizer, device: torch.device, items: Callable[[], Iterable[HomeItem]], given: GivenOut
 ) -> Handle:
     """Has `optimizer.state_dict()` give CPU tensors, and parts on storages of their own."""
-    hook = _Apart(items) if device.type == "cpu" else optimizer_state_to_cpu
+    hook = _Apart(items) if device.type == "cpu" else _ToCpu(given)
     return optimizer.register_state_dict_post_hook(hook)
 
 
@@ -151,23 +179,50 @@ def refuse_in_child(owner: Any, is_readable: Callable[[], bool]) -> Handle:
     return register(_RefuseInChild(is_readable))
 
 
-def model_state_to_cpu(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Replaces what lies on a device by copies, in place; a copy of a wrapped model, which is plain, is left alone."""
-    if not isinstance(model.__dict__.get("forward"), ForwardSlot):
-        return
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # given out as they are: keep_vars
-    for name, value in state_dict.items():
-        if name.startswith(prefix) and isinstance(value, torch.Tensor) and id(value) not in own:
-            state_dict[name] = _on_cpu(value)
+class _ToCpu:
+    """A hook after `state_dict()`: memory of the host in the place of what is an accelerator's.
+
+    A copy or a pickle of the hook, in a copied model, does nothing: that model is plain.
+    """
+
+    def __init__(self, given: GivenOut | None = None) -> None:
+        self._given = given
+
+    def __call__(self, owner: Any, state_dict: dict[str, Any], prefix: str | None = None, _metadata: Any = None) -> Any:
+        """Replaces them, of a model in place; of an optimizer, whose own dicts stay as they are, it returns another one."""
+        if self._given is None:
+            return None if prefix is not None else state_dict
+        return self._of_optimizer(state_dict) if prefix is None else self._of_model(owner, state_dict, prefix)
+
+    def _of_model(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        own = dict((*model.named_parameters(prefix.rstrip("."), remove_duplicate=False), *_buffers_of(model, prefix)))
+        kept = {id(tensor) for tensor in own.values()}  # given out as they are: keep_vars
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor) and id(value) not in kept:
+                state_dict[name] = self._on_cpu(own.get(name), value)
+
+    def _of_optimizer(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            key: {name: self._on_cpu(value, value) for name, value in entries.items()} if isinstance(entries, dict) else entries
+            for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def _on_cpu(self, tensor: Any, value: Any) -> Any:
+        shown = _on_cpu(value)
+        if self._given is not None and isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
+            self._given.note(tensor, shown)
+        return shown
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ToCpu:
+        return _ToCpu()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ToCpu, ()
 
 
-def optimizer_state_to_cpu(_optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state dict with copies of what lies on a device; the optimizer's own dicts stay as they are."""
-    state = {
-        key: {name: _on_cpu(value) for name, value in entries.items()} if isinstance(entries, dict) else entries
-        for key, entries in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+def _buffers_of(model: torch.nn.Module, prefix: str) -> Iterable[tuple[str, torch.Tensor]]:
+    return model.named_buffers(prefix.rstrip("."), remove_duplicate=False)
 
 
 def _on_cpu(value: Any) -> Any:
