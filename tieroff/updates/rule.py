@@ -146,6 +146,28 @@ def lion(*, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) ->
     return Rule("lion", _decay(weight_decay, decouples=True), (), scalars)
 
 
+def typical(name: str, decay: str, flags: tuple[str, ...]) -> Rule:
+    """Returns a rule of this kind (see `Rule.kind`) whose scalars are nothing special: products with them are rounded."""
+    lr, weight_decay, is_maximized = 0.0173, 0.013 if decay != "none" else 0.0, "maximize" in flags
+    if name == "adam":
+        return adam(
+            7,
+            lr=lr,
+            betas=(0.87, 0.991),
+            eps=1e-8,
+            weight_decay=weight_decay,
+            decouples=decay == "parameter",
+            amsgrad="amsgrad" in flags,
+            maximize=is_maximized,
+        )
+    if name == "adagrad":
+        return adagrad(7, lr=lr, weight_decay=weight_decay, maximize=is_maximized)
+    if name == "lion":
+        return lion(lr=lr, betas=(0.87, 0.991), weight_decay=weight_decay)
+    momentum = 0.87 if "momentum" in flags else 0.0
+    return sgd(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov="nesterov" in flags, maximize=is_maximized)
+
+
 def _decay(weight_decay: float, *, decouples: bool) -> str:
     if not weight_decay:
         return "none"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.accelerator import target
 from tests.accelerator.updates.loop import STEPS_BEFORE, Loop, Make, differing, fused_adamw, momentum
 from tests.support.parity import warnings_of_tieroff
-from tieroff.runtime.optimizer.host import evidence
+from tieroff.runtime.optimizer.host import evidence, proof
+from tieroff.runtime.optimizer.host.capture import Capture
 from tieroff.runtime.optimizer.host.proof import Proof, Verdict
 from tieroff.updates.native import HAS_UPDATES
-from tieroff.updates.rule import Rule
+from tieroff.updates.rule import Rule, typical
 
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
 
@@ -64,6 +68,53 @@ def test_rounding_may_differ_where_the_config_says_so(tmp_path: Path) -> None:
     text = wrapped.engine.explain()
     assert "differ from the device's in" in text or rounds_roots_correctly()
     wrapped.finish()
+
+
+def test_updates_that_tell_nothing_of_rounding_stay_on_the_device(tmp_path: Path) -> None:
+    """As in an epoch of warm-up with a learning rate of 0: whatever the rounding, nothing changes."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    plain, wrapped = Loop(None, make), Loop(tmp_path, make)
+    for loop in (plain, wrapped):
+        loop.steps(STEPS)
+        loop.optimizer.param_groups[0]["lr"] = 0.3
+        loop.steps(2)
+    assert wrapped.engine is not None and wrapped.engine.stats().host_updates == 0
+    assert "The device updates: comparison did not tell how they are rounded" in wrapped.engine.explain()
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
+class HostBytes(TorchDispatchMode):
+    """Counts the memory of tensors of the host that ops inside make.
+
+    Attributes:
+        peak_bytes: the most at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[torch.Tensor]] = []
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(one) for one in tree_leaves(out) if isinstance(one, torch.Tensor) and one.is_cpu]
+        storages = [made.untyped_storage() for one in self._made if (made := one()) is not None]
+        self.peak_bytes = max(self.peak_bytes, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+        return out
+
+
+def test_a_trial_takes_the_host_memory_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_SLICE_ELEMENTS", 1 << 10)
+    tensors = tuple(torch.rand(1 << 14, device=target.device()) for _ in range(4))
+    captures = [Capture(typical("adam", "none", ()), "float32", tensors, ("adam",)) for _ in range(2)]
+    found = Proof()
+    with HostBytes() as count:
+        found.end(found.begin(captures), 1)
+    copied_bytes = 2 * 4 * 4 << 14
+    assert copied_bytes <= count.peak_bytes <= proof.needed_bytes(captures) < copied_bytes * 1.2
 
 
 def test_an_optimizer_without_a_kernel_is_updated_on_the_device(tmp_path: Path) -> None:

@@ -9,13 +9,20 @@ import pytest
 import torch
 
 from tieroff.core.buckets import has_kernels
+from tieroff.runtime.optimizer.host.apart import results_of, told_apart
 from tieroff.runtime.optimizer.host.capture import Capture, capture
-from tieroff.runtime.optimizer.host.proof import Proof, Verdict
+from tieroff.runtime.optimizer.host.proof import UPDATES_COMPARED_AT_MOST, Proof, Verdict
+from tieroff.updates import rule as rules
 from tieroff.updates.native import HAS_UPDATES
+from tieroff.updates.rule import Rule
 
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
 
 _SIZES = (4096, 65_536)
+
+
+def _adamw(*, lr: float) -> Rule:
+    return rules.adam(7, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decouples=True)
 
 
 class _Training:
@@ -100,6 +107,55 @@ def test_a_wrong_arithmetic_passes_the_first_update_and_is_refused_at_the_second
     assert proof.verdict(training.run(proof)) is None  # all its bits are right so far
     verdict = proof.verdict(training.run(proof))
     assert verdict is not None and verdict.arithmetic is None and verdict.nearest == "plain" and verdict.share > 0.0
+
+
+def _device_updates(proof: Proof, step: int, rule: Rule, arithmetic: str) -> Capture:
+    """A device that is known to round so makes an update; `step` counts from 1. Returns what a proof saw of it."""
+    seeded = torch.Generator().manual_seed(step)
+    scales = (2e-2, 1e-3, 1e-3, 1e-6)[: rule.tensor_count]
+    tensors = tuple(torch.rand(1 << 16, generator=seeded).sub(0.5 if i < 3 else 0.0) * scale for i, scale in enumerate(scales))
+    seen = Capture(rule, "float32", tensors, ("device", rule.kind))
+    trial, results = proof.begin([seen]), results_of(rule, arithmetic, "float32", tensors)
+    for tensor, result in zip((tensors[0], *tensors[2:]), results, strict=True):
+        tensor.copy_(result)
+    proof.end(trial, step)
+    return seen
+
+
+_TOLD_LATER = [
+    (rules.sgd(lr=0.5), rules.sgd(lr=0.05)),
+    (rules.sgd(lr=0.25, momentum=0.9), rules.sgd(lr=0.3, momentum=0.9)),
+    (rules.sgd(lr=0.0), rules.sgd(lr=0.01)),
+    (_adamw(lr=0.0), _adamw(lr=1e-3)),
+]
+
+
+@pytest.mark.parametrize(("rule", "later"), _TOLD_LATER)
+@pytest.mark.parametrize("arithmetic", ["plain", "device-ops-reciprocal", "double-first"])
+def test_updates_that_do_not_tell_roundings_apart_prove_none(rule: Rule, later: Rule, arithmetic: str) -> None:
+    """As a learning rate of 1/2, with which all products are exact: with the next one of a schedule bits would differ."""
+    proof = Proof()
+    for step in range(1, UPDATES_COMPARED_AT_MOST):
+        seen = _device_updates(proof, step, rule, arithmetic)
+        verdict = proof.verdict(seen)
+        if verdict is not None:  # so much was told apart that what is left rounds alike
+            assert not _makes_other_bits(later, verdict.arithmetic, arithmetic)
+    verdict = proof.verdict(_device_updates(proof, UPDATES_COMPARED_AT_MOST, rule, arithmetic))
+    assert verdict is not None and (verdict.arithmetic is None) == bool(verdict.rival)
+    assert not _makes_other_bits(later, verdict.arithmetic, arithmetic)
+
+
+@pytest.mark.parametrize(("rule", "later"), _TOLD_LATER)
+def test_updates_prove_once_one_tells_roundings_apart(rule: Rule, later: Rule) -> None:
+    proof = Proof()
+    for step in (1, 2):
+        _device_updates(proof, step, rule, "plain")
+    verdict = proof.verdict(_device_updates(proof, 3, later, "plain"))
+    assert verdict == Verdict("plain", "plain", 0.0)
+
+
+def _makes_other_bits(rule: Rule, one: str | None, other: str) -> bool:
+    return one is not None and told_apart(rule, "float32", one, other)
 
 
 def test_what_was_proven_is_refused_when_a_later_comparison_fails() -> None:

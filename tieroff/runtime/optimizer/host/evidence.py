@@ -10,7 +10,7 @@ import torch
 
 from tieroff.core.buckets import has_kernels
 from tieroff.runtime.optimizer.host.capture import Capture, Kind
-from tieroff.runtime.optimizer.host.proof import Proof, copied_bytes
+from tieroff.runtime.optimizer.host.proof import UPDATES_COMPARED_AT_MOST, Proof, Verdict, needed_bytes
 from tieroff.units import format_bytes
 from tieroff.updates.arithmetic import ARITHMETICS
 from tieroff.updates.native import HAS_UPDATES
@@ -20,7 +20,8 @@ log = logging.getLogger("tieroff")
 RECHECK_UPDATES = 1000
 """So often one bucket is compared again."""
 
-_AWAITED_UPDATES = 6  # from then on a plan does not wait for more: gradients may be missing, or updates skipped
+# From then on a plan does not wait for more: gradients may be missing, or updates skipped. The first proves nothing.
+_AWAITED_UPDATES = UPDATES_COMPARED_AT_MOST + 1
 
 
 class Evidence:
@@ -85,8 +86,8 @@ class Evidence:
         if self.why_not or not captures:
             yield
             return
-        if copied_bytes(captures) > room_bytes:
-            needed = format_bytes(copied_bytes(captures))
+        if needed_bytes(captures) > room_bytes:
+            needed = format_bytes(needed_bytes(captures))
             self.refuse(
                 f"to compare them with the CPU's takes {needed} of host memory, and {format_bytes(room_bytes)} are free"
             )
@@ -103,11 +104,7 @@ class Evidence:
         verdicts = [self._proof.verdict_of(kind) for kind in self._kinds]
         failed = [one for one in verdicts if one is not None and one.arithmetic is None]
         if failed:
-            share = max(one.share for one in failed)
-            self.refuse(
-                f"the CPU's differ in the last bits of {share:.2g} of the elements ({failed[0].nearest}, the nearest of the "
-                "roundings that PyTorch is known to use); [plan] exact = false allows that"
-            )
+            self.refuse(_why_refused(max(failed, key=lambda one: one.share)))
         elif verdicts and None not in verdicts:
             self._is_proven = True
 
@@ -129,3 +126,15 @@ class Evidence:
         if share:
             return f"The CPU's updates are rounded as {roundings}, and differ from the device's in {share:.2g} of the elements."
         return f"The CPU's updates are those of the device, bit for bit: rounded as {roundings}, proven by comparison."
+
+
+def _why_refused(verdict: Verdict) -> str:
+    if verdict.rival:
+        return (
+            f"comparison did not tell how they are rounded, {verdict.nearest} or {verdict.rival}, as with a learning rate of 0 "
+            "or a power of 2; [plan] exact = false allows either"
+        )
+    return (
+        f"the CPU's differ in the last bits of {verdict.share:.2g} of the elements ({verdict.nearest}, the nearest of the "
+        "roundings that PyTorch is known to use); [plan] exact = false allows that"
+    )
