@@ -160,6 +160,21 @@ def test_parameters_on_one_memory_are_updated_on_the_device(tmp_path: Path) -> N
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
+def test_layers_are_frozen_and_thawed_once_the_cpu_updates(tmp_path: Path) -> None:
+    """Their state stays, so that the optimizer's buckets still hold them."""
+    plain, wrapped = Loop(None), Loop(tmp_path)
+    for loop in (plain, wrapped):
+        loop.steps(STEPS_BEFORE)
+        for parameter in loop.parameters[:4]:
+            parameter.requires_grad_(False)
+        loop.steps(4)
+        for parameter in loop.parameters[:4]:
+            parameter.requires_grad_(True)
+        loop.steps(2)
+    wrapped.assert_updated_below()
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
 def test_a_rate_that_is_a_tensor_leaves_updates_to_the_device(tmp_path: Path) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True)

@@ -70,6 +70,16 @@ def test_a_step_is_planned_for_a_cpu_that_updates_where_its_optimizer_has_kernel
     assert bool(find_buckets(_problem(trace, caps=replace(can, min_bytes=0)))) is updates
 
 
+def test_the_device_updates_beside_a_frozen_parameter_that_only_stays_or_leaves_within_a_step() -> None:
+    """The update finds it, as it has state from before; a plan with it in both places all the time is no valid one."""
+    frozen = Tensor("f", 10, TensorClass.PARAMETER, is_persistent=True)
+    ops = (replace(_OPS[0], reads=(0, 4)), _OPS[1], replace(_OPS[2], reads=(0, 2, 3, 4)))
+    trace = Trace(ops, (*_TENSORS, frozen))
+    can = replace(RUNTIME_EXECUTOR, updates_on_host=True, updates_cross=True, min_bytes=0)
+    assert find_buckets(_problem(trace)) and find_buckets(_problem(caps=can))
+    assert not find_buckets(_problem(trace, caps=can))
+
+
 def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:
     machine = replace(_MACHINE, cpu_update_bytes_per_s=10**9 // 2)
     assert [bucket.cpu_ns for bucket in find_buckets(_problem(machine=machine))] == [200]

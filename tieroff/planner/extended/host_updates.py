@@ -333,6 +333,8 @@ def _kind(problem: Problem, tensor: int, runs: list[int], op: int) -> str:
         return "gradient" if others and others[-1] < op else ""
     if any(tensor in trace.ops[run].writes for run in others):
         return ""
+    if others and tensor not in trace.ops[op].writes and not problem.capabilities.wraps:
+        return ""  # a frozen one, which a plan may keep on the device across the step's end, and nothing brings back
     return "parameter" if others else "state"
 
 
