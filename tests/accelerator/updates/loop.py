@@ -29,7 +29,8 @@ def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+    # A rate so large that few elements tell roundings apart: of updates much smaller than the parameter, few last bits differ.
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
 def machine_file(folder: Path) -> str:
