@@ -107,7 +107,7 @@ class HostBytes(TorchDispatchMode):
 
 
 def test_a_trial_takes_the_host_memory_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_SLICE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(proof, "SLICE_ELEMENTS", 1 << 10)
     tensors = tuple(torch.rand(1 << 14, device=target.device()) for _ in range(4))
     captures = [Capture(typical("adam", "none", ()), "float32", tensors, ("adam",)) for _ in range(2)]
     found = Proof()

@@ -37,7 +37,8 @@ UPDATES_COMPARED = 2
 UPDATES_COMPARED_AT_MOST = 5
 """Where so many have not told arithmetics apart, those to come are not expected to."""
 
-_SLICE_ELEMENTS = 1 << 20  # compared at once, so that no second copy of what was written is made
+SLICE_ELEMENTS = 1 << 20
+"""Compared at once, so that no second copy of what was written is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def needed_bytes(captures: Sequence[Capture]) -> int:
 
 def _sliced_bytes(tensor: torch.Tensor) -> int:
     """Returns what a slice takes as it was written, as a result and as the one before, with the masks of its comparison."""
-    return min(tensor.numel(), _SLICE_ELEMENTS) * (3 * tensor.element_size() + 1)
+    return min(tensor.numel(), SLICE_ELEMENTS) * (3 * tensor.element_size() + 1)
 
 
 @dataclass(slots=True)
@@ -156,9 +157,9 @@ def _shares_that_differ(capture: Capture, copies: Sequence[torch.Tensor], arithm
     """Returns for each arithmetic the share of elements in which its results differ, of the tensor where most do."""
     before, after = [*map(_flat, copies)], [_flat(t) for index, t in enumerate(capture.tensors) if index != 1]
     count, differing = before[0].numel(), {name: [0] * len(after) for name in arithmetics}
-    for first in range(0, count, _SLICE_ELEMENTS):
-        inputs = [tensor[first : first + _SLICE_ELEMENTS] for tensor in before]
-        written = [tensor[first : first + _SLICE_ELEMENTS].to("cpu") for tensor in after]
+    for first in range(0, count, SLICE_ELEMENTS):
+        inputs = [tensor[first : first + SLICE_ELEMENTS] for tensor in before]
+        written = [tensor[first : first + SLICE_ELEMENTS].to("cpu") for tensor in after]
         for name in arithmetics:
             made = results_of(capture.rule, name, capture.type_name, inputs)
             for number, (one, other) in enumerate(zip(made, written, strict=True)):
