@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.accelerator import target
 from tests.accelerator.updates.loop import Loop, Make, differing, fused_adamw, momentum
+from tests.support.covering import in_turn
 from tests.support.oracles.bytes.device import DeviceBytes
 from tieroff.core.tensor import Tier
 from tieroff.updates.native import HAS_UPDATES
@@ -19,19 +21,27 @@ pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates i
 STEPS = 20
 
 
-@pytest.mark.parametrize(
-    ("min_bytes", "bias"), [(0, True), (1024, False), (1024, True)], ids=["all-moves", "counters-stay", "biases-stay"]
+@dataclass(frozen=True)
+class Case:
+    """What is updated, or what never moves."""
+
+    name: str
+    make: Make = fused_adamw
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+OPTIMIZERS = (Case("adamw"), Case("adamw-bf16", options={"dtype": torch.bfloat16}), Case("sgd", momentum))
+STAYING = (
+    Case("all-moves"),
+    Case("counters-stay", options={"min_bytes": 1024, "bias": False}),
+    Case("biases-stay", options={"min_bytes": 1024}),
 )
-@pytest.mark.parametrize(
-    ("make", "dtype"),
-    [(fused_adamw, torch.float32), (fused_adamw, torch.bfloat16), (momentum, torch.float32)],
-    ids=["adamw", "adamw-bf16", "sgd"],
-)
-def test_updates_below_have_the_bits_of_the_plain_run(
-    make: Make, dtype: torch.dtype, min_bytes: int, bias: bool, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"dtype": dtype, "bias": bias}
-    plain, wrapped = Loop(None, make, **options), Loop(tmp_path, make, min_bytes=min_bytes, **options)
+
+
+@pytest.mark.parametrize(("optimizer", "staying"), in_turn(OPTIMIZERS, STAYING))
+def test_updates_below_have_the_bits_of_the_plain_run(optimizer: Case, staying: Case, tmp_path: Path) -> None:
+    make, options = optimizer.make, {**optimizer.options, **staying.options}
+    plain, wrapped = Loop(None, make, **options), Loop(tmp_path, make, **options)
     plain.steps(STEPS)
     taken = DeviceBytes(target.device())
     for index in range(STEPS):
