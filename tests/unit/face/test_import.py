@@ -20,6 +20,7 @@ OWN_WITH_WRAP = {
     "parts",
     "planner",
     "probe",
+    "recomputation",
     "runtime",
     "session",
     "storage",
