@@ -21,6 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import tieroff
 from gpu_kit.rows import Row
 from gpu_kit.subjects import Subject, adamw, foreach_adamw
+from tieroff.core.machine import save_machine
+from tieroff.probe.machine import measure_machine
 
 
 class WayAbsent(Exception):
@@ -197,6 +199,12 @@ class TieroffHost(Tieroff):
 
     make_optimizer = staticmethod(foreach_adamw)
     update_on_host = True
+
+    def _planning(self) -> Mapping[str, Any]:
+        """Adds a machine file: without one nobody knows how fast the CPU is."""
+        path = self.scratch / "machine.toml"
+        save_machine(measure_machine(self.device.type, has_updates=True), path)
+        return {**super()._planning(), "machine": str(path)}
 
 
 def host_bytes() -> int:

@@ -214,8 +214,8 @@ class PlanSource(Protocol):
     def can_move(self, trace: Trace) -> bool:
         """Returns False for a step of which no plan moves anything: its tensors are all small, or there is no tier below."""
 
-    def may_update_on_host(self, trace: Trace) -> bool:
-        """Returns whether a plan of this step may have the CPU update, if that was proven to make the same updates."""
+    def lacks_for_updates(self, trace: Trace) -> str | None:
+        """Returns what keeps plans of this step from having the CPU update, "" for nothing; None where it would not pay."""
 
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         """Returns the trace with tensors on the device that user code used in an op while they were below.

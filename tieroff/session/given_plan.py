@@ -61,8 +61,8 @@ class GivenPlan:
         """Returns True: the plan says what moves."""
         return True
 
-    def may_update_on_host(self, trace: Trace) -> bool:
-        return bool(self._plan.host_updates)
+    def lacks_for_updates(self, trace: Trace) -> str | None:
+        return "" if self._plan.host_updates else None
 
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         if not may_bring_back(self._config, self._ranks) or self._plan.trace_digest == trace.digest:

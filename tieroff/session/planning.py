@@ -36,6 +36,12 @@ log = logging.getLogger("tieroff")
 _RAISES_AT_MOST = 4
 
 
+_UNKNOWN_UPDATES = (
+    "[plan] machine names no file that says how fast the CPU would, which is often faster; `tieroff probe --out machine.toml` "
+    "writes one"
+)
+
+
 class Planning:
     """Makes plans with the planner. Implements `core.seams.PlanSource`.
 
@@ -179,14 +185,13 @@ class Planning:
             return True
         return bool(self._problem(trace, 0).units) and not self._saves_too_little(trace)
 
-    def may_update_on_host(self, trace: Trace) -> bool:
-        """Returns False where it would not be planned: all fits, or no machine file says what the CPU updates."""
+    def lacks_for_updates(self, trace: Trace) -> str | None:
         is_asked = self._capabilities.updates_on_host and self._planning.policy == "auto"
-        if not is_asked or not self.can_move(trace):
-            return False
+        if not is_asked or not self.can_move(trace) or self._budget_of(trace)[Tier.DEVICE] >= trace.peak_bytes:
+            return None
         # A run measures links alone: to measure updates takes device memory, which may not be there, and host memory.
         is_known = self._links.is_named and self._links.machine.update_bytes_per_s > 0
-        return is_known and self._budget_of(trace)[Tier.DEVICE] < trace.peak_bytes
+        return "" if is_known else _UNKNOWN_UPDATES
 
     def _saves_too_little(self, trace: Trace) -> bool:
         return self._budgets.saves_too_little(trace, lambda: self._least(trace))

@@ -66,3 +66,11 @@ def test_no_update_is_made_below_where_the_config_forbids_it(tmp_path: Path) -> 
     assert wrapped.engine.plan.host_updates == ()
     assert stats.moved_bytes_by_class["optimizer"] > 0
     assert differing(plain.finish(), wrapped.finish()) == []
+
+
+def test_without_a_machine_file_explain_says_what_is_missing(tmp_path: Path) -> None:
+    wrapped = Loop(tmp_path, machine=None)
+    wrapped.steps(6)
+    assert wrapped.engine is not None
+    assert wrapped.engine.stats().host_updates == 0
+    assert "tieroff probe --out machine.toml" in wrapped.engine.explain()

@@ -135,8 +135,9 @@ class TracedStep:
         room_bytes = self._plans.spare_bytes(trace)
         self._custody.executor.on_demand.experience.add(read, written, self.shapes, room_bytes)
         stepper = self._custody.stepper
-        if stepper is not None and self._plans.may_update_on_host(trace):
-            stepper.host.evidence.is_useful = True
+        lacking = self._plans.lacks_for_updates(trace)
+        if stepper is not None and lacking is not None:
+            stepper.host.evidence.lacking = lacking
 
 
 def _used_below(trace: Trace, recorder: Recorder, index: dict[Hashable, int], keys: tuple[Hashable, ...]) -> dict[int, bool]:

@@ -30,7 +30,7 @@ class Evidence:
     Attributes:
         updates: steps of the optimizer, the one that runs included.
         is_possible: there are kernels for this optimizer, and nothing forbids them.
-        is_useful: some step has more than fits the device, so that a plan may have the CPU update.
+        lacking: what keeps plans from having the CPU update, "" for nothing; None while no step has more than fits the device.
         why_not: why none may be made in host memory; "" while that is not known.
     """
 
@@ -47,9 +47,15 @@ class Evidence:
         self._proof, self._exact = Proof(exact=exact), exact
         self._kinds: set[Kind] = set()
         self.updates = self._compared_at = 0
-        self.is_useful = self._is_again = False
+        self.lacking: str | None = None
+        self._is_again = False
         self.why_not = ""
         self._is_proven = False
+
+    @property
+    def is_useful(self) -> bool:
+        """True where a plan may have the CPU update, if that is proven to be the same."""
+        return self.is_possible and self.lacking == ""
 
     @property
     def is_proven(self) -> bool:
@@ -59,13 +65,13 @@ class Evidence:
     @property
     def is_awaited(self) -> bool:
         """True while the next updates are going to tell; a plan is better made afterwards."""
-        is_open = self.is_possible and self.is_useful and not self._is_proven and not self.why_not
+        is_open = self.is_useful and not self._is_proven and not self.why_not
         return is_open and self.updates < _AWAITED_UPDATES
 
     @property
     def is_wanted(self) -> bool:
         """True while updates of the device are to be compared."""
-        return self.is_possible and self.is_useful and not self.why_not and (self._is_again or not self._is_proven)
+        return self.is_useful and not self.why_not and (self._is_again or not self._is_proven)
 
     def begins_again(self) -> bool:
         """True once every so many updates: the next update of the device is compared again."""
@@ -117,6 +123,8 @@ class Evidence:
         """Returns a sentence for `explain`, "" where nothing would have updates made in host memory."""
         if self.why_not:
             return f"The device updates: {self.why_not}."
+        if self.is_possible and self.lacking:
+            return f"The device updates: {self.lacking}."
         if not self._is_proven:
             return ""
         found = {kind: self._proof.verdict_of(kind) for kind in self._kinds}
