@@ -226,6 +226,7 @@ class Engine:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
         self._unattached.stop()
         repair(self._custody)  # an exception may have left anything
+        self._custody.given_out.take_back()
         self.executor.abandon()
         self._steps.close()
         self._plans.close()
@@ -237,9 +238,7 @@ class Engine:
                 self._custody.stepper.remove()
             self._custody.give_back()
         finally:  # also when a drive does not give a value back
-            self._backend.tune_allocator(None)
-            self._backend.close()
-            self._resources.close_stores()
+            self._resources.close()
 
     @calls_user_code
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

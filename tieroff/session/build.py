@@ -21,7 +21,7 @@ from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.resident import Resident
-from tieroff.runtime.resources import Resources
+from tieroff.runtime.resources import Resources, close_dropped
 from tieroff.runtime.settings import Settings
 from tieroff.session.budgets import Budgets
 from tieroff.session.device import device_for
@@ -72,6 +72,7 @@ def build(
         StateError: the model cannot be wrapped.
         StoreError: a folder is missing, read-only or too small.
     """
+    close_dropped()
     backend = backend if backend is not None else _backend_for(config, model)
     device, ranks = backend.device, Ranks.here()
     if not backend.has_host_tier:
@@ -101,6 +102,8 @@ def build(
     except BaseException:
         resources.close_stores()
         raise
+    if part is None:  # models that share a budget are held by it
+        resources.close_after(engine)
     budgets.watch(resident, engine)
     if ranks.rank == 0:
         show_on_terminal()

@@ -62,7 +62,7 @@ class Below:
     io: IoEngine | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedResources(Resources):
     """The resources of one of several models; the stores are closed by the last."""
 

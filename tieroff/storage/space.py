@@ -420,6 +420,7 @@ class SpaceStore(ABC):
                 return
             self._is_closed = True
         self.in_flight.end_all(CLOSE_TIMEOUT_S)
+        self._await_noted()
         with self._lock:
             self._drain()
             leaked = self._leaked()
@@ -432,6 +433,13 @@ class SpaceStore(ABC):
                     ", ".join(str(block.size_bytes) for block in leaked[:8]),
                 )
             self._release()
+
+    def _await_noted(self) -> None:
+        """Waits for what others copy from or to blocks, or update there: their memory goes next."""
+        with self._lock:
+            noted = [copy for block in (*self._live, *self._resting) for copy in block.transfers]
+        if not all(map(_wait_ended, noted)):
+            raise StoreError(f"what uses memory of the {self.tier} store has not ended in time", errno=errno.ETIMEDOUT)
 
     def _leaked(self) -> list[Block]:
         """Blocks that should have been freed by now; those of homes are freed when their tensors die."""

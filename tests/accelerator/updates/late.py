@@ -67,6 +67,11 @@ class Threads:
 
     def close(self) -> None:
         self.native.close()
+        for ticket in list(self._agents):
+            self._known(ticket, is_over=True)
+
+    def __del__(self) -> None:
+        self.close()  # as the native pool does
 
 
 class Lateness:

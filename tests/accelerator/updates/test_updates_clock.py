@@ -19,7 +19,8 @@ from tieroff.runtime.optimizer.host import updates
 from tieroff.updates.native import HAS_UPDATES
 from tieroff.updates.pool import make_pool
 
-pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
+# Alone: the host has to be ahead of the device, whose clock is measured.
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")]
 
 SLOWER = 60  # kernels of the simulated device compute: so few tokens take as long as so many times as many
 ADAM_STATE_SHARE = 8 / 28  # of the bytes that an update of Adam reads and writes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tieroff.updates.native import HAS_UPDATES
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
 
 LATE_STEPS = 2
+ALLOCATION_BYTES = 512
 Usage = Callable[[Loop], None]
 
 
@@ -261,6 +264,27 @@ def test_a_child_is_forked_when_no_job_runs(lateness: Lateness, tmp_path: Path) 
         os._exit(not all(map(pool.native.is_done, pool.submitted)))
     assert os.waitpid(pid, 0)[1] == 0
     loop.finish()
+
+
+def test_a_model_may_be_dropped_while_jobs_run(lateness: Lateness, tmp_path: Path) -> None:
+    """They write to memory that stays until they are over; the device has nothing left of the model."""
+    device = target.device()
+    before = torch.accelerator.memory_allocated(device)
+    for _ in range(2):
+        loop = Loop(tmp_path)
+        loop.steps(STEPS_BEFORE)
+        loop.assert_updated_below()
+        lateness.set()
+        loop.step()
+        pool = lateness.pools.pop()
+        assert not pool.native.is_done(pool.submitted[-1])
+        engine = weakref.ref(loop.engine)
+        del loop, pool
+        gc.collect()
+        assert engine() is None
+        torch.accelerator.synchronize(device)  # memory is free when what used it is over
+        left = torch.accelerator.memory_allocated(device) - before
+        assert left <= 8 * ALLOCATION_BYTES, "only what a library keeps, such as the last norms"
 
 
 def test_step_returns_and_the_next_forward_begins_before_the_jobs_end(lateness: Lateness, tmp_path: Path) -> None:

@@ -340,8 +340,9 @@ def test_a_forward_whose_graph_is_thrown_away(each_setting: Setting, caplog: pyt
 
     phases = phases_of(mlp_and_adam, step, 8, each_setting, caplog)
     assert phases[:4] == ["traced", "measured", "planned", "planned"]
+    assert phases[4] != "planned"  # it begins with the gradients of the step before, and is another kind
     assert phases[5:] == ["planned"] * 3
-    assert len(messages(caplog)) == 1
+    assert messages(caplog) == []
 
 
 def test_a_graph_that_outlives_its_step(each_setting: Setting) -> None:

@@ -133,7 +133,9 @@ def keep_gradient_data(model: Any, optimizer: Any, index: int) -> Any:
 
 
 def test_aliases_of_gradients_over_an_accumulation(each: Setting) -> None:
-    check_twins(layers_and_adam, keep_gradient_data, each, steps=6, moves=(), phase=_phase(each))
+    # What is kept is above the smallest budget: after three such steps the next one is traced again.
+    phase = "traced" if each.device == "50%" else _phase(each)
+    check_twins(layers_and_adam, keep_gradient_data, each, steps=6, moves=(), phase=phase)
 
 
 def check(step: Any, setting: Setting) -> None:

@@ -327,8 +327,8 @@ class OnDemand:
         traffic = self._traffic
         if self._foresight is None:
             return  # paging on demand alone: what leaves is copied when its room is needed
-        if item.device is None or (isinstance(item, HomeItem) and item.may_be_written):
-            return  # user code may hold such a parameter and go on writing: it is copied when it is dropped
+        if item.device is None or (isinstance(item, HomeItem) and (item.may_be_written or item.is_held)):
+            return  # user code may write on, or another parameter on its memory be updated: it is copied when it is dropped
         traffic.store(item)
 
     def _drop(self, item: Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +37,9 @@ class _Hooked:
 class GradientHooks:
     """The hooks on one model's parameters.
 
+    [Note: hooks that hold nobody] A parameter's memory has owners that the garbage collector cannot see. A hook that refers to
+    the engine would keep it, and with it the model, for as long as the process lives: so hooks refer to this weakly.
+
     Attributes:
         follower: acts on gradients as they arrive, or None.
     """
@@ -56,18 +60,21 @@ class GradientHooks:
         if parameter.layout is not torch.strided:
             return  # never moved, and a sparse one has no view through which to find its node
 
+        weak = weakref.ref(self)  # [Note: hooks that hold nobody]
+
         def about_to_accumulate(grads: Any) -> None:
-            if id(parameter) in self._gradients.quiet:
-                return
-            item = self._context.homes.parameter(parameter)
-            if item is not None and self._is_open:
-                self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
-                self._gradients.about_to_accumulate(item)
-                self._context.state.inside -= 1
+            hooks = weak()
+            if hooks is not None:
+                hooks._about_to_accumulate(parameter)
+
+        def has_arrived(home: torch.Tensor) -> None:
+            hooks = weak()
+            if hooks is not None:
+                hooks._arrived(home)
 
         with torch.inference_mode(False):  # a forward that infers may be the first to see the parameter
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-        arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
+        arrived = parameter.register_post_accumulate_grad_hook(has_arrived)
         self._hooked[id(parameter)] = _Hooked(arrived, node.register_prehook(about_to_accumulate), node, parameter)
 
     def hang_on(self, parameter: torch.Tensor) -> None:
@@ -82,6 +89,15 @@ class GradientHooks:
             return True
         with torch.inference_mode(False):
             return torch.autograd.graph.get_gradient_edge(parameter).node is hooked.node
+
+    def _about_to_accumulate(self, parameter: torch.Tensor) -> None:
+        if id(parameter) in self._gradients.quiet:
+            return
+        item = self._context.homes.parameter(parameter)
+        if item is not None and self._is_open:
+            self._context.state.inside += 1  # not in a `finally`: see `StepState.inside`
+            self._gradients.about_to_accumulate(item)
+            self._context.state.inside -= 1
 
     def _arrived(self, home: torch.Tensor) -> None:
         gradients = self._gradients
