@@ -56,7 +56,7 @@ def test_optimizer_makes_the_same_updates(name: str, tiers: Tiers, tmp_path: Pat
 @pytest.mark.parametrize("tiers", [HOST, MIXED], ids=lambda tiers: tiers.name)
 @pytest.mark.parametrize(("workload", "budget"), [(GPT_WORKLOAD, "60%"), (CNN, "75%")], ids=["gpt", "cnn"])
 def test_auto_computes_the_same_within_its_budget(workload: Workload, budget: str, tiers: Tiers, tmp_path: Path) -> None:
-    check(workload, tiers, tmp_path, policy="auto", device=budget)
+    check(replace(workload, steps=workload.steps + 3), tiers, tmp_path, policy="auto", device=budget)
 
 
 @pytest.mark.parametrize("workload", [MLP_WORKLOAD, GPT_WORKLOAD], ids=lambda workload: workload.name)
