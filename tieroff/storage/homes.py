@@ -59,13 +59,13 @@ def check_published(block: Block | None) -> None:
 
 
 class Death(weakref.ref[Any]):
-    """What is queued when a home dies. [Note: finalizers]
+    """What a queue gets when an object dies: a home ([Note: finalizers]), or an engine ([Note: dropped models]).
 
-    C code alone runs then. An exception before a line of Python there (Ctrl-C) would leave the home's room taken, and comes
-    out of nothing, so that nobody would repair the store.
+    With the queue's `append` as its callback, C code alone runs then. In a finalizer of Python, Ctrl-C would be dropped, and
+    with it what was to be freed.
 
     Attributes:
-        item: what the home had.
+        item: what the object had.
     """
 
     __slots__ = ("item",)
