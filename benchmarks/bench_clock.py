@@ -32,7 +32,7 @@ from harness.results import document, save
 from tieroff.core.machine import Machine, load_machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
-from tieroff.planner.compare.predict import forecast
+from tieroff.planner.predict import forecast
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 
 KINDS = ("gpt2", "llama")

@@ -28,10 +28,10 @@ from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import TieroffError
 from tieroff.planner.bounds.bounds import Scope, relaxed_bound_ns, scope_of
-from tieroff.planner.compare.sweep import noise_rows, sweep
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 from tieroff.report.terminal import make_console
-from tieroff.tracing.files import load_trace
+from tieroff.study.compare.sweep import noise_rows, sweep
+from tieroff.study.profiles.files import load_trace
 from tieroff.units import GIB, NS_PER_S
 
 HOSTS = (0, 32 * GIB, g10_cells.HOST_BYTES)

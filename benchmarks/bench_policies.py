@@ -26,9 +26,9 @@ from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import TieroffError
-from tieroff.planner.compare.rows import compare_rows
 from tieroff.planner.problem.problem import live_bytes
-from tieroff.tracing.files import load_trace
+from tieroff.study.compare.rows import compare_rows
+from tieroff.study.profiles.files import load_trace
 
 SHARES = (0.5, 0.25)
 PLAN_S_MAX = 30.0

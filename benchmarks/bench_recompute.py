@@ -26,8 +26,8 @@ from harness.results import document, make_parser, save
 from harness.slow import SlowBackend
 from tieroff.core.io.run_folder import Run, load_run
 from tieroff.core.machine import Machine, save_machine
-from tieroff.planner.compare.predict import predict
 from tieroff.planner.layers import layer_runs
+from tieroff.planner.predict import predict
 from tieroff.report.terminal import make_console, make_table
 from tieroff.runtime.backend.cpu import settle_vector_math
 from tieroff.units import NS_PER_S

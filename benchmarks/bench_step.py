@@ -27,7 +27,7 @@ from shared.runs import SHAPES, RunFailed, fit_budget, run, wrapped
 from tieroff.config import Config
 from tieroff.core.io.run_folder import load_run
 from tieroff.errors import ConfigError
-from tieroff.planner.compare.predict import forecast
+from tieroff.planner.predict import forecast
 from tieroff.report.terminal import make_console, make_table
 from tieroff.units import NS_PER_S, format_bytes, format_seconds
 from train_gpt import Options, Result, add_options, choose_device

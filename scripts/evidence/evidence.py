@@ -24,12 +24,12 @@ from published_steps import GPUS, Measured, Step, load_gpus, measured_steps, pre
 from tieroff.core.machine import Machine, load_machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Queue, Trace
-from tieroff.planner.compare.rows import Row, plan_row
+from tieroff.study.compare.rows import Row, plan_row
+from tieroff.study.profiles.files import load_trace
+from tieroff.study.profiles.join import load_profile
 from tieroff.tracing.clock.interval import DEVIATIONS, interval
 from tieroff.tracing.clock.model import Constants
 from tieroff.tracing.dry import dry_trace
-from tieroff.tracing.files import load_trace
-from tieroff.tracing.profiler.join import load_profile
 
 PAGE = PROJECT / "docs" / "evidence.md"
 Kept = tuple[int, int, int]

@@ -27,10 +27,10 @@ from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.device_budget import DeviceBudget
 from tieroff.errors import CaptureError
-from tieroff.planner.compare.rows import plan_row
 from tieroff.planner.least import least
 from tieroff.planner.make_plan import default_capabilities
 from tieroff.planner.problem.problem import make_problem
+from tieroff.study.compare.rows import plan_row
 from tieroff.tracing.clock.interval import interval
 from tieroff.tracing.clock.model import Constants
 from tieroff.tracing.dry import dry_trace

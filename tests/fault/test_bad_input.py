@@ -27,7 +27,7 @@ from tieroff.errors import (
     TraceMismatchError,
 )
 from tieroff.storage.nvme.file_store import FileStore, Room
-from tieroff.tracing.files import load_trace
+from tieroff.study.profiles.files import load_trace
 
 pytestmark = pytest.mark.timeout(60)
 

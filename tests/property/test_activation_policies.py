@@ -16,14 +16,14 @@ from tieroff.core.check.plan import check
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.activations.capuchin import plan_capuchin
-from tieroff.planner.policies.activations.flashneuron import plan_flashneuron
-from tieroff.planner.policies.activations.ssdtrain import plan_ssdtrain
-from tieroff.planner.policies.activations.tflms import plan_tflms
-from tieroff.planner.policies.activations.vdnn import plan_vdnn_all, plan_vdnn_conv, plan_vdnn_dyn
-from tieroff.planner.policies.online.sentinel import plan_sentinel
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study.policies.activations.capuchin import plan_capuchin
+from tieroff.study.policies.activations.flashneuron import plan_flashneuron
+from tieroff.study.policies.activations.ssdtrain import plan_ssdtrain
+from tieroff.study.policies.activations.tflms import plan_tflms
+from tieroff.study.policies.activations.vdnn import plan_vdnn_all, plan_vdnn_conv, plan_vdnn_dyn
+from tieroff.study.policies.online.sentinel import plan_sentinel
 from tieroff.units import MIB
 
 POLICIES = (

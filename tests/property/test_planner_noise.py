@@ -11,8 +11,8 @@ from tieroff.core.plan import IDEAL_EXECUTOR, Capabilities, Plan
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.compare.sweep import replay, sweep, with_noise
 from tieroff.planner.make_plan import make_plan
+from tieroff.study.compare.sweep import replay, sweep, with_noise
 
 _SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 1.0)
 _settings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

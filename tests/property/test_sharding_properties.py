@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.covering import examples
 from tests.support.oracles.sharding import ShardingEdge, ShardingNode, build_problem, solve_without_limit
-from tieroff.core.check.sharding import check_sharding, count_sharding
-from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingProblem
-from tieroff.planner.sharding.search import search_sharding
+from tieroff.study.sharding.check import check_sharding, count_sharding
+from tieroff.study.sharding.problem import FORBIDDEN_COST, ShardingProblem
+from tieroff.study.sharding.search import search_sharding
 
 COSTS = st.one_of(st.integers(0, 50), st.just(FORBIDDEN_COST))
 

@@ -9,7 +9,7 @@ import pytest
 from harness import g10_cells
 from harness.data import outside_data
 from tieroff.core.trace import Trace
-from tieroff.tracing.files import load_trace
+from tieroff.study.profiles.files import load_trace
 
 
 def _why_missing(path: Path) -> str:

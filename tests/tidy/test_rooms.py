@@ -27,14 +27,15 @@ FLOORS = {
     ),
     "storage": "memory limits native locks buffers completion store extents homes engines transfers space host nvme",
     "planner": (
-        "native simulate problem sharding bounds layout extended layers user_code foresight "
-        "policy auto policies least make_plan compare beside"
+        "native simulate problem bounds layout extended layers user_code foresight policy auto policies least make_plan "
+        "predict beside"
     ),
     "runtime": (
         "settings tensors movable at_work collectives backend items resources step execution hooks optimizer executor custody "
         "lifecycle telling engine resident"
     ),
     "session": "device ranks links rank_budget shared budgets told workshop planning given_plan build",
+    "study": "profiles policies compare sharding",
     "rehearsal": "build costs cuda below figures script rehearse command",
 }
 

@@ -11,10 +11,10 @@ import typer
 
 from tieroff.cli.machine import doctor, probe
 from tieroff.cli.output import reports_errors
+from tieroff.cli.partition import partition
 from tieroff.cli.planning import compare, plan
 from tieroff.cli.reporting import report
 from tieroff.launch import command as launching
-from tieroff.partition import command as partitioning
 from tieroff.probe.calibration import command as calibrating
 from tieroff.rehearsal import command as rehearsing
 
@@ -57,6 +57,6 @@ app.command()(reports_errors(report))
 app.command()(reports_errors(compare))
 app.command()(reports_errors(calibrating.calibrate))
 app.command(context_settings=launching.SETTINGS)(reports_errors(launching.launch))
-app.command("partition")(reports_errors(partitioning.partition))
+app.command()(reports_errors(partition))
 app.command("calibrate")(reports_errors(calibrating.calibrate))
 app.command(context_settings=rehearsing.SETTINGS)(reports_errors(rehearsing.rehearse))

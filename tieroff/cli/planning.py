@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tieroff.core.machine import Machine
     from tieroff.core.tensor import Tier
     from tieroff.core.trace import Trace
-    from tieroff.planner.compare.rows import Result
+    from tieroff.study.compare.rows import Result
 
 _T = TypeVar("_T")
 
@@ -77,10 +77,10 @@ def plan(
     """
     from tieroff.core.io.json_files import save_plan
     from tieroff.core.machine import load_machine
-    from tieroff.planner.compare.advice import TIME_LIMIT_S, advice, explain, interval_s
-    from tieroff.planner.compare.rows import plan_row
     from tieroff.planner.policies import find_policy
-    from tieroff.tracing.files import load_trace
+    from tieroff.study.compare.advice import TIME_LIMIT_S, advice, explain, interval_s
+    from tieroff.study.compare.rows import plan_row
+    from tieroff.study.profiles.files import load_trace
 
     find_policy(policy)
     if [model, trace, hf].count(None) != 2:
@@ -135,10 +135,10 @@ def compare(
 ) -> None:
     """Plans one traced step with several policies, one row each; `auto` runs last and takes every plan as a candidate."""
     from tieroff.core.machine import load_machine
-    from tieroff.planner.compare.rows import compare_rows
     from tieroff.planner.policies import all_policies
     from tieroff.report.page import check_page
-    from tieroff.tracing.files import load_trace
+    from tieroff.study.compare.rows import compare_rows
+    from tieroff.study.profiles.files import load_trace
 
     if plot is not None:
         check_page(plot)
@@ -166,7 +166,7 @@ def compare(
 
 def _write_plot(path: Path, trace: Trace, machine: Machine, budget: dict[Tier, int], found: Sequence[Result]) -> None:
     from tieroff.core.tensor import Tier
-    from tieroff.report.comparison import Compared, write_comparison
+    from tieroff.study.compare.page import Compared, write_comparison
 
     device_bytes = budget[Tier.DEVICE]
     ideal_s = trace.ideal_ns / NS_PER_S

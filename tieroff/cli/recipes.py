@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tieroff.core.machine import Machine
     from tieroff.core.tensor import Tier
     from tieroff.core.trace import Trace
-    from tieroff.planner.compare.rows import Result
+    from tieroff.study.compare.rows import Result
     from tieroff.tracing.recipes.recipe import Built, Settings
 
 ADVICE_UNTIL_S = 12.0

@@ -27,7 +27,7 @@ def report(
     """
     from tieroff.core.io.rank_folders import has_ranks, load_ranks
     from tieroff.core.io.run_folder import load_run
-    from tieroff.planner.compare.predict import predict
+    from tieroff.planner.predict import predict
     from tieroff.report.page import check_page, write_page
     from tieroff.report.perfetto import write_perfetto
     from tieroff.report.ranks.page import write_ranks_page

@@ -1,1 +1,1 @@
-"""A step split over several devices: the command `tieroff partition`, and modules placed as a partition says."""
+"""A step split over several devices: modules placed as a partition says."""

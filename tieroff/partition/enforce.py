@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tieroff.core.sharding.graph import REPLICATED
 from tieroff.core.sharding.placements import OpPlacement, PlacementPlan, Placements
+from tieroff.partition.dtensor_strategies import custom_handlers
 from tieroff.partition.exchange import bring, whole_of
-from tieroff.tracing.sharded.dtensor_strategies import custom_handlers
 
 log = logging.getLogger("tieroff")
 

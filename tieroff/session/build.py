@@ -15,8 +15,8 @@ from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
 from tieroff.core.seams import PlanSource
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import ConfigError
-from tieroff.planner.compare.predict import predict
 from tieroff.planner.foresight import Correlation
+from tieroff.planner.predict import predict
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.engine import Engine

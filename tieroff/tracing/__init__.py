@@ -1,4 +1,4 @@
-"""Traces of training steps: recorded, predicted from fake tensors, read from files.
+"""Traces of training steps: recorded, or predicted from fake tensors.
 
 `profile` records a step on a machine with a GPU, in files from which a plan can be made on any other.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def profile(
     model: torch.nn.Module, step: Callable[[], object], folder: str | Path = "profile", steps: int = 3
 ) -> tuple[Path, Path]:
-    """Runs some training steps under torch's profiler; see `tieroff.tracing.profiler.record.profile`."""
-    from tieroff.tracing.profiler import record  # torch's profiler is loaded only where it is used
+    """Runs some training steps under torch's profiler; see `tieroff.tracing.profiling.profile`."""
+    from tieroff.tracing import profiling  # torch's profiler is loaded only where it is used
 
-    return record.profile(model, step, folder, steps)
+    return profiling.profile(model, step, folder, steps)

@@ -18,9 +18,9 @@ from tests.accelerator import communication, sim, target
 from tests.support import sharded
 from tests.support.sharded import FACTORIES, Values, distance, held_share, made, whole
 from tieroff.core.sharding.placements import PlacementPlan, load_placements, save_placements
-from tieroff.partition.partition_model import placements_of
-from tieroff.planner.sharding.tofu import Partition, partition_step
-from tieroff.tracing.sharded.capture import capture_step
+from tieroff.study.sharding.capture import capture_step
+from tieroff.study.sharding.partition_model import placements_of
+from tieroff.study.sharding.tofu import Partition, partition_step
 
 pytestmark = pytest.mark.skipif(not target.IS_SIMULATED, reason="each rank has a simulated device of its own")
 

@@ -22,7 +22,7 @@ from tests.support.parity import Trainer, Workload
 from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tier
-from tieroff.planner.compare.predict import forecast
+from tieroff.planner.predict import forecast
 from tieroff.runtime.engine import Engine
 
 H100 = Path(__file__).resolve().parents[3] / "configs/machines/h100_80gb.toml"

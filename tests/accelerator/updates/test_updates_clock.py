@@ -14,7 +14,7 @@ from torch import nn
 import tieroff
 from tests.accelerator import sim, target
 from tieroff.core.machine import Machine, load_machine, save_machine
-from tieroff.planner.compare.predict import forecast
+from tieroff.planner.predict import forecast
 from tieroff.runtime.optimizer.host import updates
 from tieroff.updates.native import HAS_UPDATES
 from tieroff.updates.pool import make_pool

@@ -19,9 +19,9 @@ from tests.support.twins import MACHINE
 from tieroff.cli import app
 from tieroff.core.sharding.placements import PlacementPlan, save_placements
 from tieroff.errors import ConfigError, InfeasiblePlanError, StateError
-from tieroff.partition.partition_model import placements_of
-from tieroff.planner.sharding.tofu import partition_step
-from tieroff.tracing.sharded.capture import capture_step
+from tieroff.study.sharding.capture import capture_step
+from tieroff.study.sharding.partition_model import placements_of
+from tieroff.study.sharding.tofu import partition_step
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,9 +18,9 @@ from tests.support.sharded import FACTORIES, Values, distance, held_share, made,
 from tieroff.core.sharding.placements import OpPlacement, PlacementPlan, load_placements, save_placements
 from tieroff.errors import ConfigError
 from tieroff.partition.enforce import Follower
-from tieroff.partition.partition_model import placements_of
-from tieroff.planner.sharding.tofu import partition_step
-from tieroff.tracing.sharded.capture import capture_step
+from tieroff.study.sharding.capture import capture_step
+from tieroff.study.sharding.partition_model import placements_of
+from tieroff.study.sharding.tofu import partition_step
 
 STEPS = 5
 

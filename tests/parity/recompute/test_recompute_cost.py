@@ -21,8 +21,8 @@ from tieroff.core.machine import Machine, save_machine
 from tieroff.core.plan import Plan
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.planner.compare.predict import predict
 from tieroff.planner.layers import layer_runs
+from tieroff.planner.predict import predict
 from tieroff.units import NS_PER_S
 
 _WIDTH = 64

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tieroff.core.check.sharding import count_sharding
-from tieroff.core.io.iopddl import parse_problem
-from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
-from tieroff.planner.sharding.elimination import Factor, eliminate
+from tieroff.study.sharding.check import count_sharding
+from tieroff.study.sharding.elimination import Factor, eliminate
+from tieroff.study.sharding.iopddl import parse_problem
+from tieroff.study.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tieroff.core.machine import load_machine
 from tieroff.core.tensor import Tier
-from tieroff.planner.compare.rows import plan_row
+from tieroff.study.compare.rows import plan_row
 from tieroff.tracing.dry import dry_trace
 
 

@@ -18,7 +18,7 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, InvalidPlanError
-from tieroff.tracing.files import load_trace
+from tieroff.study.profiles.files import load_trace
 
 _TRACE = Trace(
     ops=(

@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.oracles.sharding import ShardingEdge, ShardingNode, build_problem
 from tests.support.outside import outside
-from tieroff.core.check.sharding import check_sharding, count_sharding
-from tieroff.core.io.iopddl import load_problem
-from tieroff.core.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
 from tieroff.errors import ConfigError, InvalidPlanError
+from tieroff.study.sharding.check import check_sharding, count_sharding
+from tieroff.study.sharding.iopddl import load_problem
+from tieroff.study.sharding.problem import FORBIDDEN_COST, ShardingPlan, ShardingProblem
 
 DOCUMENT: dict[str, Any] = {
     "problem": {

@@ -20,8 +20,8 @@ from tieroff.cli import app
 from tieroff.core.io.json_files import save_trace
 from tieroff.core.machine import load_machine
 from tieroff.report.terminal import progress
+from tieroff.study.profiles.files import load_trace
 from tieroff.tracing.clock.interval import DEVIATIONS
-from tieroff.tracing.files import load_trace
 
 GIB = 2**30
 ROW_KEYS = [

@@ -38,8 +38,8 @@ NOT_WITH_WRAP = {
     "tieroff.probe.doctor",
     "tieroff.storage.engines.aio",
     "tieroff.planner.layout",
-    "tieroff.planner.compare.rows",
-    "tieroff.tracing.files",
+    "tieroff.study.compare.rows",
+    "tieroff.study.profiles.files",
 }
 """Modules of those packages that other commands or engines need."""
 

@@ -16,7 +16,7 @@ from tests.support.twins import MACHINE, adam
 from tieroff.core.explain.words import op_words
 from tieroff.core.io.json_files import save_trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.tracing.files import load_trace
+from tieroff.study.profiles.files import load_trace
 
 
 class Block(nn.Module):

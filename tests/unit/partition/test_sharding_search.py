@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from tests.support.oracles.sharding import ShardingEdge, ShardingNode, build_problem, solve_without_limit
 from tests.support.outside import outside
 from tieroff.cli import app
-from tieroff.core.check.sharding import check_sharding
-from tieroff.core.io.iopddl import load_problem
-from tieroff.core.sharding.problem import FORBIDDEN_COST
 from tieroff.errors import ConfigError
-from tieroff.planner.sharding.elimination import Factor, eliminate
-from tieroff.planner.sharding.search import search_sharding
+from tieroff.study.sharding.check import check_sharding
+from tieroff.study.sharding.elimination import Factor, eliminate
+from tieroff.study.sharding.iopddl import load_problem
+from tieroff.study.sharding.problem import FORBIDDEN_COST
+from tieroff.study.sharding.search import search_sharding
 
 PUBLISHED = {"A": 6548641531, "C": 84102445260, "K": 2274276676, "M": 49928460991}
 """Cost of the best of 20 teams, by instance of the contest."""

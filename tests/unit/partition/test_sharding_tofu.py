@@ -19,10 +19,10 @@ from tieroff.core.sharding.placements import load_placements
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import validate
 from tieroff.errors import ConfigError
-from tieroff.partition.partition_model import partition_model
-from tieroff.planner.sharding.local_trace import local_trace
-from tieroff.planner.sharding.tofu import SCHEMES, TENSOR_PARALLEL, TOFU, ZERO3, Partition, Scheme, partition_step
-from tieroff.tracing.sharded.capture import capture_step
+from tieroff.study.sharding.capture import capture_step
+from tieroff.study.sharding.local_trace import local_trace
+from tieroff.study.sharding.partition_model import partition_model
+from tieroff.study.sharding.tofu import SCHEMES, TENSOR_PARALLEL, TOFU, ZERO3, Partition, Scheme, partition_step
 
 
 @functools.cache

@@ -12,9 +12,9 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.compare.advice import advice, explain, questions, reliefs
-from tieroff.planner.compare.rows import Result, Row, plan_row
 from tieroff.planner.policies import all_policies
+from tieroff.study.compare.advice import advice, explain, questions, reliefs
+from tieroff.study.compare.rows import Result, Row, plan_row
 
 GB = 10**9
 MS = 10**6
@@ -84,7 +84,7 @@ def test_step_that_hardly_waits_needs_a_faster_device_and_asks_nothing(monkeypat
     def refuse(*_: object) -> None:
         raise AssertionError("nothing needs to be planned")
 
-    monkeypatch.setattr("tieroff.planner.compare.advice.make_plan", refuse)
+    monkeypatch.setattr("tieroff.study.compare.advice.make_plan", refuse)
     trace, budget = chain(), {Tier.DEVICE: 6 * GB}
     result = plan_row(trace, machine(), budget)
     assert "Nothing moved, because everything fits" in "\n".join(explain(trace, machine(), budget, result))
@@ -145,7 +145,7 @@ def test_questions_that_come_too_late_are_left_out_and_said() -> None:
 
 def test_after_a_long_search_a_fast_plan_is_what_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     steps_ns = iter([4_000, 1_000, 3_000, 4_000, 5_000, 2_000])
-    monkeypatch.setattr("tieroff.planner.compare.advice.make_plan", lambda *_: replace(EMPTY, step_ns=next(steps_ns)))
+    monkeypatch.setattr("tieroff.study.compare.advice.make_plan", lambda *_: replace(EMPTY, step_ns=next(steps_ns)))
     found, _ = reliefs(chain(), machine(), {Tier.DEVICE: 3 * GB}, Result(row(step_s=3.0), EMPTY), "high")
     assert [relief.step_s for relief in found] == [0.75, 1.5, 2.25, 3.0, 3.0]
 

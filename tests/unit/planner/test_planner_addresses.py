@@ -17,9 +17,9 @@ from tieroff.core.plan import IDEAL_EXECUTOR, AllocationKind, Plan, Repeat, Resi
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.extended.addresses import overshoot_bytes, with_addresses
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.problem import live_bytes
+from tieroff.study.policies.shared.addresses import overshoot_bytes, with_addresses
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 

@@ -14,11 +14,11 @@ from harness import g10_cells
 from tests.support.outside import needs_outside_data, published_trace
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import CaptureError, ConfigError
-from tieroff.planner.compare.rows import Result, compare_rows, plan_row
-from tieroff.planner.compare.sweep import sweep
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.policies import find_policy
-from tieroff.tracing.files import load_trace
+from tieroff.study.compare.rows import Result, compare_rows, plan_row
+from tieroff.study.compare.sweep import sweep
+from tieroff.study.profiles.files import load_trace
 from tieroff.units import GIB
 
 pytestmark = needs_outside_data("g10")

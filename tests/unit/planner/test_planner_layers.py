@@ -10,10 +10,10 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Queue, Trace
-from tieroff.planner.compare.rows import plan_row
 from tieroff.planner.layers import choose_modules, layer_runs, run_again
 from tieroff.planner.make_plan import make_plan
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study.compare.rows import plan_row
 
 MS = 1_000_000
 MB = 10**6

@@ -16,10 +16,10 @@ from tieroff.core.plan import IDEAL_EXECUTOR
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError, TraceMismatchError
-from tieroff.planner.compare import sweep as sweeping
-from tieroff.planner.compare.rows import Result, Row, plan_row
-from tieroff.planner.compare.sweep import noise_rows, replay, sweep, with_noise
 from tieroff.planner.make_plan import make_plan
+from tieroff.study.compare import sweep as sweeping
+from tieroff.study.compare.rows import Result, Row, plan_row
+from tieroff.study.compare.sweep import noise_rows, replay, sweep, with_noise
 from tieroff.units import NS_PER_S
 
 # Eight activations of 100 bytes, written forwards and read backwards, at a nanosecond per byte and op of 50 ns.

@@ -20,7 +20,7 @@ from tieroff.planner.bounds.bounds import lower_bound_ns
 from tieroff.planner.make_plan import make_plan, plan_with_timeline
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 from tieroff.planner.simulate.simulator import simulate
-from tieroff.tracing.files import load_trace
+from tieroff.study.profiles.files import load_trace
 from tieroff.units import KIB, MIB
 
 _SLOW = Machine(

@@ -22,7 +22,7 @@ from tieroff.planner.problem.pieces import fit
 from tieroff.planner.problem.problem import Problem, holds_within, make_problem
 from tieroff.planner.problem.runs import Draft, draft
 from tieroff.planner.simulate.simulator import simulate_totals
-from tieroff.tracing.files import load_trace
+from tieroff.study.profiles.files import load_trace
 from tieroff.units import TIB
 
 _MACHINE = Machine(

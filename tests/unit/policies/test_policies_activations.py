@@ -24,17 +24,17 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, AllocationKind, Capabilities, Plan, Repeat
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.activations import capuchin
-from tieroff.planner.policies.activations.capuchin import plan_capuchin
-from tieroff.planner.policies.activations.flashneuron import plan_flashneuron
-from tieroff.planner.policies.activations.ssdtrain import plan_ssdtrain
-from tieroff.planner.policies.activations.tflms import plan_tflms
-from tieroff.planner.policies.activations.vdnn import plan_vdnn_all, plan_vdnn_conv, plan_vdnn_dyn
-from tieroff.planner.policies.online import sentinel
-from tieroff.planner.policies.online.sentinel import plan_sentinel
-from tieroff.planner.policies.shared.reading import Phase, is_weighted, layers, phases, saved_slots
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study.policies.activations import capuchin
+from tieroff.study.policies.activations.capuchin import plan_capuchin
+from tieroff.study.policies.activations.flashneuron import plan_flashneuron
+from tieroff.study.policies.activations.ssdtrain import plan_ssdtrain
+from tieroff.study.policies.activations.tflms import plan_tflms
+from tieroff.study.policies.activations.vdnn import plan_vdnn_all, plan_vdnn_conv, plan_vdnn_dyn
+from tieroff.study.policies.online import sentinel
+from tieroff.study.policies.online.sentinel import plan_sentinel
+from tieroff.study.policies.shared.reading import Phase, is_weighted, layers, phases, saved_slots
 from tieroff.units import GIB, MIB
 
 Moves = set[tuple[str, str, int, int]]

@@ -17,12 +17,12 @@ from tieroff.core.plan import IDEAL_EXECUTOR, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError
-from tieroff.planner import policies
-from tieroff.planner.compare.rows import Row, compare_rows
 from tieroff.planner.policies import all_policies, find_policy
 from tieroff.planner.policy import Assumptions, Decides, ModelOptions, Policy, policy
 from tieroff.planner.simulate.options import SimulationOptions
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study import policies
+from tieroff.study.compare.rows import Row, compare_rows
 from tieroff.units import GIB
 
 _MS = 10**6
@@ -65,7 +65,7 @@ def _toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy.py").write_text(_TOY)
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
     yield
-    sys.modules.pop("tieroff.planner.policies.toy", None)
+    sys.modules.pop("tieroff.study.policies.toy", None)
 
 
 def _trace() -> Trace:
@@ -108,11 +108,11 @@ def test_policies_are_found_by_name_and_published_ones_name_a_paper_that_their_m
         assert [word for word in re.findall(r"[A-Z]\w+", one.paper) if word not in text] == [], one.name
 
 
-@pytest.mark.parametrize(("name", "others"), [("auto", {"capuchin", "paging"}), ("vdnn-all", {"capuchin", "portfolio"})])
+@pytest.mark.parametrize(("name", "others"), [("auto", {"study", "capuchin"}), ("vdnn-all", {"capuchin", "portfolio"})])
 def test_policy_is_found_without_loading_the_others(name: str, others: set[str]) -> None:
     program = f"import sys; from tieroff.planner.policies import find_policy; find_policy({name!r}); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert others.isdisjoint(module.rpartition(".")[2] for module in loaded if module.startswith("tieroff.planner"))
+    assert others.isdisjoint(module.rpartition(".")[2] for module in loaded if module.startswith("tieroff."))
 
 
 def test_policy_of_another_package_is_found_by_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +133,9 @@ def test_policy_of_another_package_is_found_by_module_and_function(tmp_path: Pat
 @pytest.mark.usefixtures("_toy")
 def test_two_policies_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "toy_too.py").write_text(_TOY)
-    with pytest.raises(ConfigError, match=r"'toy' is declared twice, in tieroff.planner.policies.toy and in .*toy_too"):
+    with pytest.raises(ConfigError, match=r"'toy' is declared twice, in tieroff.study.policies.toy and in .*toy_too"):
         all_policies()
-    sys.modules.pop("tieroff.planner.policies.toy_too", None)
+    sys.modules.pop("tieroff.study.policies.toy_too", None)
 
 
 @pytest.mark.parametrize(("name", "more", "told"), [("My Toy", {}, "lower-case"), ("toy", {"published": True}, "the paper")])

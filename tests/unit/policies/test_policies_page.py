@@ -13,17 +13,17 @@ import pytest
 from tieroff.core.io.json_files import load_plan
 
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_POLICIES = "tieroff/planner/policies"
+_POLICIES = "tieroff/study/policies"
 
 
 @pytest.fixture
 def checkout(project: Path, tmp_path: Path) -> Path:
     """Returns a checkout whose folder of policies can be written to; all else in it are links to the real one."""
     root = tmp_path / "checkout"
-    for folder in ("", "tieroff", "tieroff/planner", _POLICIES):
+    for folder in ("", "tieroff", "tieroff/study", _POLICIES):
         (root / folder).mkdir(exist_ok=True)
         for entry in (project / folder).iterdir():
-            if entry.name not in {"tieroff", "planner", "policies", "__pycache__"} and not entry.name.startswith("."):
+            if entry.name not in {"tieroff", "study", "policies", "__pycache__"} and not entry.name.startswith("."):
                 (root / folder / entry.name).symlink_to(entry)
     shim = root / "bin/tieroff"
     shim.parent.mkdir()

@@ -19,15 +19,15 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, Plan, Repeat, Residency
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.activations.lms import plan_lms
-from tieroff.planner.policies.activations.oc_dnn import plan_oc_dnn
-from tieroff.planner.policies.activations.superneurons import plan_superneurons
-from tieroff.planner.policies.online.deepum import plan_deepum
-from tieroff.planner.policies.online.demand import plan_demand
-from tieroff.planner.policies.online.dragon import plan_dragon
-from tieroff.planner.policies.shared import paging
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study.policies.activations.lms import plan_lms
+from tieroff.study.policies.activations.oc_dnn import plan_oc_dnn
+from tieroff.study.policies.activations.superneurons import plan_superneurons
+from tieroff.study.policies.online.deepum import plan_deepum
+from tieroff.study.policies.online.demand import plan_demand
+from tieroff.study.policies.online.dragon import plan_dragon
+from tieroff.study.policies.shared import paging
 from tieroff.units import GIB
 
 Policy = Callable[[Problem], Plan]

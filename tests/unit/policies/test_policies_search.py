@@ -18,10 +18,10 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.search import autoswap, autotm, swapadvisor
-from tieroff.planner.policies.shared.classes import Pool
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study.policies.search import autoswap, autotm, swapadvisor
+from tieroff.study.policies.shared.classes import Pool
 from tieroff.units import GIB
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "property"))

@@ -17,12 +17,12 @@ from tieroff.core.machine import Machine
 from tieroff.core.plan import IDEAL_EXECUTOR, RUNTIME_EXECUTOR, Capabilities, HostUpdate, Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
-from tieroff.planner.policies.tiers.g10 import plan_g10
-from tieroff.planner.policies.tiers.mlp_offload import plan_mlp_offload
-from tieroff.planner.policies.tiers.teraio import plan_teraio
-from tieroff.planner.policies.tiers.zero import plan_zero_infinity, plan_zero_offload
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
 from tieroff.planner.simulate.simulator import simulate
+from tieroff.study.policies.tiers.g10 import plan_g10
+from tieroff.study.policies.tiers.mlp_offload import plan_mlp_offload
+from tieroff.study.policies.tiers.teraio import plan_teraio
+from tieroff.study.policies.tiers.zero import plan_zero_infinity, plan_zero_offload
 from tieroff.units import GIB, TIB
 
 MS = 10**6

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.report.browser import BROWSER, body_of, dom_of
 from tests.unit.report.report_samples import hostile, idle, sample
 from tieroff.core.io.run_folder import Run
-from tieroff.planner.compare.predict import predict
+from tieroff.planner.predict import predict
 from tieroff.report.page import write_page
 
 pytest.importorskip("plotly")

@@ -14,7 +14,7 @@ from tieroff.cli import app
 from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Timeline
 from tieroff.errors import ConfigError
-from tieroff.report.comparison import Compared, memory_figure, step_figure, write_comparison
+from tieroff.study.compare.page import Compared, memory_figure, step_figure, write_comparison
 from tieroff.units import GIB, NS_PER_S
 
 TIMELINE = Timeline(
@@ -127,7 +127,7 @@ def test_compare_without_plotly_says_how_to_get_it_before_it_plans(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    monkeypatch.setattr("tieroff.planner.compare.rows.compare_rows", lambda *_: pytest.fail("planned before it looked"))
+    monkeypatch.setattr("tieroff.study.compare.rows.compare_rows", lambda *_: pytest.fail("planned before it looked"))
     status, text = run(*options, "--plot", str(tmp_path / "plot.html"))
     assert status == 1
     assert "pip install 'tieroff[report]'" in text

@@ -18,7 +18,7 @@ from tieroff.cli import app
 from tieroff.core.io.run_folder import Run, save_run
 from tieroff.core.timeline import TransferSpan
 from tieroff.errors import ConfigError, StateError
-from tieroff.planner.compare.predict import predict
+from tieroff.planner.predict import predict
 from tieroff.report.perfetto import write_perfetto
 from tieroff.report.tensorboard import write_scalars
 

@@ -20,7 +20,7 @@ from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import HostUpdate, Repeat
 from tieroff.core.timeline import OpSpan, RunSpan, Stall, Timeline
 from tieroff.errors import ConfigError
-from tieroff.planner.compare.predict import predict
+from tieroff.planner.predict import predict
 from tieroff.report import figures as drawn
 from tieroff.report.lanes import Span, coarsened, packed, spans_of
 from tieroff.report.page import page, write_page

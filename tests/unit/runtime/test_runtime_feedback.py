@@ -21,7 +21,7 @@ from tieroff.core.plan import Plan
 from tieroff.core.seams import Made, Pending
 from tieroff.core.trace import Op, Queue, Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
-from tieroff.planner.compare.predict import predict
+from tieroff.planner.predict import predict
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.session.planning import Planning
 from tieroff.session.workshop import Known

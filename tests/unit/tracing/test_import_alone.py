@@ -20,13 +20,13 @@ from tieroff.core.machine import Machine, load_machine
 from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, ConfigError
-from tieroff.planner.compare.rows import compare_rows
 from tieroff.planner.policies import all_policies
 from tieroff.planner.problem.problem import live_bytes
+from tieroff.study.compare.rows import compare_rows
+from tieroff.study.profiles.alone import load_execution_trace
+from tieroff.study.profiles.files import load_trace
+from tieroff.study.profiles.join import load_profile
 from tieroff.tracing.dry import DryModel, dry_trace
-from tieroff.tracing.files import load_trace
-from tieroff.tracing.profiler.alone import load_execution_trace
-from tieroff.tracing.profiler.join import load_profile
 
 Document = dict[str, Any]
 WEIGHT, INPUT, OUT, GRADIENT, STATE, SCRATCH = 10, 20, 30, 40, 50, 60

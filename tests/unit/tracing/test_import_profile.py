@@ -13,12 +13,12 @@ from torch.profiler import ProfilerActivity
 
 from tieroff.core.tensor import TensorClass
 from tieroff.errors import CaptureError
+from tieroff.study.profiles.execution_trace import read_execution_trace
+from tieroff.study.profiles.files import load_trace
+from tieroff.study.profiles.join import load_profile
+from tieroff.study.profiles.kineto import read_profile
 from tieroff.tracing import profile
-from tieroff.tracing.files import load_trace
-from tieroff.tracing.profiler.execution_trace import read_execution_trace
-from tieroff.tracing.profiler.join import load_profile
-from tieroff.tracing.profiler.kineto import read_profile
-from tieroff.tracing.profiler.record import record
+from tieroff.tracing.profiling import record
 
 Document = dict[str, Any]
 WEIGHT, INPUT, OUT, NORM = 10, 20, 30, 40

@@ -17,10 +17,10 @@ from tieroff.core.machine import load_machine
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError
-from tieroff.planner.compare.rows import compare_rows
 from tieroff.planner.policies import all_policies
-from tieroff.tracing.files import load_trace
-from tieroff.tracing.profiler.join import load_profile
+from tieroff.study.compare.rows import compare_rows
+from tieroff.study.profiles.files import load_trace
+from tieroff.study.profiles.join import load_profile
 
 COLLECTIVE = "record_param_comms"
 # Where the schema is right and the join by hand is not: `mul.out` writes `out` alone, not its first operand too, and a

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_iter
 from tests.support import sharded
 from tieroff.core.sharding.graph import PARTIAL, REPLICATED, OpSplit, StepGraph
 from tieroff.errors import CaptureError
-from tieroff.tracing.sharded.capture import capture_step
-from tieroff.tracing.sharded.dtensor_strategies import DTensorSplits, runs_on_parts
+from tieroff.partition.dtensor_strategies import DTensorSplits, runs_on_parts
+from tieroff.study.sharding.capture import capture_step
 
 aten = torch.ops.aten
 

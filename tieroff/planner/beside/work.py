@@ -10,9 +10,9 @@ from tieroff.core.seams import Made
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
-from tieroff.planner.compare.predict import forecast
 from tieroff.planner.layers import choose_modules
 from tieroff.planner.make_plan import make_plan
+from tieroff.planner.predict import forecast
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The published policies; a file here with a function under `@policy` is one more."""
