@@ -416,7 +416,7 @@ class StepRecorder(TorchDispatchMode):
                 s.is_movable,
                 merge_intervals(holds[i]),
                 index[s.owner] if s.owner is not None else -1,
-                min(self._deaths.get(s.key, count), count),
+                min(self._deaths.get(s.key, count) + 1, count),  # it was there for a part of the op in which it died
                 s.label,
             )
             for i, s in enumerate(subjects)

@@ -63,6 +63,21 @@ def test_what_died_before_an_op_does_not_lie_beside_its_result() -> None:
     assert transients(one_after_the_other) == [1]
 
 
+def test_a_tensor_is_there_in_the_op_in_which_it_dies() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start()
+    recorder.event("made", "")
+    gradient = mib()
+    recorder.bind(gradient.untyped_storage(), "gradient")
+    recorder.event("idle", "")
+    recorder.event("cleared", "")
+    recorder.died("gradient")  # and what user code made before that lay beside it
+    recorder.event("end", "")
+    trace = recorder.finish([Subject("gradient", "gradient", MIB, TensorClass.GRADIENT)], [0] * 4, "test")
+    assert trace.tensors[0].lives_until == 3
+    assert gradient.sum() > 0
+
+
 def test_what_outlives_its_op_counts_in_the_next_ones() -> None:
     kept: list[torch.Tensor] = []
     assert transients(lambda: kept.append(mib()), lambda: kept.append(mib()), kept.clear, lambda: None) == [1, 2, 2, 0]
