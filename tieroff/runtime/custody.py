@@ -20,12 +20,13 @@ from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
+from tieroff.runtime.hooks.unattached import Unattached
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.items import JoinedParameter
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import Standing, bring_home, bytes_elsewhere, is_leaving, leave_place, lies_up, settle_below
+from tieroff.runtime.items.table import Standing, bring_home, bytes_elsewhere, is_leaving, leave_place, lies_in, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import is_alone, local_of, parts_of, refuse_lazy, why_kept, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
@@ -43,6 +44,7 @@ class Custody:
         backend, stores: the device and the tiers below it.
         executor: what moves tensors in a step.
         stepper: the optimizer's stand-in, once one is attached.
+        unattached: knows of optimizers that are not.
         unmoved: name of a parameter that stays where it is -> why.
         may_be_hollow: some parameter or buffer lay on the meta device when last checked.
         is_closed: everything was given back, or is about to be.
@@ -59,7 +61,7 @@ class Custody:
         traffic.keeps_timeline = settings.keep_timeline
         self.executor = Executor(traffic, settings, foresight)
         self.stepper: BucketedStep | None = None
-        self.unmoved, self.given_out = dict[str, str](), GivenOut()
+        self.unmoved, self.given_out, self.unattached = dict[str, str](), GivenOut(), Unattached(model)
         self.may_be_hollow = self.is_closed = self.is_asleep = False
         self._pid, self._standing = os.getpid(), Standing(())
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
@@ -68,6 +70,11 @@ class Custody:
         self._walk: Walk | None = None
         self._known_as: Walk | None = None  # the last one over the parameters of the fingerprint
         guard_forks_of(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The attached one."""
+        return self.stepper.optimizer if self.stepper is not None else None
 
     def below(self) -> list[HomeItem]:
         """Returns the items that user code can reach, unless everything was given back."""
@@ -288,7 +295,7 @@ class Custody:
         items = chain(below, kept)
         between = _TiersBetweenSteps(kind)
         targets = [
-            (item, tier) for item in items if not _lies(item, tier := between.of(item)) and not between.is_on_its_way(item)
+            (item, tier) for item in items if not lies_in(item, tier := between.of(item)) and not between.is_on_its_way(item)
         ]
         order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
         for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
@@ -411,13 +418,6 @@ class Custody:
         self.executor.gate.rebound.close()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()
-
-
-def _lies(item: HomeItem, tier: Tier | None) -> bool:
-    """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
-    if tier is None:
-        return item.is_lifted and item.place is None and item.device is not None and lies_up(item)
-    return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
 
 
 class _TiersBetweenSteps:

@@ -29,7 +29,7 @@ from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.parameters.fsdp2 import fsdp_roots
 from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.recompute.layers import layers_of
-from tieroff.runtime.hooks.unattached import Unattached, check_shares, inside
+from tieroff.runtime.hooks.unattached import check_shares, inside
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import is_torn_by, repair
@@ -90,7 +90,6 @@ class Engine:
             self._telling = Telling(self._custody, self._steps, plans)
             self._compiled: dict[torch.nn.Module, CompiledCall] = {}
             self._slots: list[ForwardSlot | RecurrentWeights | EarlyBegin | state_dicts.Handle] = []
-            self._unattached = Unattached(model)
             refused.pop_all()
         try:
             self._take_over()
@@ -110,6 +109,7 @@ class Engine:
         if self._backend.device.type != "cpu":
             self._custody.move_to_device()
         self._custody.register()
+        self._custody.unattached.watch(self._steps.before_first_update)
         self.executor.shards.await_first_forward(self.model)
         self.executor.communication.watch(self.model)
         install(self.model, self.executor.gate)
@@ -149,7 +149,7 @@ class Engine:
         if self._custody.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one: tieroff.unwrap(model) to take another")
         check_shares(self.model, optimizer)
-        self._unattached.attach(optimizer)
+        self._custody.unattached.attach(optimizer)
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
@@ -167,8 +167,7 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The attached optimizer, None while there is none."""
-        stepper = self._custody.stepper
-        return stepper.optimizer if stepper is not None else None
+        return self._custody.optimizer
 
     def begin_in(self, method: str) -> None:
         """Lets steps begin in another method of the model too, one that a trainer calls in place of its forward.
@@ -224,7 +223,7 @@ class Engine:
         self._custody.is_closed = True
         if not self._custody.is_own_process:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
-        self._unattached.stop()
+        self._custody.unattached.stop()
         repair(self._custody)  # an exception may have left anything
         self._custody.given_out.take_back()
         self.executor.abandon()
@@ -283,7 +282,6 @@ class Engine:
             signature = signature_of(self.model, args, kwargs, walk.trained)
             if walk.has_compiled:
                 self._take_compiled()
-            self._unattached.watch()
         try:
             if is_aside:
                 self._steps.begin_aside(args, kwargs)

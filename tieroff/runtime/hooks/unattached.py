@@ -8,10 +8,11 @@ import inspect
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import optimizer as torch_optimizer
 
 from tieroff.errors import StateError
 
@@ -23,52 +24,69 @@ _UPDATES_MIN = 3
 
 
 class Unattached:
-    """Watches for updates of a model's parameters by an optimizer that its engine does not know.
+    """Watches for updates of a model's parameters by optimizers that its engine does not know.
 
-    It is not attached by itself: an engine takes one optimizer, may refuse this one, and changes how it is stepped. Only who
-    wrote the loop knows whether it is the one, or a second of several.
+    None is attached by itself: an engine takes one optimizer, may refuse this one, and changes how it is stepped. Only who
+    wrote the loop knows whether it is the one, or a second of several. What they have made lies on the device all the same: it
+    is a part of what a step finds as it begins, and of what does not move.
+
+    Args:
+        model: whose parameters.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
-        self._is_over = False
-        self._updates = 0
+        self._updates: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # how many parameters
+        self._is_inside = self._has_own = self._has_told = False
+        self._make_room: Callable[[], None] = lambda: None
 
-    def watch(self) -> None:
-        """Watches from now on, until `stop`, until something was said or until the attached one has made an update."""
-        if not self._is_over:
-            _listen()
-            _watching.add(self)
+    def watch(self, make_room: Callable[[], None]) -> None:
+        """Watches from now on, until `stop`.
+
+        Args:
+            make_room: called before one makes its first update, which makes its state.
+        """
+        self._make_room = make_room
+        _listen()
+        _watching.add(self)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """This is the model's optimizer from here on."""
         self._attached = weakref.ref(optimizer)
-        self._is_over = False
+        self._updates.pop(optimizer, None)
+        self._has_told = False
 
     def stop(self) -> None:
         """Ends watching."""
         _watching.discard(self)
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns those that have updated the model, and have state of their own, in the order of their first updates."""
+        own = self._attached() if self._attached is not None else None
+        return [one for one in self._updates if own is None or one.state is not own.state]
+
+    def begins_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to make an update."""
+        if self._attached is not None and optimizer is self._attached():
+            self._is_inside = True
+        elif not self._is_inside and optimizer not in self._updates and self._shared_count(optimizer):
+            self._make_room()
+
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made an update."""
-        model = self._model()
-        if model is None:
-            self.stop()
-            return
         if self._attached is not None and optimizer is self._attached():
-            self.stop()
-            self._is_over = True
+            self._is_inside, self._has_own = False, True
             return
-        count = shared_count(model, optimizer)
+        count = self._shared_count(optimizer)
         if not count:
-            return  # of another model
-        self._updates += 1
-        if self._attached is not None and self._updates < _UPDATES_MIN:
-            return  # as of two models that share layers: the model's own may come next
-        self.stop()
-        self._is_over = True
-        what = f"{type(optimizer).__name__} updates {count} parameters of the wrapped {type(model).__name__}"
+            return
+        self._updates[optimizer] = updates = self._updates.get(optimizer, 0) + 1
+        # As of two models that share layers: the model's own may come next. Inside of the attached one's it is a part of that.
+        if self._has_told or self._is_inside or (self._attached is not None and updates < _UPDATES_MIN):
+            return
+        what = f"{type(optimizer).__name__} updates {count} parameters of the wrapped {type(self._model()).__name__}"
         if self._attached is None:
             log.warning(
                 "%s, which has no optimizer attached: its state stays on the device and counts as memory that cannot move. "
@@ -76,12 +94,36 @@ class Unattached:
                 "tieroff.wrap(model, optimizer)",
                 what,
             )
-        else:
+        elif not self._has_own:
             log.warning(
                 "%s, and is not the optimizer that was given to tieroff.wrap, whose step() ends a training step: none has "
                 "ended yet, and none is planned before one does. If the optimizer was made anew, make it first and wrap then",
                 what,
             )
+        elif optimizer.state and any(map(_has_tensors, optimizer.state.values())):
+            log.warning(
+                "%s beside the %s that is attached: its state stays on the device and counts as memory that cannot move. A "
+                "wrapped model has one optimizer: give it these parameters as a group of their own (add_param_group)",
+                what,
+                type(self._attached()).__name__,
+            )
+        else:
+            return  # it takes no memory
+        self._has_told = True
+
+    def _shared_count(self, optimizer: torch.optim.Optimizer) -> int:
+        """Returns how many of its parameters are the model's; none of an optimizer that another engine looks after."""
+        model, count = self._model(), sum(len(group["params"]) for group in optimizer.param_groups)
+        if model is None or self._others.get(optimizer) == count or hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):
+            return 0
+        shared = shared_count(model, optimizer)
+        if not shared:
+            self._others[optimizer] = count
+        return shared
+
+
+def _has_tensors(values: Any) -> bool:
+    return isinstance(values, dict) and any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in values.values())
 
 
 _watching: weakref.WeakSet[Unattached] = weakref.WeakSet()
@@ -89,13 +131,25 @@ _watching: weakref.WeakSet[Unattached] = weakref.WeakSet()
 
 @functools.cache
 def _listen() -> None:
-    """Registers one hook for all that watch. It stays: torch goes over its hooks as it calls them, so none may go meanwhile."""
-    register_optimizer_step_post_hook(_stepped)
+    """Registers hooks for all that watch. They stay: torch goes over its hooks as it calls them, so none may go meanwhile."""
+    torch_optimizer.register_optimizer_step_pre_hook(_steps)
+    torch_optimizer.register_optimizer_step_post_hook(_stepped)
+
+
+def _steps(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    for each in list(_watching):
+        each.begins_update(optimizer)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     for each in list(_watching):
         each.note_update(optimizer)
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether anybody but the engine is called before each update, and may look at gradients or change them."""
+    own = optimizer._optimizer_step_pre_hooks
+    return bool(own) or any(hook is not _steps for hook in torch_optimizer._global_optimizer_pre_hooks.values())
 
 
 class WithoutForward:

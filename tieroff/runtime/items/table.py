@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tieroff.core.tensor import Tier
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import PLAIN, untouched, unwatch
 from tieroff.runtime.items.homes import HomeItem
@@ -103,6 +104,13 @@ def lies_up(item: HomeItem) -> bool:
     if tensor is not None and item.hollow is None and type(tensor) in PLAIN:
         return tensor.data_ptr() == item.value_address and not item.is_let_go
     return item.is_current() and not item.is_let_go
+
+
+def lies_in(item: HomeItem, tier: Tier | None) -> bool:
+    """True for a tensor as the engine left it that lies in this tier alone; None: on the device."""
+    if tier is None:
+        return item.is_lifted and item.place is None and item.device is not None and lies_up(item)
+    return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
 
 
 class Standing:

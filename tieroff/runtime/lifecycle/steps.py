@@ -88,7 +88,7 @@ class Steps:
             return False
         signature, contents = signature_of(self._custody.model, args, kwargs, watch.trained), self._contents
         if self._begins_step():
-            contents = contents_of(watch.used, self._custody.stepper)
+            contents = contents_of(watch.used, self._custody)
         if self.kinds.serving((*signature, contents)) is not kind or not self._planning.may_follow(kind):
             return False
         self._contents = contents
@@ -141,7 +141,7 @@ class Steps:
                 self._traced.next_inputs((args, kwargs))
             self._end_last_op()
             walk = self.check_model(walk)
-            self._contents = contents_of(walk.used, custody.stepper)
+            self._contents = contents_of(walk.used, custody)
             self._signature = signature
             self._start_step((*signature, self._contents), shapes, is_passed_through=is_given_gradients((args, kwargs)))
             self._watch_inputs((args, kwargs))
@@ -287,16 +287,21 @@ class Steps:
 
     def _is_of_plan(self, stage: Planned) -> bool:
         """True for an update that the plan of the step which runs has room for."""
-        return stage.recorded.is_updated and (self._is_updated or held_by(self._custody.stepper) == self._contents.held)
+        return stage.recorded.is_updated and (self._is_updated or held_by(self._custody.optimizer) == self._contents.held)
 
     def _diverge_in_update(self) -> None:
-        """A step is updated whose kind never was, with its optimizer state below, or the optimizer is another one by now."""
+        """A step is updated whose kind never was, with its state below, or the optimizer is another one than it was."""
         self.come_back()
         executor = self._custody.executor
         if executor.state.mode in (PLANNED, PASS):
             executor.clock.diverge(lambda: "an update")
             executor.gate.intercept(True)
             executor.context.lower_all()  # what the plan has brought, or kept, for an update of its own
+
+    def before_first_update(self) -> None:
+        """An optimizer that is not attached is about to make its state, which the plan of this step has no room for."""
+        if self._kind is not None and isinstance(self._kind.stage, Planned):
+            self._diverge_in_update()
 
     def before_closure(self) -> None:
         """The optimizer runs its closure by itself: each evaluation in an update is a step, and ends the one before."""
@@ -334,7 +339,7 @@ class Steps:
 
     def _finish_step(self, kind: StepKind) -> None:
         self._is_updated = True
-        if self._traced is not None:
+        if self._traced is not None and not self._contents.unattached:  # another optimizer's update is the step's, too
             self._traced.end_update()
         self._steps_done += 1
         self.readings.note(kind, self._steps_done, self.recomputation.spent_ns)
@@ -391,9 +396,12 @@ class Steps:
         if traced.has_compiled:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
+        contents = contents_of(self._custody.walk().used, self._custody)
+        if self._custody.stepper is not None and contents.unattached != self._contents.unattached:
+            log.info("an optimizer that is not attached has made its state, perhaps unseen: the next step is traced")
+            return
         kind.feedback = Feedback(kind.feedback.rates)
         kind.advance(Measuring(traced.finish()))
-        contents = contents_of(self._custody.walk().used, self._custody.stepper)
         self.kinds.rename(kind, (*self._signature, contents))
 
     def forget(self) -> None:

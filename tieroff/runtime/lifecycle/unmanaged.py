@@ -10,6 +10,7 @@ import torch
 from tieroff.parts import parts_of
 from tieroff.runtime.custody import Custody
 from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.movable import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +52,9 @@ def _standing(custody: Custody) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield name, "a buffer", buffer
     if custody.stepper is not None:
         yield from custody.stepper.state.unmanaged()
+    for optimizer in custody.unattached.optimizers():
+        why, names = f"state of {type(optimizer).__name__}, which is not attached", custody.executor.homes.names
+        for parameter, values in optimizer.state.items():
+            if isinstance(values, dict):
+                owner = names.get(id(parameter), "a parameter outside the model")
+                yield from ((f"{key} of {owner}", why, part) for key, value in values.items() for part in tensors_in(value))

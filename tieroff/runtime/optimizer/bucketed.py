@@ -17,6 +17,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
+from tieroff.runtime.hooks.unattached import has_pre_hooks
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.host.updates import HostUpdates, NotBelowError
 from tieroff.runtime.optimizer.in_backward import AppliedGradient, EarlyUpdates
@@ -322,7 +323,7 @@ class BucketedStep:
 
     def begin(self) -> None:
         """A step of the model begins."""
-        self.early.begin(self.buckets.all() if self.may_update_in_backward and not self._has_pre_hooks() else ())
+        self.early.begin(self.buckets.all() if self.may_update_in_backward and not has_pre_hooks(self.optimizer) else ())
 
     def before_gradient(self) -> None:
         """Another gradient arrives: hooks of users on the one before have run."""
@@ -363,11 +364,6 @@ class BucketedStep:
         """A backward that updated buckets ends: their state lies below, since user code runs next."""
         self.state.lower()
 
-    def _has_pre_hooks(self) -> bool:
-        """True while there are hooks that may change gradients just before the update."""
-        optimizer: Any = self.optimizer
-        return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
-
     def _may_update_in_backward(self) -> bool:
         """Says once where the config asks for what cannot be."""
         why = self._why_not_in_backward()
@@ -387,7 +383,7 @@ class BucketedStep:
     @property
     def could_update_in_backward(self) -> bool:
         """True where the config does not ask for it, and the optimizer would allow it."""
-        is_free = not self._update_one.may_write_gradients and not self._has_pre_hooks()
+        is_free = not self._update_one.may_write_gradients and not has_pre_hooks(self.optimizer)
         return is_free and not self.may_update_in_backward and not self._why_not_in_backward()
 
 
