@@ -78,3 +78,22 @@ def test_scratch_is_what_an_op_takes_and_gives_back() -> None:
         assert scratch.most_bytes == 0
         rnn(x)
     assert scratch.most_bytes > 0
+
+
+def test_what_a_plan_keeps_on_the_device_is_freed_when_it_has_to_leave(tmp_path: Path) -> None:
+    taken = DeviceBytes(CPU)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(128, 128), torch.nn.Tanh())))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    config = {"budget": {"device": "80%", "nvme": "8MiB"}, "nvme": {"dirs": [str(tmp_path)]}, "plan": {"min_bytes": 0}}
+    tieroff.wrap(model, optimizer, {"device": "cpu", **config})
+    for _ in range(8):
+        model(torch.ones(16, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    up_bytes = taken.live_bytes
+    tieroff.sleep(model)
+    down_bytes = taken.live_bytes
+    tieroff.unwrap(model)
+    assert up_bytes >= 3 * 128 * 128 * 4, "the plan keeps parameters on the device"
+    assert down_bytes <= 1024

@@ -21,12 +21,17 @@ from tieroff.storage.completion import Completion
 _DOUBLED = frozenset({BOTH, LEAVING, ARRIVING})
 
 
+def nothing_shown() -> None:
+    """What `shown` gives where `LiveValues` knows of no value."""
+
+
 class ParameterItem(HomeItem):
     """A parameter.
 
     Attributes:
         position: its index among the model's parameters.
-        shown: the value of which `LiveValues` knows, for one that stays on the device.
+        shown: gives the value of which `LiveValues` knows, for one that stays on the device, without keeping it alive: the next
+            plan may send it below.
     """
 
     __slots__ = ("position", "shown")
@@ -34,7 +39,7 @@ class ParameterItem(HomeItem):
     def __init__(self, position: int, name: str, tensor: torch.Tensor, tier: Tier, guard: Guard | None = None) -> None:
         super().__init__(("param", position), name, TensorClass.PARAMETER, tensor, tier, guard)
         self.position = position
-        self.shown: torch.Tensor | None = None
+        self.shown: Callable[[], torch.Tensor | None] = nothing_shown
         # The model holds it anyway; a weak reference would forbid torch.utils.swap_tensors. A lambda would be a line of Python.
         self.ref = itertools.repeat(tensor).__next__
 

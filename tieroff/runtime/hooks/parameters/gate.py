@@ -20,6 +20,7 @@ make no events, so the step follows its plan. Signal handlers: see [Note: handle
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
@@ -37,7 +38,7 @@ from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
 from tieroff.runtime.hooks.parameters.mint import Mints
 from tieroff.runtime.items.hollow import is_below, restore_class
 from tieroff.runtime.items.joined.items import JoinedParameter
-from tieroff.runtime.items.parameter import ParameterItem, ShardItem
+from tieroff.runtime.items.parameter import ParameterItem, ShardItem, nothing_shown
 from tieroff.runtime.step.quiet import NOTHING, Quiet
 from tieroff.runtime.tensors import bytes_of
 
@@ -103,7 +104,7 @@ class Gate:
         _, items, self.quiet = self._quiet_of
         for item in items:
             # A quiet read notes nothing, and after a step that left its plan they lie elsewhere than in the one before.
-            if item.shown is not item.value and item.value is not None:
+            if item.value is not None and item.shown() is not item.value:
                 self._note(item, item.value)
 
     def left_plan(self) -> None:
@@ -123,7 +124,7 @@ class Gate:
         item = self._context.homes.parameter(home)
         if item is not None and item.stays_up and self._is_plain_read(item):
             value = self.fetch.home(item)
-            if item.shown is None or item.shown is not item.value:
+            if item.shown() is not item.value:
                 self._note(item, value)
             return home
         if isinstance(item, ShardItem):
@@ -172,7 +173,8 @@ class Gate:
         if item.lower is not None and item.is_shown_below:
             # Of many that are read before they are used (a recurrent layer's), the first lie below again by then.
             self.live.add(item, item.lower)
-        item.shown = item.value if self._context.runner.leaves_alone(item) else None
+        stays = self._context.runner.leaves_alone(item) and item.value is not None
+        item.shown = weakref.ref(item.value) if stays else nothing_shown
 
     def is_apart(self) -> bool:
         """True for a thread beside the step; a backward is of the step, in whatever thread."""
