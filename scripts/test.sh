@@ -5,8 +5,10 @@
 #                        [arguments of pytest]
 #
 # --quick      the checks, and the tests of the layers without torch (at most 3 minutes on 2 cores)
-#              (default: every test that is not marked `long`; 14 minutes on 2 cores, 17 with the installation)
-# --all        the tests marked `long` too: databases, soak, sanitizers, 2,000 programs of users (three quarters of an hour)
+#              (default: every test that is not marked `long`: each behaviour in some of its settings, which are backends, tiers,
+#              budgets)
+# --all        the tests marked `long` too: all settings, databases, soak, sanitizers, 2,000 programs of users (three quarters of
+#              an hour)
 # --published  those too that plan every published cell at effort "high" and with every amount of host memory, and search the
 #              shardings of a contest (half an hour more): for changes of the planner
 # --coverage   measures which lines and branches of tieroff the tests ran, and prints the sum

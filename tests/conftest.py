@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.covering import take_turns
+
 # Tests of other folders import these too, so before any of them.
 pytest.register_assert_rewrite("tests.support.parity", "tests.support.databases")
 
@@ -72,8 +74,10 @@ def _leave_behind_what_lives_on() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those marked `long` are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` on a machine without CUDA, with the reason."""
+    """Marks what only `--all` tries, and skips tests marked `gpu` on a machine without CUDA, with the reason."""
+    take_turns(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

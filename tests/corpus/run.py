@@ -57,6 +57,11 @@ def stranger(
     return add
 
 
+def runs_anywhere() -> list[str]:
+    """Returns the programs that run on every device, once the folder `programs` is imported."""
+    return [name for name, known in STRANGERS.items() if not known.needs_host]
+
+
 @dataclass
 class Took:
     """What a step took.

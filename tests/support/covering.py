@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -30,18 +32,64 @@ def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(values[index] for values, index in zip(factors, case, strict=True)) for case in sorted(chosen)]
 
 
-def in_turn(subjects: Sequence[Any], choices: Sequence[Any]) -> list[Any]:
-    """Returns the full product as parameters; all but one choice for each subject, in turn, are marked `long`."""
+def in_turn(subjects: Sequence[Any], choices: Sequence[Any], half: int | None = None) -> list[Any]:
+    """Returns the full product as parameters; all but one choice for each subject, in turn, are marked `long`.
+
+    With a `half` (0 or 1) all choices of every second subject are; the other half of the subjects is another test's.
+    """
     return [
         pytest.param(
             subject,
             choice,
             id=f"{getattr(subject, 'name', subject)}-{getattr(choice, 'name', choice)}",
-            marks=[] if index % len(choices) == place else [pytest.mark.long],
+            marks=[] if half in (None, index % 2) and _turn(index, half) % len(choices) == place else [pytest.mark.long],
         )
         for index, subject in enumerate(subjects)
         for place, choice in enumerate(choices)
     ]
+
+
+def _turn(index: int, half: int | None) -> int:
+    return index if half is None else index // 2
+
+
+def every_second(subjects: Sequence[str], half: int) -> list[Any]:
+    """Returns subjects as parameters; those of the other half (0 or 1), which another test tries, are marked `long`."""
+    return [
+        pytest.param(subject, marks=[] if index % 2 == half else [pytest.mark.long]) for index, subject in enumerate(subjects)
+    ]
+
+
+SETTINGS = frozenset(
+    ["backend", "each", "each_setting", "planned_setting", "setting", "tiers", "budget", "device", "share", "checkpoints"]
+)
+"""Parameters that say where a behaviour is tried, and not which one: backends, tiers, budgets, checkpointing."""
+IN_TURN = frozenset(["accelerator", "corpus", "fault", "parity"])
+"""Folders whose tests take turns: those that train."""
+TURNS = 3
+
+
+def take_turns(items: Sequence[pytest.Item]) -> None:
+    """Marks two of three settings of each behaviour `long`: by default each is tried in some of them, by `--all` in all.
+
+    Which ones depends on the behaviour's name, so that all settings take part alike.
+    """
+    behaviours: dict[tuple[Hashable, ...], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if IN_TURN & set(item.path.parts) and SETTINGS & params.keys() and not item.get_closest_marker("long"):
+            own = ((name, _known_by(value)) for name, value in params.items() if name not in SETTINGS)
+            behaviours[item.path, getattr(item, "originalname", item.name), *own].append(item)
+    for cases in behaviours.values():
+        turns = min(TURNS, len(cases))
+        turn = zlib.crc32(cases[0].nodeid.encode())
+        for index, item in enumerate(cases):
+            if (index + turn) % turns:
+                item.add_marker(pytest.mark.long)
+
+
+def _known_by(value: object) -> Hashable:
+    return value if isinstance(value, (str, int, float, type(None))) else id(value)
 
 
 def examples(count: int) -> int:

@@ -8,12 +8,13 @@ import pytest
 
 from tests.accelerator import target
 from tests.corpus import programs
-from tests.corpus.run import STRANGERS, check
+from tests.corpus.run import check, runs_anywhere
+from tests.support.covering import every_second
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
 assert programs.__all__
 
 
-@pytest.mark.parametrize("name", [name for name, known in STRANGERS.items() if not known.needs_host])
+@pytest.mark.parametrize("name", every_second(runs_anywhere(), 1))
 def test_program_gives_the_same(name: str, tmp_path: Path) -> None:
     check(name, target.device(), target.backend, tmp_path)

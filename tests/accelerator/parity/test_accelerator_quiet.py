@@ -43,7 +43,7 @@ def is_quiet(engine: Engine) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*was raised:tieroff.errors.BudgetWarning")
-@pytest.mark.parametrize(("workload", "tiers"), in_turn(MODELS, (HOST, NVME)))
+@pytest.mark.parametrize(("workload", "tiers"), in_turn(MODELS, (HOST, NVME), half=1))
 def test_model_computes_the_same_in_quiet_steps(workload: Workload, tiers: Tiers, tmp_path: Path) -> None:
     workload, quiet, said = replace(workload, steps=STEPS), [], ""
 

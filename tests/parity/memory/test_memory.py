@@ -28,6 +28,7 @@ def run(folder: Path, budget: int | str, script: Path = SCRIPT) -> dict[str, Any
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_resident_memory_stays_within_the_budget_when_it_is_a_quarter_of_the_plain_run(tmp_path: Path) -> None:
     plain = run(tmp_path, 0)

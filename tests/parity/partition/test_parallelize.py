@@ -68,7 +68,8 @@ def alone_otherwise(name: str) -> list[float]:
     return sharded.train_otherwise(model, batch, torch.optim.AdamW(model.parameters(), 1e-3))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_training_on_several_ranks_is_that_on_one(ranks: int, tmp_path: Path) -> None:
     partitions = {name: partition_step(capture_step(make, sharded.MACHINE), ranks) for name, make in FACTORIES.items()}
     for name, partition in partitions.items():
