@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 import tieroff
 from tests.accelerator import sim, target
 from tests.accelerator.users.loops import STEPS, Net, Program, Usage, check
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 
 START_SCALE = 2.0**24
@@ -257,3 +258,37 @@ def test_ctrl_c_as_a_parameter_arrives(tmp_path: Path, monkeypatch: pytest.Monke
         p.steps(4, STEPS)
 
     check(usage, tmp_path)
+
+
+STEPS_BEFORE_WAITING = 2  # from the next one on, factors wait
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_as_a_clipped_gradient_arrives(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes up for the first time. Its factors wait until then: they are in its bytes once, whoever looks next."""
+    interrupts: list[str] = []
+
+    def interrupted(item: GradientItem) -> None:
+        interrupts.append(item.name)
+        raise KeyboardInterrupt
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(STEPS_BEFORE_WAITING + 1):
+            loss = p.loss(index)
+            loss.backward()
+            for _ in range(times):
+                p.note(nn.utils.clip_grad_norm_(p.parameters, 0.01))
+            if index < STEPS_BEFORE_WAITING:
+                p.update(loss)
+        if not p.is_plain:
+            with monkeypatch.context() as patch:
+                patch.setattr(GradientItem, "arrived", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    p.optimizer.step()
+        for parameter in p.parameters:
+            assert parameter.grad is not None
+            p.note(parameter.grad.detach().clone())
+
+    check(usage, tmp_path, planned=0, make=lambda: Deep(12))
+    assert len(interrupts) == 1

@@ -62,6 +62,26 @@ def test_a_failed_copy_of_a_small_tensor_leaves_it_on_the_device(traffic: Traffi
     traffic.end(item)
 
 
+def test_an_interrupt_as_a_copy_arrives_leaves_one_that_is_still_on_its_way(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repair drops such a one. One that counted as there would be taken for what the item knew of its memory before."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    item = saved(traffic, 64, 7)
+    item.leave(traffic)
+    with monkeypatch.context() as patch:
+        patch.setattr(ActivationItem, "arrived", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            traffic.want(item)
+    assert item.state.name == "ARRIVING"
+    assert torch.equal(traffic.want(item), torch.full((64,), 7, dtype=torch.uint8))
+    assert item.state is State.BOTH
+    traffic.end(item)
+
+
 def test_the_place_of_a_spare_item_rests_while_no_tensor_needs_it(traffic: Traffic) -> None:
     store, size_bytes = traffic.stores[HOST], 40 << 10
     item = saved(traffic, size_bytes, 7)

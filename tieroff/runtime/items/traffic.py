@@ -338,8 +338,11 @@ class Traffic:
             self.free_device(item)
             item.state, _ = transition(item.state, Event.FETCH_FAILED)
             raise
-        item.state, _ = transition(item.state, Event.ARRIVED)
+        state, _ = transition(item.state, Event.ARRIVED)
+        # Before the state says that there are two copies: interrupted in between, the one that came up is dropped by repair,
+        # while one that counts would have an item that knows the version of the memory before.
         item.arrived()
+        item.state = state
         item.arriving = None
 
     def free_device(self, item: Item) -> None:

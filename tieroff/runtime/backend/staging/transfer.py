@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from errno import ECANCELED, EIO
 from typing import Protocol
 
@@ -64,8 +65,8 @@ class Gate:
         self.is_open = True
         self._closed.release()
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Waits until it is open; returns False after the time-out."""
+    def wait(self, timeout_s: float | None, is_void: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until it is open; returns False after the time-out, or once nobody will open it."""
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         while True:
             left_s = deadline - time.monotonic()
@@ -76,8 +77,15 @@ class Gate:
                 if self._closed.acquire(timeout=_LET_GO_S):
                     self._closed.release()
                 return True
-            if left_s <= 0:
+            if left_s <= 0 or is_void():
                 return False
+
+
+class Decision(Enum):
+    """What becomes of a transfer."""
+
+    STARTED = auto()
+    TAKEN_BACK = auto()
 
 
 class StagedTransfer:
@@ -95,7 +103,9 @@ class StagedTransfer:
         self._moved: list[Transfer] = []  # the engine's, in order
         self._parts: list[Part] = []  # the last of each piece
         self._has_passed = Gate()  # all pieces went through both stages, or never will
-        self._claim = [True]  # whoever takes it decides whether it starts; taking is one operation
+        # The first who sets it decides, and all is said by that: `setdefault` is one operation, before or after which an
+        # interrupt comes, so nothing is left half taken back.
+        self._decided: dict[str, Decision] = {}
 
     @property
     def start_ns(self) -> int:
@@ -116,6 +126,8 @@ class StagedTransfer:
     @property
     def errno(self) -> int:
         """The first error, 0 for none, ECANCELED when it was taken back."""
+        if self._is_taken_back:
+            return ECANCELED
         return self._errno or next((moved.errno for moved in self._moved if moved.done() and moved.errno), 0)
 
     @property
@@ -130,34 +142,31 @@ class StagedTransfer:
         return checksum
 
     def done(self) -> bool:
-        return self._has_passed.is_open and all(part.done() for part in self._parts)
+        return self._is_taken_back or (self._has_passed.is_open and all(part.done() for part in self._parts))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for its end; returns False after the time-out."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._has_passed.wait(timeout_s):
-            return False
+        if not self._has_passed.wait(timeout_s, lambda: self._is_taken_back):
+            return self._is_taken_back
         for part in self._parts:
             if not part.done():
                 part.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return self.done()
 
+    @property
+    def _is_taken_back(self) -> bool:
+        return self._decided.get("it") is Decision.TAKEN_BACK
+
     def cancel(self) -> bool:
-        """Takes it back if nothing of it has started."""
-        if not self.claim():
-            return False
-        self._errno = ECANCELED
-        self._has_passed.open()
-        return True
+        """Takes it back if nothing of it has started; true, too, where it was taken back before."""
+        return self._decided.setdefault("it", Decision.TAKEN_BACK) is Decision.TAKEN_BACK
 
     # For the line that moves it.
 
     def claim(self) -> bool:
-        """Returns True for the first who asks: it starts the transfer, or takes it back."""
-        try:
-            return self._claim.pop()
-        except IndexError:
-            return False
+        """Returns True if it is to be started, which keeps everybody from taking it back."""
+        return self._decided.setdefault("it", Decision.STARTED) is Decision.STARTED
 
     def note_moved(self, moved: Transfer) -> None:
         """The engine has got one more piece."""
