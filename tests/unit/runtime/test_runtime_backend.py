@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tieroff
+from tests.support.parity import machine_file
 from tieroff._native import PagePool
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend import cpu as backends
@@ -204,7 +205,7 @@ def limit_and_peak(folder: str, free_bytes: int) -> tuple[int, int]:
     config = {
         "budget": {"device": "100%", "host": 0, "nvme": "64MiB"},
         "nvme": {"dirs": [folder], "staging": "1MiB"},
-        "plan": {"background": False},
+        "plan": {"background": False, "machine": str(machine_file(Path(folder)))},
     }
     tieroff.wrap(model, optimizer, config, backend=backend)
     leave_free_heap(free_bytes)
@@ -238,7 +239,8 @@ model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
 optimizer = torch.optim.AdamW(model.parameters())
 config = {{
     "device": "cpu", "budget": {{"device": "60%", "host": 0, "nvme": "64MiB", "keep_freed": False}},
-    "nvme": {{"dirs": [{str(tmp_path)!r}], "staging": "1MiB"}}, "plan": {{"background": False}},
+    "nvme": {{"dirs": [{str(tmp_path)!r}], "staging": "1MiB"}},
+    "plan": {{"background": False, "machine": {str(machine_file(tmp_path))!r}}},
 }}
 tieroff.wrap(model, optimizer, config)
 for _ in range(4):

@@ -38,7 +38,7 @@ def stand_in(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not HAS_WHEEL, reason="kvikio has wheels for glibc on x86-64 and aarch64 only")
-@pytest.mark.parametrize("memory", ["device", "host"])
+@pytest.mark.parametrize("memory", ["device", pytest.param("host", marks=pytest.mark.long)])
 def test_engine_keeps_the_contract_on_the_real_kvikio(memory: str, stand_in: Path, project: Path, tmp_path: Path) -> None:
     assert importlib.util.find_spec("kvikio"), "expected kvikio: pip install --no-deps -r tests/gds/requirements.txt"
     command = [
