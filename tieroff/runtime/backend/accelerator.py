@@ -185,6 +185,7 @@ class AcceleratorBackend:
         self._vendor = vendor_of(device)
         self.slabs = self._vendor.slabs(device)
         self.has_host_tier = not self._vendor.is_integrated(device)
+        # One each way, so that the link carries both at once and neither holds compute up.
         self._out, self._in = torch.Stream(device), torch.Stream(device)
         self._compute, self._events = ComputeStreams(device), Events(device)
         self._anchor = Anchor(self._events, self._compute.current())
@@ -197,6 +198,7 @@ class AcceleratorBackend:
         self._start_threads()
 
     def _start_threads(self) -> None:
+        # For engines that take device memory: a thread each way waits for events, so that the one that trains does not.
         self._writers = ThreadPoolExecutor(1, "tieroff-out")
         self._readers = ThreadPoolExecutor(1, "tieroff-in")
 
@@ -220,10 +222,10 @@ class AcceleratorBackend:
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         address = place.address
         if address is not None:
-            for event in self._others_writes():
+            for event in self._others_writes():  # `_on_stream` orders the copy behind compute alone
                 self._out.wait_event(event)
             copy = self._on_stream(self._out, pinned(address, source.numel()), source)
-            place.note(copy)
+            place.note(copy)  # the host goes on: the block is given to nobody else before this is over
             return copy
         ready = self._ready(after_writes=True)
         if place.takes_device_memory:
@@ -328,7 +330,7 @@ class AcceleratorBackend:
         torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
-        torch.accelerator.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)  # the memory that copies use goes with what closes next
         self._engines = max(self._engines - 1, 0)
         if self._engines:
             return
@@ -357,7 +359,7 @@ class AcceleratorBackend:
         written = self._others_writes()
         if not written:
             return ready
-        if self._joined is None:
+        if self._joined is None:  # a stream of its own: compute must not wait for what others write
             self._joined = torch.Stream(self.device)
         for event in (ready, *written):
             self._joined.wait_event(event)
@@ -367,6 +369,7 @@ class AcceleratorBackend:
 
     def _on_stream(self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor) -> _StreamCopy:
         """Copies bytes, which need no gradient, behind all that compute has been given so far."""
+        # Behind what compute was given so far: out, it writes the source; in, it may still use what had the target's memory.
         self._compute.join()
         stream.wait_stream(self._compute.current())
         with entry_of(stream), torch._C.DisableTorchFunction():  # whoever changes the program's functions means its own

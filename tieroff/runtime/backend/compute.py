@@ -31,6 +31,7 @@ class ComputeStreams:
         """Returns the one that this thread computes on."""
         stream = _stream_of(self._index)
         if stream not in self._met:
+            # What the others made before is moved and freed by the engine as if on one stream: see [Note: several streams].
             for other in self._met:
                 stream.wait_stream(other)
             self._met = [*self._met, stream]
@@ -70,6 +71,7 @@ class ComputeStreams:
         met = self._met
         if len(met) < 2:
             return
+        # All events first: each would otherwise wait for waits that were given to the others a moment before.
         events = [stream.record_event() for stream in met]
         for stream in met:
             for event in events:

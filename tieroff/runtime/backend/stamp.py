@@ -104,7 +104,7 @@ class Anchor(_Recorded):
         self._before = before
         self._host_ns = 0
         if before is None:
-            self.event.synchronize()
+            self.event.synchronize()  # an idle device is there at once, so now, by the host's clock, is when it came by
             self._host_ns = time.monotonic_ns()
         elif before.event.query():
             before.ns()  # or nobody's reading would let the chain grow
@@ -113,7 +113,7 @@ class Anchor(_Recorded):
         """Returns when the device came by, on the host's monotonic clock; waits for it."""
         before = self._before
         if before is not None:
-            self.event.synchronize()
+            self.event.synchronize()  # no time can be asked of an event that is not over
             follows_ns = before.ns() + round(before.event.elapsed_time(self.event) * _NS_PER_MS)
             self._host_ns = min(max(follows_ns, self._recorded_ns), time.monotonic_ns())
             self._before = None
@@ -136,7 +136,7 @@ class EventStamp(_Recorded):
 
     def ns(self) -> int:
         if not self._ns:
-            self.event.synchronize()
+            self.event.synchronize()  # no time can be asked of an event that is not over
             self._ns = self._anchor.ns() + round(self._anchor.event.elapsed_time(self.event) * _NS_PER_MS)
         return self._ns
 

@@ -104,12 +104,14 @@ class AioEngine:
         _logger.warning("the aiofiles engine is buffered: bytes also lie in the page cache, and it is slow")
         self._pid = os.getpid()
         self._is_closed = False
+        # Between `_submit` and `close`: nothing comes to a loop that is about to stop. It knows whose it is: see `settle`.
         self._lock = threading.RLock()
         self._transfers: weakref.WeakSet[AioTransfer] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._executor = ThreadPoolExecutor(self.thread_count, thread_name_prefix="tieroff-aio")
         per_direction = self.thread_count // 2
         self._slots = {direction: asyncio.Semaphore(per_direction) for direction in Direction}
+        # A daemon: a program that never closes its engine ends all the same.
         self._thread = threading.Thread(target=self._loop.run_forever, name="tieroff-aio-loop", daemon=True)
         self._thread.start()
 
@@ -188,7 +190,7 @@ class AioEngine:
         """Waits until all that was asked for before has ended; returns False after the time-out."""
         _check_process(self._pid)
         stop_s = time.monotonic() + timeout_s
-        let_go(self._lock)
+        let_go(self._lock)  # an interrupt may have left it taken by this thread
         with self._lock:
             transfers = list(self._transfers)
         for transfer in transfers:

@@ -196,6 +196,7 @@ class GdsEngine:
             }
         )
         self._free_bounce_buffers: Callable[[], int] = kvikio.bounce_buffer_free
+        # Own threads each way, in which kvikio's calls block: reads that are awaited do not queue behind writes.
         self._threads = {way: ThreadPoolExecutor(_PER_DIRECTION, f"tieroff-gds-{way}") for way in Direction}
         _open_engines.add(self)
 
@@ -252,7 +253,7 @@ class GdsEngine:
         """Waits until all that was asked for before has ended; returns False after the time-out."""
         _check_process(self._pid)
         stop_s = time.monotonic() + timeout_s
-        let_go(self._lock)
+        let_go(self._lock)  # an interrupt may have left it taken by this thread
         for threads in self._threads.values():
             all_there = threading.Barrier(_PER_DIRECTION)  # its threads, which come to it behind what they were asked for
             jobs = [threads.submit(all_there.wait, timeout_s) for _ in range(_PER_DIRECTION)]

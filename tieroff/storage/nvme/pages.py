@@ -72,7 +72,7 @@ class _PythonPageReturner:
     """The same without the native module; it needs the interpreter's lock for a moment each round."""
 
     def __init__(self, address: int, size_bytes: int, interval_s: float) -> None:
-        self._stopping = threading.Event()
+        self._stopping = threading.Event()  # what the thread sleeps on, so that `close` ends the sleep
         self._pid = os.getpid()
         self._thread = threading.Thread(
             target=self._run, args=(address, size_bytes, interval_s), name="tieroff-pages", daemon=True

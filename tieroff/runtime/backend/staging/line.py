@@ -96,7 +96,7 @@ class Piece:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> StreamPart:
         """Starts the device's copy between slot and tensor."""
-        if self.begin == 0:
+        if self.begin == 0:  # later pieces come behind it on the same stream
             stream.wait_event(self.job.ready)
         with entry_of(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
@@ -119,6 +119,7 @@ class Line(ABC):
         self._slots: SimpleQueue[Slot] = SimpleQueue()  # those between whose stages no piece lies
         for part in memory.chunk(SLOTS):
             self._slots.put(Slot(part.data_ptr(), part))
+        # A thread each: the second stage waits for the end of the first one of a piece, while the next piece's first begins.
         stages = (self._run_first_stage, self._run_second_stage)
         self._threads = [threading.Thread(target=stage, name=name, daemon=True) for stage in stages]
         for thread in self._threads:
@@ -174,7 +175,7 @@ class Line(ABC):
 
     def _free_slot(self) -> Slot:
         slot = self._slots.get()
-        if slot.user is not None:
+        if slot.user is not None:  # the last piece's second stage may still read or write the slot's memory
             slot.user.wait()
             slot.user = None
         return slot
@@ -207,7 +208,7 @@ class Line(ABC):
     def _try_to_carry_on(self, piece: Piece, first: Part) -> None:
         transfer = piece.job.transfer
         try:
-            first.wait()
+            first.wait()  # the second stage reads what the first wrote into the slot, and no stream orders a drive
             if not transfer.errno:
                 last = piece.slot.user = self._carry_on(piece)
                 transfer.note_last(last)
