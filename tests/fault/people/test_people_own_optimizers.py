@@ -274,6 +274,37 @@ def test_options_of_the_first_group_read_for_all(planned_setting: Setting, caplo
     assert "stepped whole" not in caplog.text
 
 
+class ReadsAttributes(Own):
+    """Reads what the program hung on each parameter, and counts there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            p.options["updates"] += 1
+            rate = p.rate(p.options["updates"]) if p.partner is None else float(p.partner.grad.abs().sum() > 0) * 1e-2
+            p.sub_(p.grad * p.mask, alpha=rate)
+
+
+@pytest.mark.parametrize("are_coupled", [False, True])
+def test_what_the_program_hung_on_parameters_is_there_in_the_trial(
+    are_coupled: bool, planned_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Any:
+        model: Any = Deep()
+        for p in model.parameters():
+            p.options, p.rate, p.mask, p.partner = {"updates": 0}, lambda count: 1e-2 / count, (p > 0).float(), None
+            p.module = model  # for others: nothing of the optimizer, and not copied
+        if are_coupled:
+            model.first.weight.partner = model.first.bias
+        return model, ReadsAttributes(model.parameters())
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        return step_of(model, optimizer, index), [p.options["updates"] for p in model.parameters()]
+
+    check(make, step, planned_setting)
+    assert ("is stepped whole" in caplog.text) == are_coupled
+
+
 class Polyak(Own):
     """Its step size is the loss that its closure returns."""
 

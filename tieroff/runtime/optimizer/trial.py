@@ -126,6 +126,8 @@ class Trial:
             for value in state.values() if isinstance(state, dict) else ():
                 if own_class(value) is torch.Tensor:
                     memo[id(value)] = self.value_of(value).detach().clone()
+        for key, param in taken.items():
+            self._hang_on(memo[key], param, set(taken), memo)
         grads = {key: self.value_of(param.grad).detach().clone() for key, param in taken.items() if param.grad is not None}
         clone = object.__new__(type(optimizer))
         own = {key: value for key, value in optimizer.__dict__.items() if key not in _OWN and not key.startswith("_optimizer_")}
@@ -148,6 +150,15 @@ class Trial:
             if param in optimizer.state:
                 clone.state[memo[key]] = copy.deepcopy(optimizer.state[param], memo)
         return _Copy(clone, [memo[key] for key in taken], [grads[key] for key in taken])
+
+    def _hang_on(self, made: torch.nn.Parameter, param: torch.Tensor, known: set[int], memo: dict[int, Any]) -> None:
+        """Gives a copy what the program hung on its parameter; one that reads what is left out fails, and steps whole."""
+        for name, value in vars(param).items():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                if own_class(value) is torch.Tensor and value.numel() <= param.numel():
+                    setattr(made, name, self.value_of(value).detach().clone())
+            elif _is_copied(name, value, known):
+                setattr(made, name, copy.deepcopy(value, memo))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +217,7 @@ class _Copy:
         own = {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN and not k.startswith("_optimizer_")}
         found = {
             "parameters": list(self.params),
+            "attributes of the parameters": [dict(vars(param)) for param in self.params],
             "gradients": [param.grad for param in self.params],
             "state": [state.get(param) for param in self.params],
             "entries of the groups": [
@@ -238,6 +250,14 @@ def _check_attribute(name: str, value: Any, known: set[int], seen: set[int]) -> 
         raise _NotTriable(f"its attribute {name} holds a {type(value).__name__}, which may know other parameters")
     for part in inside:
         _check_attribute(name, part, known, seen)
+
+
+def _is_copied(name: str, value: Any, known: set[int]) -> bool:
+    try:
+        _check_attribute(name, value, known, set())
+    except _NotTriable:
+        return False
+    return True
 
 
 class _Outside:
