@@ -13,8 +13,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -22,12 +26,10 @@ from tieroff.errors import ConfigError
 
 log = logging.getLogger("tieroff")
 
-_SOURCES = Path(__file__).resolve().parent / "device"
 _MODULE = "_rehearsal"
-_COMPILERS = ("g++", "clang++", "c++")
 _LINKED = ("torch_python", "torch", "torch_cpu", "c10")
-# NDEBUG: headers of PyTorch lay out classes by it, and its libraries are built so.
-_FLAGS = ("-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-w")
+# NDEBUG: headers of PyTorch lay out classes by it, and its libraries are built so. -O1: what runs long are PyTorch's kernels.
+_FLAGS = ("-std=c++20", "-O1", "-DNDEBUG", "-fPIC")
 
 
 class Native(Protocol):
@@ -58,6 +60,109 @@ class Native(Protocol):
         """Has every access of a storage (its `_cdata`) raise."""
 
 
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A module in C++ against PyTorch's headers, built where it is used first.
+
+    Attributes:
+        name: the module's.
+        parts: folders of sources. Each is compiled as one unit, since reading PyTorch's headers takes longer than all the rest.
+        cache: name of the folder that keeps builds; see `cache_folder`.
+        flags: of the compiler, besides those that PyTorch asks for.
+        compilers: the first of them that is there is taken.
+        notice: what is logged when a build begins.
+    """
+
+    name: str
+    parts: tuple[Path, ...]
+    cache: str
+    flags: tuple[str, ...]
+    compilers: tuple[str, ...] = ("g++", "clang++", "c++")
+    notice: str = ""
+
+    def load(self) -> ModuleType:
+        """Returns the module; a second call returns it again.
+
+        Raises:
+            ConfigError: there is no compiler, or it refused.
+        """
+        if self.name in sys.modules:
+            return sys.modules[self.name]
+        path = str(self.built())
+        spec = importlib.util.spec_from_loader(self.name, importlib.machinery.ExtensionFileLoader(self.name, path))
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{path} cannot be loaded; delete the file, and it is built anew")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[self.name] = module
+        return module
+
+    def built(self) -> Path:
+        """Returns the library, built where it is not there yet.
+
+        Raises:
+            ConfigError: as `load` does.
+        """
+        compiler = next(filter(None, map(shutil.which, self.compilers)), None)
+        if compiler is None:
+            raise ConfigError(f"expected a C++ compiler ({' or '.join(self.compilers)}) to build {self.name} with, found none")
+        setting = self._setting(compiler)
+        folder = cache_folder(self.cache)
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / f"{self.name}-{_digest(setting, *self._texts('.hpp', '.cpp'))}.so"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may build at the same time
+            if not library.exists():
+                if self.notice:
+                    log.warning(self.notice)
+                self._build(compiler, setting, library)
+        return library
+
+    def _build(self, compiler: str, setting: bytes, library: Path) -> None:
+        with ThreadPoolExecutor(min(len(self.parts), os.cpu_count() or 1)) as pool:
+            objects = list(pool.map(lambda part: self._compile(compiler, part, library.parent, setting), self.parts))
+        libraries = _torch_folder() / "lib"
+        linked = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *(f"-l{name}" for name in _LINKED)]
+        unfinished = library.with_suffix(".part")
+        _run([compiler, "-shared", *map(str, objects), *linked, "-o", str(unfinished)])
+        unfinished.rename(library)
+
+    def _compile(self, compiler: str, part: Path, folder: Path, setting: bytes) -> Path:
+        sources = sorted(part.glob("*.cpp"))
+        own = [path.read_bytes() for path in sources]
+        made = folder / f"{part.name}-{_digest(setting, *self._texts('.hpp'), *own)}.o"
+        if not made.exists():
+            unit, unfinished = folder / f"{made.stem}.cpp", made.with_suffix(".part")
+            unit.write_text("".join(f'#include "{path}"\n' for path in sources))
+            headers = _torch_folder() / "include"  # pybind11 comes with them
+            include = (headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include"))
+            named = [text for path in include for text in ("-isystem", str(path))]
+            _run([compiler, *_FLAGS, *self.flags, _abi(), *named, "-c", str(unit), "-o", str(unfinished)])
+            unfinished.rename(made)
+        return made
+
+    def _setting(self, compiler: str) -> bytes:
+        """What a build depends on besides its sources."""
+        version = _run([compiler, "--version"])
+        known = [torch.__version__, sys.version, str(_torch_folder()), _abi(), *_FLAGS, *self.flags, version]
+        return " ".join(known).encode()
+
+    def _texts(self, *suffixes: str) -> Iterator[bytes]:
+        for part in self.parts:
+            for path in sorted(part.iterdir()):
+                if path.suffix in suffixes:
+                    yield path.name.encode() + path.read_bytes()
+
+
+_DEVICE = Extension(
+    _MODULE,
+    (Path(__file__).resolve().parent / "device",),
+    "rehearsed_device",
+    ("-fvisibility=hidden", "-w"),
+    notice="building the rehearsed device, once; about a minute",
+)
+
+
 def load() -> Native:
     """Returns the device's module, built where it is not there yet; it is loaded before anything asks PyTorch for CUDA.
 
@@ -69,75 +174,32 @@ def load() -> Native:
             "expected a PyTorch without CUDA, whose place the rehearsed device takes, but this one was built with it: make an "
             f"environment with PyTorch's CPU build, torch {torch.__version__.partition('+')[0]}+cpu, for rehearsals"
         )
-    if _MODULE in sys.modules:
-        return sys.modules[_MODULE]
-    spec = importlib.util.spec_from_loader(_MODULE, importlib.machinery.ExtensionFileLoader(_MODULE, str(_built())))
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"the rehearsed device {_built()} cannot be loaded; delete the file, and it is built anew")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[_MODULE] = module
-    return module
+    return cast(Native, _DEVICE.load())
 
 
-def cache_folder() -> Path:
+def cache_folder(name: str) -> Path:
     """Returns where builds lie: under the environment's folder, or the user's cache where that cannot be written."""
     root = Path(sys.prefix)
-    return (root if os.access(root, os.W_OK) else Path.home() / ".cache" / "tieroff") / "rehearsed_device"
+    return (root if os.access(root, os.W_OK) else Path.home() / ".cache" / "tieroff") / name
 
 
-def _built() -> Path:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise ConfigError(f"expected a C++ compiler ({' or '.join(_COMPILERS)}) to build the rehearsed device with, found none")
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{_MODULE}-{_digest(compiler)}.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another rehearsal may build at the same time
-        if library.exists():
-            return library
-        log.warning("building the rehearsed device, once; about a minute")
-        unit, unfinished = folder / f"{library.stem}.cpp", library.with_suffix(".part")
-        # One unit: reading PyTorch's headers takes longer than all the rest.
-        unit.write_text("".join(f'#include "{path}"\n' for path in sources))
-        _compile(compiler, unit, unfinished)
-        unfinished.rename(library)
-    return library
+def _torch_folder() -> Path:
+    return Path(torch.__file__).resolve().parent
 
 
-def _digest(compiler: str) -> str:
-    version = _run([compiler, "--version"])
-    setting = " ".join([torch.__version__, sys.version, str(Path(torch.__file__).parent), *_FLAGS, version])
-    texts = [setting.encode(), *(path.name.encode() + path.read_bytes() for path in sorted(_SOURCES.iterdir()))]
+def _abi() -> str:
+    return f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"  # as PyTorch's libraries have it
+
+
+def _digest(*texts: bytes) -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
-
-
-def _compile(compiler: str, unit: Path, library: Path) -> None:
-    root = Path(torch.__file__).resolve().parent
-    headers, libraries = root / "include", root / "lib"
-    include = [headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
-    flags = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    linked = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *(f"-l{name}" for name in _LINKED)]
-    _run(
-        [
-            compiler,
-            *flags,
-            *(part for path in include for part in ("-isystem", str(path))),
-            "-shared",
-            str(unit),
-            *linked,
-            "-o",
-            str(library),
-        ]
-    )
 
 
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(
-            f"the rehearsed device was not built: {shlex.join(command)} returned {done.returncode}:\n{done.stderr[-4000:]}"
+            f"a module was not built: {shlex.join(command)} returned {done.returncode}:\n{done.stderr[-4000:]}; "
+            "another compiler may take it, or another build of PyTorch"
         )
     return done.stdout

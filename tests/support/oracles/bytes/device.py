@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.accelerator.build import cache_folder
+from tieroff.rehearsal.build import cache_folder
 from tieroff.runtime.backend.cpu import CpuBackend
 
 _SOURCE = Path(__file__).with_name("counting.cpp")
@@ -130,7 +130,7 @@ def _built() -> Path:
     """Returns the library, built where it is not there yet; less than a second."""
     torch_folder = Path(torch.__file__).resolve().parent
     digest = hashlib.sha256(" ".join([torch.__version__, str(torch_folder), *_FLAGS]).encode() + _SOURCE.read_bytes())
-    made = cache_folder().with_name("counting_allocator") / f"{digest.hexdigest()[:16]}.so"
+    made = cache_folder("counting_allocator") / f"{digest.hexdigest()[:16]}.so"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         unfinished = made.with_suffix(f".{os.getpid()}")  # several processes of one test run may come here at once
