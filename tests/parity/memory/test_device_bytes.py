@@ -80,20 +80,41 @@ def test_scratch_is_what_an_op_takes_and_gives_back() -> None:
     assert scratch.most_bytes > 0
 
 
-def test_what_a_plan_keeps_on_the_device_is_freed_when_it_has_to_leave(tmp_path: Path) -> None:
-    taken = DeviceBytes(CPU)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(128, 128), torch.nn.Tanh())))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    config = {"budget": {"device": "80%", "nvme": "8MiB"}, "nvme": {"dirs": [str(tmp_path)]}, "plan": {"min_bytes": 0}}
-    tieroff.wrap(model, optimizer, {"device": "cpu", **config})
-    for _ in range(8):
+@pytest.mark.parametrize("budget", ["100%", "80%", "min"])
+def test_a_model_that_sleeps_leaves_the_device(budget: str, tmp_path: Path) -> None:
+    """With what a plan has kept there, and with gradients that no update has used."""
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(128, 128), torch.nn.Tanh())))
+        return model, torch.optim.SGD(model.parameters(), 0.01)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(16, 128)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    plain, of_plain = make()
+    taken = DeviceBytes(CPU)
+    model, optimizer = make()
+    tiers = {"budget": {"device": budget, "nvme": "8MiB"}, "nvme": {"dirs": [str(tmp_path)]}}
+    tieroff.wrap(model, optimizer, {"device": "cpu", **tiers, "plan": {"min_bytes": 0, "background": False}})
+    for _ in range(8):
+        train(plain, of_plain)
+        train(model, optimizer)
     up_bytes = taken.live_bytes
     tieroff.sleep(model)
-    down_bytes = taken.live_bytes
+    assert taken.live_bytes <= 1024
+    assert budget == "min" or up_bytes >= 3 * 128 * 128 * 4
+    model(torch.ones(16, 128)).square().mean().backward()
+    tieroff.sleep(model)
+    assert taken.live_bytes <= 1024
+    with aside():
+        plain(torch.ones(16, 128)).square().mean().backward()
+        of_plain.step()
+    optimizer.step()
     tieroff.unwrap(model)
-    assert up_bytes >= 3 * 128 * 128 * 4, "the plan keeps parameters on the device"
-    assert down_bytes <= 1024
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    gradients = [[p.grad for p in each.parameters() if p.grad is not None] for each in (model, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert len(gradients[0]) == 12

@@ -104,6 +104,13 @@ class Gradients:
         for known in self._taken_over():
             known.leave(self._context.traffic)
 
+    def note_unseen(self) -> None:
+        """The model is about to sleep: gradients that came while nothing moved, which no hook saw, leave with the others."""
+        if self._are_covered:
+            leaves = [item.leaf for item in self._context.homes.parameters.values() if item.position not in self._items]
+            known = set(map(id, self._alone))
+            self._alone += [leaf for leaf in leaves if leaf is not None and leaf.grad is not None and id(leaf) not in known]
+
     def begin(self) -> None:
         """A step begins; gradients are left of one whose plan left them alone where it did not clear them."""
         self._taken_over()

@@ -249,6 +249,7 @@ class Steps:
         self.mend()
         if self._is_updated:
             self._end_last_op()
+        self._custody.executor.gradients.note_unseen()
         self._custody.sleep()
 
     def wake(self) -> None:
