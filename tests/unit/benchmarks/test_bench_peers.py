@@ -423,6 +423,7 @@ def test_ways_that_so_many_ranks_cannot_train_in_are_refused(given: list[str], c
     assert "expected" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_two_ranks_train_alike_with_shards_in_the_tiers(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     given = ["--ranks", "2", *TINY_ARGUMENTS, "--peers", "fsdp2-plain", "tieroff-fsdp2", "--budget", "4GiB"]
