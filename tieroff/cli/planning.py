@@ -192,6 +192,7 @@ def _budget(
     trace: Trace, machine: Machine, device_budget: str, host_budget: str | None, nvme_budget: str | None
 ) -> dict[Tier, int]:
     """Returns the budget per tier; a tier that none is given for has the machine's bytes."""
+    from tieroff.core.buckets import bytes_below
     from tieroff.core.tensor import Tier
     from tieroff.device_budget import DeviceBudget
     from tieroff.planner.least import least
@@ -201,6 +202,9 @@ def _budget(
     given = _option("--device-budget", DeviceBudget.parse, device_budget)
     lower = {Tier.HOST: ("--host-budget", host_budget), Tier.NVME: ("--nvme-budget", nvme_budget)}
     budget = {tier: _option(name, parse_bytes, text) for tier, (name, text) in lower.items() if text is not None}
+    for tier, taken_bytes in bytes_below(trace.meta).items():
+        of_machine = machine.host_bytes if tier is Tier.HOST else machine.nvme_bytes
+        budget[tier] = max(budget.get(tier, of_machine) - taken_bytes, 0)
     if given.is_least:
         problem = make_problem(trace, machine, {**budget, Tier.DEVICE: 0}, default_capabilities(trace))
         return {**budget, Tier.DEVICE: least(problem).enough_bytes}

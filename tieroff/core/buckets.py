@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from tieroff.core.tensor import Tier
 
 UPDATED_ON_HOST = "updated_on_host"
 """The key in a trace's `meta` that names the optimizer where the runtime may have the CPU run its ops."""
+
+BYTES_BELOW = "bytes_below"
+"""The key in a trace's `meta` that says what lies below all the time and is no tensor of the trace, as "host=1024 nvme=0"."""
 
 _HAVE_KERNELS = frozenset(f"torch.optim.{name}" for name in ("adagrad.Adagrad", "adam.Adam", "adamw.AdamW", "sgd.SGD"))
 _LARGEST_BUCKET_BYTES = 32 << 20
@@ -30,6 +35,17 @@ def buckets_of(sizes_bytes: Sequence[int]) -> list[range]:
             filled_bytes = 0
         filled_bytes += size_bytes
     return [range(*pair) for pair in zip(starts, [*starts[1:], len(sizes_bytes)], strict=True)]
+
+
+def as_bytes_below(taken: Mapping[Tier, int]) -> str:
+    """Returns the value of `BYTES_BELOW`; "" for nothing."""
+    return " ".join(f"{tier.value}={size_bytes}" for tier, size_bytes in taken.items() if size_bytes)
+
+
+def bytes_below(meta: Mapping[str, str]) -> dict[Tier, int]:
+    """Returns what a trace's `meta` says of `BYTES_BELOW`."""
+    pairs = (entry.split("=") for entry in meta.get(BYTES_BELOW, "").split())
+    return {Tier(tier): int(size_bytes) for tier, size_bytes in pairs}
 
 
 def has_kernels(kind: type) -> bool:

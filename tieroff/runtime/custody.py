@@ -325,8 +325,8 @@ class Custody:
 
     def may_stand_aside(self) -> bool:
         """True where steps in which nothing moves need none of the engine's hooks."""
-        is_plain = self.settings.compute_dtype is None and not self.settings.update_in_backward
-        return is_plain and not self.executor.shards and self.walk().is_readable
+        needs_hooks = self.settings.compute_dtype or self.settings.update_in_backward or self.executor.shards
+        return not needs_hooks and not (self.stepper and self.stepper.state.sliced) and self.walk().is_readable
 
     def stand_aside(self, kind: StepKind | None) -> Watch:
         """Takes the hooks off the model, all of which lies on the device for this kind of step, and watches it instead."""
@@ -440,7 +440,7 @@ class _TiersBetweenSteps:
 
     def of(self, item: HomeItem) -> Tier | None:
         """Returns the lower tier of an item, or None for the device."""
-        if self._stage is None:
+        if self._stage is None or item.is_sliced:
             return item.tier
         index = self._index.get(item.key, -1)
         if index < 0 and item.kind is TensorClass.OPTIMIZER and not self._is_updated:

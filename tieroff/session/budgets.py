@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tieroff.config import Config, Nvme
+from tieroff.core.buckets import bytes_below
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError
@@ -118,6 +119,11 @@ class Budgets:
         lower = {Tier.HOST: _plannable(self.host_bytes), Tier.NVME: _plannable(self.nvme_bytes)}
         return {tier: self.part.lower_bytes(size) for tier, size in lower.items()} if self.part is not None else lower
 
+    def lower_of(self, trace: Trace) -> dict[Tier, int]:
+        """Returns the same for this step, less what lies there and no plan moves."""
+        taken = bytes_below(trace.meta)
+        return {tier: max(size - taken.get(tier, 0), 0) for tier, size in self.lower.items()}
+
     def of(self, trace: Trace, least: Callable[[], Least]) -> dict[Tier, int]:
         """Returns the bytes of each tier that a plan of this step may use.
 
@@ -126,7 +132,7 @@ class Budgets:
             least: gives the least of the device that it runs in. A smaller budget is raised to it, unless it is strict or the
                 device has less.
         """
-        return {Tier.DEVICE: self._device_bytes(trace, least), **self.lower}
+        return {Tier.DEVICE: self._device_bytes(trace, least), **self.lower_of(trace)}
 
     @property
     def may_raise(self) -> bool:

@@ -111,7 +111,7 @@ class Planning:
         return self._leasts[trace.digest]
 
     def _problem(self, trace: Trace, device_bytes: int) -> Problem:
-        budget = {Tier.DEVICE: device_bytes, **self._budgets.lower}
+        budget = {Tier.DEVICE: device_bytes, **self._budgets.lower_of(trace)}
         return make_problem(trace, self._links.unmeasured, budget, self._capabilities)
 
     def _check(self, trace: Trace, device_bytes: int, limit: int, *, is_traced: bool = False) -> None:

@@ -281,6 +281,7 @@ class PlanRunner:
         found = [
             item
             for item in homes
+            if not item.is_sliced
             if item.index < 0 or allocated_bytes(item.size_bytes, device_type) > tensors[item.index].size_bytes
         ]
         return sorted(found, key=lambda item: -item.size_bytes)

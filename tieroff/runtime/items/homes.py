@@ -56,6 +56,7 @@ class HomeItem(Item):
         may_be_written: user code holds the device copy and is known to write to it in a way that no version shows.
         pins: calls that use the device copy just now; it stays.
         readers: threads besides the step's that use the tensor just now: it stays where it is.
+        is_sliced: its update uses it where it lies below; see [Note: slices] in optimizer/slices/rows.py.
         is_let_go: the tensor lies on memory that the engine cannot move, until it is taken over again.
         times_assigned: how often user code gave the tensor other memory.
     """
@@ -66,6 +67,7 @@ class HomeItem(Item):
         "hollow",
         "is_let_go",
         "is_lifted",
+        "is_sliced",
         "lower",
         "lower_address",
         "lower_storage",
@@ -91,7 +93,7 @@ class HomeItem(Item):
         self.lower: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
         self.value_version = 0
-        self.is_lifted, self.may_be_written, self.is_let_go = True, False, False
+        self.is_lifted, self.may_be_written, self.is_let_go, self.is_sliced = True, False, False, False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
         self.value_address = self.lower_address = self.lower_storage = 0
         self.hollow: torch.Tensor | None = None

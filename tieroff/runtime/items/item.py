@@ -10,7 +10,7 @@ import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import Place
-from tieroff.runtime.items.residency import DEVICE, Event
+from tieroff.runtime.items.residency import DEVICE, Event, State
 from tieroff.runtime.movable import with_local
 from tieroff.storage.completion import Completion
 from tieroff.storage.store import Store
@@ -99,11 +99,16 @@ class Item:
         self.device: torch.Tensor | None = None
         self.is_given: bool | None = None
         self.place: Place | None = None
-        self.state = DEVICE
+        self.state = self.begins
         self.leaving: Completion | None = None
         self.arriving: Completion | None = None
         self.updating: Completion | None = None
         self.outer_ref: Callable[[], torch.Tensor | None] | None = None
+
+    @property
+    def begins(self) -> State:
+        """The state in which an item is made."""
+        return DEVICE
 
     @property
     def tensor(self) -> torch.Tensor | None:

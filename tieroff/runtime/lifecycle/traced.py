@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
-from tieroff.core.buckets import UPDATED_ON_HOST
+from tieroff.core.buckets import BYTES_BELOW, UPDATED_ON_HOST, as_bytes_below
 from tieroff.core.seams import PlanSource, Recorder, Subject
-from tieroff.core.tensor import TensorClass
+from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.runtime.custody import Custody
@@ -16,6 +16,7 @@ from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
 from tieroff.runtime.hooks.forward.inputs import storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
+from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.lifecycle.unmanaged import unmanaged
 from tieroff.runtime.step.communication import with_communication
 from tieroff.runtime.step.executable import sums_no_gradients
@@ -96,6 +97,8 @@ class TracedStep:
             recorder.meta["advice"] = advice
         if custody.stepper is not None and custody.stepper.host.evidence.is_possible:
             recorder.meta[UPDATED_ON_HOST] = type(custody.stepper.optimizer).__name__
+        if sliced := [item for item in custody.executor.homes.states.values() if item.is_sliced]:
+            recorder.meta[BYTES_BELOW] = _bytes_below(sliced)
         trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
         trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)
         trace, buffers = with_communication(trace, keys)
@@ -126,6 +129,7 @@ class TracedStep:
     def _subjects(self, *, is_updated: bool) -> list[Subject]:
         homes, gradients = self._custody.executor.homes, self._custody.executor.gradients
         persistent = (*homes.parameters.values(), *(homes.states.values() if is_updated else ()))
+        persistent = tuple(item for item in persistent if not item.is_sliced)
         subjects = [Subject(item.key, item.name, item.size_bytes, item.kind, is_persistent=True) for item in persistent]
         return subjects + gradients.recorded_subjects()
 
@@ -138,6 +142,14 @@ class TracedStep:
         lacking = self._plans.lacks_for_updates(trace)
         if stepper is not None and lacking is not None:
             stepper.host.evidence.lacking = lacking
+
+
+def _bytes_below(items: Iterable[HomeItem]) -> str:
+    """Returns what items take of the lower tiers, as the trace's `meta` has it; "" for nothing."""
+    taken: dict[Tier, int] = {}
+    for item in items:
+        taken[item.tier] = taken.get(item.tier, 0) + item.size_bytes
+    return as_bytes_below(taken)
 
 
 def _used_below(trace: Trace, recorder: Recorder, index: dict[Hashable, int], keys: tuple[Hashable, ...]) -> dict[int, bool]:

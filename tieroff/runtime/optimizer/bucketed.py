@@ -84,7 +84,7 @@ class BucketedStep:
         self._is_replaced = _is_replaced(optimizer)
         self.buckets = Buckets(optimizer, self._is_replaced)
         self.state = OptimizerState(optimizer, self.buckets, context, settings)
-        self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state)
+        self._update_one = BucketUpdate(optimizer, self.buckets, context, self.state, settings)
         self.host = HostUpdates(optimizer, self.buckets, context, settings)
         self.is_removed = self.has_stepped = False
         self.may_update_in_backward = settings.update_in_backward > 0 and self._may_update_in_backward()
@@ -144,7 +144,7 @@ class BucketedStep:
         had_grad = torch.is_grad_enabled()
         try:
             self._follower.before_update(has_closure=closure_of(args, kwargs) is not None)
-            if self._moves_nothing() and not self.may_update_in_backward:
+            if self._moves_nothing() and not (self.may_update_in_backward or self.state.sliced):
                 out = self.own(*args, **kwargs)
             elif self._is_replaced:
                 out = self._step_whole(self.own, args, kwargs)  # hooks fire inside of it
@@ -207,7 +207,7 @@ class BucketedStep:
         step = functools.partial(raw_step(self.optimizer), self.optimizer)
         if self._moves_nothing():  # perhaps since a closure ran the step's forward, which needs nothing moved
             with self.early.hidden():
-                return step(*args, **kwargs)
+                return self._update_one.step_each(args, kwargs) if self.state.sliced else step(*args, **kwargs)
         if not self.buckets.is_split:
             return self._step_whole(step, args, kwargs)
         with self._in_update():
@@ -236,6 +236,7 @@ class BucketedStep:
                 if number in done:
                     continue
                 with self._context.state.lock:  # other threads may read parameters, before or after
+                    self._update_one.slices.decide(buckets[number], args, kwargs)
                     together = self._together(number)
                     if together:
                         out = self._update_one.step_on(self.buckets.together(together), args, kwargs)
@@ -274,6 +275,8 @@ class BucketedStep:
         return True
 
     def _step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._update_one.slices.are_of(bucket):
+            return self._update_one.step_on(bucket, args, kwargs)
         with self.host.compared(bucket):
             return self._update_one.step_on(bucket, args, kwargs)
 
@@ -342,6 +345,7 @@ class BucketedStep:
         """Updates a bucket in backward: its gradients are final, and so nothing there uses its parameters any more."""
         context, bucket = self._context, self.buckets.current[number]
         with context.state.lock, torch.no_grad():
+            self._update_one.slices.decide(bucket, (), {})
             context.clock.tick(("early", number), lambda: f"bucket:{number}", "optimizer")
             if self._moves_nothing():
                 self._apply(bucket)

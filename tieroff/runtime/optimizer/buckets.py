@@ -126,6 +126,26 @@ class Buckets:
         )
 
 
+class Narrowed:
+    """The groups of an optimizer while `step` runs on a part of its parameters: the same objects, with shorter lists."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._whole: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+
+    def narrow(self, parts: list[list[torch.Tensor]]) -> None:
+        """Leaves these parameters in the groups; see `Buckets.parts_of`."""
+        self._whole = [(group, group["params"]) for group in self._optimizer.param_groups]  # first: see `restore`
+        for (group, _), part in zip(self._whole, parts, strict=True):
+            group["params"] = part
+
+    def restore(self) -> None:
+        """Gives the groups all their parameters back; does no harm when they have them."""
+        for group, params in self._whole:
+            group["params"] = params
+        self._whole = []
+
+
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Returns the optimizer class's `step` without the wrapper that fires the hooks."""
     step = type(optimizer).step

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from tieroff.core.tensor import TensorClass
+from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.items import JoinedState
 from tieroff.runtime.items.table import all_have_copies, bring_home, settle_below
 from tieroff.runtime.movable import is_alone, tensors_in, why_kept
 from tieroff.runtime.optimizer.buckets import Buckets, local_bytes
+from tieroff.runtime.optimizer.slices.item import SlicedState
 from tieroff.runtime.settings import Settings
 from tieroff.storage.nvme.pages import MappedFiles
 
@@ -82,7 +84,11 @@ def _tensors_in(values: dict[Any, Any]) -> dict[Any, torch.Tensor]:
 
 
 class OptimizerState:
-    """What of an optimizer's state is under the engine's care; the items are those of `HomeTable.states`."""
+    """What of an optimizer's state is under the engine's care; the items are those of `HomeTable.states`.
+
+    Attributes:
+        sliced: ids of parameters whose updates use their state where it lies below.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets, context: StepContext, settings: Settings) -> None:
         self._optimizer, self._buckets, self._context = optimizer, buckets, context
@@ -90,6 +96,7 @@ class OptimizerState:
         self._is_covered = TensorClass.OPTIMIZER in settings.covers
         self._items = context.homes.states
         self._taken_over: Any = None
+        self.sliced: set[int] = set()
         self._settled: dict[int, _Settled] = {}  # by id of the parameter
         self._buckets_settled: dict[int, _SettledBucket] = {}  # by id of the bucket, one of `Buckets.current`
         self._positions: dict[int, int] | None = None  # as `forget_strangers` last saw them
@@ -156,6 +163,7 @@ class OptimizerState:
             return
         self._positions = self._buckets.position
         self._forget_settled()
+        self.sliced &= self._buckets.position.keys()
         for (param, key), item in list(self._items.items()):
             if param in self._buckets.position:
                 if is_traced:
@@ -225,12 +233,44 @@ class OptimizerState:
             else:
                 item = JoinedState(of, name, parts, tier, context.guard)
             item.is_part_of(value if isinstance(value, torch.Tensor) else None, tensor)
+            item.is_sliced = id(param) in self.sliced and tensor.shape == param.shape
             context.runner.assign(item)
             item.adopt(context.traffic)
             self._items[id(param), key] = item
             context.state.record.bind(item, is_new=False)
             adopted.append(item)
         return adopted
+
+    def slice(self, param: torch.Tensor) -> None:
+        """From here on updates of a parameter use its state where it lies below."""
+        self.sliced.add(id(param))
+        for key, value in (self._optimizer.state.get(param) or {}).items():
+            item = self._items.get((id(param), key))
+            if item is not None:
+                item.is_sliced = value.shape == param.shape
+
+    def make_below(self, param: torch.Tensor, key: str, dtype: torch.dtype) -> tuple[torch.Tensor, HomeItem]:
+        """Makes a state tensor of a parameter's shape that lies below, and is not in the optimizer's state yet.
+
+        Raises:
+            StoreError: no lower tier has room.
+        """
+        traffic, size_bytes = self._context.traffic, param.numel() * dtype.itemsize
+        tier = traffic.spill.tier_for(size_bytes)
+        place = HomePlace(traffic.stores[tier], size_bytes)
+        like = torch.empty_strided(param.size(), param.stride(), dtype=dtype, device="meta")
+        item = SlicedState(("state", id(param), key), self._name_of(id(param), key), like, tier, self._context.guard)
+        tensor = item.begin(traffic, place)
+        self._context.runner.assign(item)
+        self._context.state.record.bind(item, is_new=False)
+        self._items[id(param), key] = item
+        return tensor, item
+
+    def drop(self, param: torch.Tensor, key: str) -> None:
+        """Ends the care for a state tensor that the optimizer's state does not have."""
+        item = self._items.pop((id(param), key), None)
+        if item is not None:
+            item.forsake(self._context.traffic)
 
     def unmanaged(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yields (name, why, tensor) of the state on the device that is not under the engine's care."""

@@ -33,7 +33,7 @@ from tieroff.runtime.optimizer.shared import SharedValues, is_plain
 from tieroff.units import format_bytes
 
 # Of the gradients, step by step: more steps than most schedules within an optimizer take, and both sides of thresholds.
-_FACTORS = (1.0, 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0, 1.0, 1e6, 1.0)
+FACTORS = (1.0, 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0, 1.0, 1e6, 1.0)
 _OWN = frozenset({"state", "param_groups", "step", "defaults"})
 _LEAVES = (torch.dtype, torch.device, type, types.FunctionType, types.BuiltinFunctionType, numpy.generic, range)
 
@@ -41,7 +41,7 @@ Values = Callable[[torch.Tensor], torch.Tensor]
 Step = Callable[..., Any]
 
 
-class _NotTriable(Exception):
+class NotTriableError(Exception):
     """The optimizer cannot be tried; the message says why."""
 
 
@@ -67,7 +67,7 @@ class Trial:
         with _disable_current_modes(), random_numbers_put_back(), torch.no_grad():
             try:
                 return self._compare(args, kwargs, outside)
-            except _NotTriable as error:
+            except NotTriableError as error:
                 return str(error)
             except Exception as error:  # noqa: BLE001  any failure of foreign code on copies means: do not split it
                 return f"a trial on copies failed: {type(error).__name__}: {error}"
@@ -77,7 +77,7 @@ class Trial:
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any], outside: _Outside) -> str:
         taken = self._sample()
         before = _generators()
-        whole = self._copy(taken)
+        whole = copied(self.optimizer, taken, self.value_of)
         why = whole.run_whole(self.step, args, kwargs)
         if why:
             return why
@@ -86,7 +86,7 @@ class Trial:
         after, expected = _generators(), whole.outcome()
         _put_generators(before)
         del whole  # one copy at a time on the device
-        split = self._copy(taken)
+        split = copied(self.optimizer, taken, self.value_of)
         split.run_split(self.step, args, kwargs)
         if not is_same(after, _generators()):
             return "it draws random numbers in another order"
@@ -109,75 +109,32 @@ class Trial:
             size_bytes += own_bytes
             wanted[id(param)] = param
         if len(everything) < 2:
-            raise _NotTriable(f"a trial of its first update takes two gradients, and there are {len(everything)}")
+            raise NotTriableError(f"a trial of its first update takes two gradients, and there are {len(everything)}")
         if len(wanted) < 2 or any(id(param) not in wanted for param in smallest.values()):
-            raise _NotTriable(
+            raise NotTriableError(
                 f"copies for a trial of its first update take more than the {format_bytes(self.limit_bytes)} there are for them"
             )
         return wanted
 
-    def _copy(self, taken: dict[int, torch.Tensor]) -> _Copy:
-        optimizer = self.optimizer
-        memo: dict[int, Any] = {}
-        for key, param in taken.items():
-            made = torch.nn.Parameter(self.value_of(param).detach().clone(), requires_grad=param.requires_grad)
-            memo[key] = made
-            state = optimizer.state.get(param)
-            for value in state.values() if isinstance(state, dict) else ():
-                if own_class(value) is torch.Tensor:
-                    memo[id(value)] = self.value_of(value).detach().clone()
-        for key, param in taken.items():
-            self._hang_on(memo[key], param, set(taken), memo)
-        grads = {key: self.value_of(param.grad).detach().clone() for key, param in taken.items() if param.grad is not None}
-        clone = object.__new__(type(optimizer))
-        own = {key: value for key, value in optimizer.__dict__.items() if key not in _OWN and not key.startswith("_optimizer_")}
-        state_of: dict[Any, Any] = optimizer.state
-        shared = {key: value for key, value in state_of.items() if not isinstance(key, torch.Tensor)}
-        known = set(taken)
-        for name, value in (*own.items(), *shared.items()):
-            _check_attribute(str(name), value, known, set())
-        clone.__dict__.update(copy.deepcopy(own, memo))
-        clone.defaults = copy.deepcopy(optimizer.defaults, memo)
-        for hooks in ("pre", "post"):
-            clone.__dict__[f"_optimizer_step_{hooks}_hooks"] = {}
-        clone.param_groups = [
-            {**copy.deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")}, memo)}
-            | {"params": [memo[id(p)] for p in group["params"] if id(p) in taken]}
-            for group in optimizer.param_groups
-        ]
-        clone.state = defaultdict(dict, copy.deepcopy(shared, memo))
-        for key, param in taken.items():
-            if param in optimizer.state:
-                clone.state[memo[key]] = copy.deepcopy(optimizer.state[param], memo)
-        return _Copy(clone, [memo[key] for key in taken], [grads[key] for key in taken])
-
-    def _hang_on(self, made: torch.nn.Parameter, param: torch.Tensor, known: set[int], memo: dict[int, Any]) -> None:
-        """Gives a copy what the program hung on its parameter; one that reads what is left out fails, and steps whole."""
-        for name, value in vars(param).items():
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                if own_class(value) is torch.Tensor and value.numel() <= param.numel():
-                    setattr(made, name, self.value_of(value).detach().clone())
-            elif _is_copied(name, value, known):
-                setattr(made, name, copy.deepcopy(value, memo))
-
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """An optimizer on copies, with the gradients that it gets."""
+class Copied:
+    """An optimizer on copies of parameters, with the gradients that they get."""
 
     optimizer: torch.optim.Optimizer
     params: list[torch.nn.Parameter]
     grads: list[torch.Tensor]
 
-    def _set_gradients(self, factor: float) -> None:
+    def set_gradients(self, factor: float) -> None:
+        """Gives each parameter its gradient times a factor."""
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad * factor if factor != 1.0 else grad.clone()
 
     def run_whole(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Steps all parameters together; returns what couples them, or ""."""
         watch = Watch()
-        for factor in _FACTORS:
-            self._set_gradients(factor)
+        for factor in FACTORS:
+            self.set_gradients(factor)
             for owner, param in enumerate(self.params):
                 state = self.optimizer.state.get(param)
                 entries = state.values() if isinstance(state, dict) else ()
@@ -192,12 +149,12 @@ class _Copy:
         """Steps each parameter by itself.
 
         Raises:
-            _NotTriable: two of them change what they share differently.
+            NotTriableError: two of them change what they share differently.
         """
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
-        for factor in _FACTORS:
-            self._set_gradients(factor)
+        for factor in FACTORS:
+            self.set_gradients(factor)
             shared = SharedValues(self.optimizer)
             for param in (p for params in whole for p in params):
                 for group, params in zip(groups, whole, strict=True):
@@ -206,7 +163,7 @@ class _Copy:
                 try:
                     shared.take_back()
                 except StateError as error:
-                    raise _NotTriable("values that they share differ") from error
+                    raise NotTriableError("values that they share differ") from error
             shared.finish()
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
@@ -229,17 +186,72 @@ class _Copy:
         return dict(tree_map_only(torch.Tensor, lambda leaf: leaf.detach().cpu(), found))
 
 
+def copied(optimizer: torch.optim.Optimizer, taken: dict[int, torch.Tensor], value_of: Values) -> Copied:
+    """Returns a copy of an optimizer on copies of some of its parameters.
+
+    Args:
+        optimizer: is not changed.
+        taken: by id, parameters with a gradient.
+        value_of: returns where a parameter, gradient or state tensor has its value now.
+
+    Raises:
+        NotTriableError: it holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for key, param in taken.items():
+        made = torch.nn.Parameter(value_of(param).detach().clone(), requires_grad=param.requires_grad)
+        memo[key] = made
+        state = optimizer.state.get(param)
+        for value in state.values() if isinstance(state, dict) else ():
+            if own_class(value) is torch.Tensor:
+                memo[id(value)] = value_of(value).detach().clone()
+    for key, param in taken.items():
+        _hang_on(memo[key], param, set(taken), memo, value_of)
+    grads = {key: value_of(param.grad).detach().clone() for key, param in taken.items() if param.grad is not None}
+    clone = object.__new__(type(optimizer))
+    own = {key: value for key, value in optimizer.__dict__.items() if key not in _OWN and not key.startswith("_optimizer_")}
+    state_of: dict[Any, Any] = optimizer.state
+    shared = {key: value for key, value in state_of.items() if not isinstance(key, torch.Tensor)}
+    known = set(taken)
+    for name, value in (*own.items(), *shared.items()):
+        _check_attribute(str(name), value, known, set())
+    clone.__dict__.update(copy.deepcopy(own, memo))
+    clone.defaults = copy.deepcopy(optimizer.defaults, memo)
+    for hooks in ("pre", "post"):
+        clone.__dict__[f"_optimizer_step_{hooks}_hooks"] = {}
+    clone.param_groups = [
+        {**copy.deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")}, memo)}
+        | {"params": [memo[id(p)] for p in group["params"] if id(p) in taken]}
+        for group in optimizer.param_groups
+    ]
+    clone.state = defaultdict(dict, copy.deepcopy(shared, memo))
+    for key, param in taken.items():
+        if param in optimizer.state:
+            clone.state[memo[key]] = copy.deepcopy(optimizer.state[param], memo)
+    return Copied(clone, [memo[key] for key in taken], [grads[key] for key in taken])
+
+
+def _hang_on(made: torch.nn.Parameter, param: torch.Tensor, known: set[int], memo: dict[int, Any], value_of: Values) -> None:
+    """Gives a copy what the program hung on its parameter; one that reads what is left out fails, and steps whole."""
+    for name, value in vars(param).items():
+        if isinstance(value, torch.Tensor) and id(value) not in memo:
+            if own_class(value) is torch.Tensor and value.numel() <= param.numel():
+                setattr(made, name, value_of(value).detach().clone())
+        elif _is_copied(name, value, known):
+            setattr(made, name, copy.deepcopy(value, memo))
+
+
 def _check_attribute(name: str, value: Any, known: set[int], seen: set[int]) -> None:
     """Returns if a value can be copied and compared.
 
     Raises:
-        _NotTriable: it is, or holds, something else than plain values, tensors and functions.
+        NotTriableError: it is, or holds, something else than plain values, tensors and functions.
     """
     if is_plain(value) or isinstance(value, _LEAVES) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, torch.nn.Parameter) and id(value) not in known:
-        raise _NotTriable(f"its attribute {name} holds parameters")
+        raise NotTriableError(f"its attribute {name} holds parameters")
     if isinstance(value, torch.Tensor):
         return
     if isinstance(value, dict):
@@ -247,7 +259,7 @@ def _check_attribute(name: str, value: Any, known: set[int], seen: set[int]) -> 
     elif isinstance(value, (list, tuple, set, frozenset)):
         inside = list(value)
     else:
-        raise _NotTriable(f"its attribute {name} holds a {type(value).__name__}, which may know other parameters")
+        raise NotTriableError(f"its attribute {name} holds a {type(value).__name__}, which may know other parameters")
     for part in inside:
         _check_attribute(name, part, known, seen)
 
@@ -255,7 +267,7 @@ def _check_attribute(name: str, value: Any, known: set[int], seen: set[int]) -> 
 def _is_copied(name: str, value: Any, known: set[int]) -> bool:
     try:
         _check_attribute(name, value, known, set())
-    except _NotTriable:
+    except NotTriableError:
         return False
     return True
 

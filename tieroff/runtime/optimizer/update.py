@@ -13,31 +13,13 @@ from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.residency import LOWER, ON_DEVICE
 from tieroff.runtime.items.table import all_have_copies
-from tieroff.runtime.optimizer.buckets import Buckets, raw_step
+from tieroff.runtime.optimizer.buckets import Buckets, Narrowed, raw_step
 from tieroff.runtime.optimizer.shared import SharedValues
+from tieroff.runtime.optimizer.slices.slices import Slices
 from tieroff.runtime.optimizer.state import OptimizerState
+from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.mode import PLANNED
 from tieroff.runtime.step.quiet import NOTHING
-
-
-class Narrowed:
-    """The groups of an optimizer while `step` runs on a part of its parameters: the same objects, with shorter lists."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._whole: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
-
-    def narrow(self, parts: list[list[torch.Tensor]]) -> None:
-        """Leaves these parameters in the groups; see `Buckets.parts_of`."""
-        self._whole = [(group, group["params"]) for group in self._optimizer.param_groups]  # first: see `restore`
-        for (group, _), part in zip(self._whole, parts, strict=True):
-            group["params"] = part
-
-    def restore(self) -> None:
-        """Gives the groups all their parameters back; does no harm when they have them."""
-        for group, params in self._whole:
-            group["params"] = params
-        self._whole = []
 
 
 class BucketUpdate:
@@ -45,12 +27,21 @@ class BucketUpdate:
 
     Attributes:
         narrowed: its groups.
+        slices: which are updated in slices.
         shared: plain values that its parameters share, while an update in parts runs.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets, context: StepContext, state: OptimizerState) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Buckets,
+        context: StepContext,
+        state: OptimizerState,
+        settings: Settings,
+    ) -> None:
         self._optimizer, self._buckets, self._context, self._state = optimizer, buckets, context, state
         self.narrowed = Narrowed(optimizer)
+        self.slices = Slices(optimizer, buckets, context, state, settings, self.narrowed)
         self.shared: SharedValues | None = None
         self._lifted: list[tuple[list[torch.Tensor], list[HomeItem]]] = []
         self._moving_in = NOTHING
@@ -121,11 +112,29 @@ class BucketUpdate:
 
     def step_on(self, bucket: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the optimizer's own step on a subset of its parameters; the groups are the same objects meanwhile."""
+        if self.slices.are_of(bucket):
+            return self.slices.step(bucket[0], lambda: self._step(args, kwargs))
         try:
             self.narrowed.narrow(self._buckets.parts_of(bucket))
-            out = raw_step(self._optimizer)(self._optimizer, *args, **kwargs)
+            return self._step(args, kwargs)
         finally:
             self.narrowed.restore()
+
+    def step_each(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the optimizer's own step where nothing moves: on what is updated in slices one by one, then on all else."""
+        self.begin_parts()
+        try:
+            buckets = self._buckets.all()
+            for bucket in filter(self.slices.are_of, buckets):
+                self.step_on(bucket, args, kwargs)
+            rest = [param for bucket in buckets if not self.slices.are_of(bucket) for param in bucket]
+            return self.step_on(rest, args, kwargs)
+        finally:
+            self.end_parts()
+
+    def _step(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs the optimizer's own step on what its groups hold now."""
+        out = raw_step(self._optimizer)(self._optimizer, *args, **kwargs)
         if self.shared is not None:
             self.shared.take_back()
         return out
@@ -133,6 +142,7 @@ class BucketUpdate:
     def restore(self) -> None:
         """After an exception: what was lifted stays for whoever repairs, and the optimizer has its groups and values."""
         self.narrowed.restore()
+        self.slices.restore()
         self.end_parts()
         self._lifted.clear()
 
@@ -168,6 +178,8 @@ class BucketUpdate:
 
     def moves_nothing(self, bucket: list[torch.Tensor]) -> bool:
         """True of a bucket that is known to need nothing of the engine: all of it is on the device for the whole step."""
+        if self.slices.are_of(bucket):
+            return False
         moving = self._moving_of(bucket)
         return moving is not None and not moving and not self._gradients_of(bucket)
 
@@ -211,7 +223,10 @@ class BucketUpdate:
             gradient = gradients.get(item.position) if with_gradients else None
             if gradient is not None:
                 needed.append(gradient)
-        return needed + self._state.items_of(bucket)
+        is_one = (
+            len(bucket) == 1
+        )  # what is updated in slices is a bucket of its own, but for an optimizer that is stepped whole
+        return needed + [item for item in self._state.items_of(bucket) if not (is_one and item.is_sliced)]
 
     def _gradients_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Returns the gradients of a bucket that are under the engine's care: few, where the plan leaves most alone."""

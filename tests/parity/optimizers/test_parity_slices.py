@@ -1,0 +1,70 @@
+"""Updates in slices: the plain run's bits, in a budget that holds no whole update of the largest parameter."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.parity import HOST, NVME, OptimizerFactory, Tiers, Trainer, plain_step, run_wrapped
+from tests.support.recipes.sliced import BUDGET_BYTES, EMBEDDING_BYTES, check, config, workload
+from tieroff.core.buckets import BYTES_BELOW
+from tieroff.core.tensor import Tier
+from tieroff.errors import InfeasiblePlanError
+from tieroff.runtime.backend.cpu import CpuBackend
+from tieroff.runtime.engine import Engine
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
+    "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-3, initial_accumulator_value=0.1),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+}
+
+
+def assert_sliced(engine: Engine) -> None:
+    assert int(engine.trace.meta[BYTES_BELOW].partition("=")[2]) >= EMBEDDING_BYTES
+    assert engine.plan.budget_bytes[Tier.DEVICE] <= 0.6 * 4 * EMBEDDING_BYTES + EMBEDDING_BYTES // 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
+def test_a_large_parameter_is_updated_in_slices(name: str, tiers: Tiers, tmp_path: Path) -> None:
+    assert BUDGET_BYTES < 4 * EMBEDDING_BYTES
+    check(workload(OPTIMIZERS[name]), tiers, CpuBackend(), config(tiers, tmp_path), assert_sliced)
+
+
+def uses_state(trainer: Trainer) -> None:
+    """Reads and writes optimizer state, keeps state dicts and loads one."""
+    plain_step(trainer)
+    state = trainer.optimizer.state[trainer.model.get_parameter("embedding.weight")]
+    trainer.note(state["exp_avg"].norm())
+    state["exp_avg_sq"].mul_(0.5)
+    kept = copy.deepcopy(trainer.optimizer.state_dict())
+    if len(trainer.outcome.values) % 3 == 2:
+        trainer.optimizer.load_state_dict(kept)
+    trainer.note(kept["state"][0]["exp_avg_sq"].sum())
+
+
+@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
+def test_user_code_finds_the_state_that_the_plain_run_has(tiers: Tiers, tmp_path: Path) -> None:
+    trained = workload(OPTIMIZERS["adamw-foreach"], step=uses_state)
+    check(trained, tiers, CpuBackend(), config(tiers, tmp_path), assert_sliced)
+
+
+def least_of(tmp_path: Path, device: int | str) -> int:
+    """Returns the least device bytes of a step, from the error of a budget that is too small."""
+    strict = config(HOST, tmp_path, device)
+    strict["budget"]["strict"] = True
+    with pytest.raises(InfeasiblePlanError) as caught:
+        run_wrapped(workload(OPTIMIZERS["adamw"]), strict, CpuBackend(), lambda *_: None)
+    return caught.value.needed_bytes
+
+
+def test_the_least_of_a_model_that_is_half_embedding_falls_to_two_fifths(tmp_path: Path) -> None:
+    whole, sliced = least_of(tmp_path, "1%"), least_of(tmp_path, 64 << 10)  # a share is known after the first step only
+    assert whole > 5.5 * EMBEDDING_BYTES
+    assert sliced <= 0.45 * whole

@@ -1,0 +1,1 @@
+"""Elementwise updates of large parameters, slice by slice."""
