@@ -85,7 +85,6 @@ def test_steps_have_room_for_what_an_unattached_optimizer_makes(name: str, budge
     config["budget"]["nvme"] = "64MiB"
     config["plan"]["background"] = False
     engine = tieroff.engine(tieroff.wrap(run.model, run.attached, config))
-    peaks: dict[int, list[int]] = {}
     phases = Counter[str]()
     with warnings_of_tieroff() as messages:
         for step in range(STEPS):
@@ -93,7 +92,7 @@ def test_steps_have_room_for_what_an_unattached_optimizer_makes(name: str, budge
             run.step(step)
             is_new = step == case.since  # its state is made in this step, which has left its plan for that
             if step and engine.stats().phase == "planned" and not is_new:
-                peaks.setdefault(engine.plan.budget_bytes[Tier.DEVICE], []).append(taken.peak_bytes)
+                assert taken.peak_bytes <= engine.plan.budget_bytes[Tier.DEVICE] + WORDS_BYTES, f"in step {step}"
                 phases["late" if step > case.since else "early"] += 1
     said = [line for line in engine.explain().splitlines() if line.startswith("Not managed, and why: ")]
     tieroff.unwrap(run.model)
@@ -101,8 +100,6 @@ def test_steps_have_room_for_what_an_unattached_optimizer_makes(name: str, budge
     assert all(map(torch.equal, plain.model.parameters(), run.model.parameters()))
     assert phases["late"] >= 3
     assert phases["early"] >= 3 or not case.since
-    for budget_bytes, found in peaks.items():
-        assert min(found) <= budget_bytes + WORDS_BYTES
     state_mib = 2 * (LAYERS - case.attached) * LAYER_BYTES / (1 << 20)
     assert said == [f"Not managed, and why: {state_mib:.2f} MiB (state of AdamW, which is not attached)."]
     (told,) = [message for message in messages if "its state stays on the device" in message]
