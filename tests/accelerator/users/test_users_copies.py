@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,3 +66,40 @@ def test_a_model_is_pickled_on_the_host(tmp_path: Path) -> None:
         p.steps(2, 8)
 
     check(usage, tmp_path)
+
+
+FORKS = """
+import os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from tests.accelerator import sim, target, vendor
+sim.load()
+vendor.install()
+import tieroff
+device = target.device()
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+tieroff.wrap(model, optimizer, {"plan": {"min_bytes": 0}, "nvme": {"dirs": [sys.argv[1]]}}, budget="min")
+for _ in range(4):
+    model(torch.randn(8, 64, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+loss = model(torch.randn(8, 64, device=device)).sum()
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+loss.backward()
+optimizer.step()
+tieroff.unwrap(model)
+print(status, os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_child_that_is_forked_in_the_midst_of_a_step_ends_by_itself(project: Path, tmp_path: Path) -> None:
+    """Nothing of the engine keeps it: without the limit PyTorch's autograd waits 10 s for threads that it does not have."""
+    environment = {**os.environ, "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT": "0"}
+    command = [sys.executable, "-c", FORKS, str(tmp_path)]
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "3 []\n"), done.stderr
