@@ -47,7 +47,16 @@ def run_tests(out: Path) -> dict[str, Any]:
     report = out / "pytest.xml"
     report.unlink(missing_ok=True)
     # The accelerator's suite on the device, and what only a GPU has: GDS, and PyTorch's sanitizer in the race detector's place.
-    arguments = ["-m", "pytest", "tests/accelerator/parity", "tests/accelerator/users", "tests/gpu", "-q", "-m", "not long"]
+    arguments = [
+        "-m",
+        "pytest",
+        "tests/accelerator/parity",
+        "tests/accelerator/users",
+        "tests/gpu",
+        "-q",
+        "-m",
+        "not long or turn",
+    ]
     # What else is installed beside torch may say that it is deprecated, or that it will not work in several processes.
     arguments += ["-W", "ignore::DeprecationWarning", "-p", "no:benchmark", "--numprocesses", str(PROCESSES)]
     failed = run_limited([*arguments, "-p", "no:cacheprovider", f"--junitxml={report}"], TESTS_LIMIT_S)

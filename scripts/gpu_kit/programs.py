@@ -75,7 +75,9 @@ def _smoke(out: Path, is_tiny: bool) -> Program:
     chosen = (auto, "-k", "gpt and host") if is_tiny else (auto, f"{ROOT / SMOKE}::test_loop_computes_the_same")
     gds = () if is_tiny else (str(ROOT / "tests/gpu/test_cuda_gds.py"),)
     processes = () if is_tiny else ("--numprocesses", str(PROCESSES))
-    return Program(("-m", "pytest", *chosen, *gds, *QUIET, *processes, "-m", "not long", f"--junitxml={report}"), report)
+    return Program(
+        ("-m", "pytest", *chosen, *gds, *QUIET, *processes, "-m", "not long or turn", f"--junitxml={report}"), report
+    )
 
 
 def _tests(out: Path, is_tiny: bool) -> Program:
@@ -83,7 +85,7 @@ def _tests(out: Path, is_tiny: bool) -> Program:
     folders = ("tests/accelerator/parity/test_accelerator_memory.py",) if is_tiny else (*_TESTS, "tests/gpu")
     processes = () if is_tiny else ("--numprocesses", str(PROCESSES))
     paths = tuple(str(ROOT / folder) for folder in folders)
-    return Program(("-m", "pytest", *paths, *QUIET, *processes, "-m", "not long", f"--junitxml={report}"), report)
+    return Program(("-m", "pytest", *paths, *QUIET, *processes, "-m", "not long or turn", f"--junitxml={report}"), report)
 
 
 def _host(out: Path, is_tiny: bool) -> Program:

@@ -42,7 +42,7 @@ def in_turn(subjects: Sequence[Any], choices: Sequence[Any], half: int | None = 
             subject,
             choice,
             id=f"{getattr(subject, 'name', subject)}-{getattr(choice, 'name', choice)}",
-            marks=[] if half in (None, index % 2) and _turn(index, half) % len(choices) == place else [pytest.mark.long],
+            marks=_marks(_turn(index, half) % len(choices) == place, half in (None, index % 2)),
         )
         for index, subject in enumerate(subjects)
         for place, choice in enumerate(choices)
@@ -53,11 +53,19 @@ def _turn(index: int, half: int | None) -> int:
     return index if half is None else index // 2
 
 
+def _marks(is_chosen: bool, is_own_half: bool) -> list[pytest.MarkDecorator]:
+    if not is_chosen:
+        return [pytest.mark.long]
+    return [] if is_own_half else [*ANOTHER_TURN]
+
+
+ANOTHER_TURN = (pytest.mark.long, pytest.mark.turn)
+"""Of what is long only because another setting, or another test, tries the behaviour by default; a GPU tries it too."""
+
+
 def every_second(subjects: Sequence[str], half: int) -> list[Any]:
     """Returns subjects as parameters; those of the other half (0 or 1), which another test tries, are marked `long`."""
-    return [
-        pytest.param(subject, marks=[] if index % 2 == half else [pytest.mark.long]) for index, subject in enumerate(subjects)
-    ]
+    return [pytest.param(subject, marks=[] if index % 2 == half else [*ANOTHER_TURN]) for index, subject in enumerate(subjects)]
 
 
 SETTINGS = frozenset(
@@ -85,7 +93,8 @@ def take_turns(items: Sequence[pytest.Item]) -> None:
         turn = zlib.crc32(cases[0].nodeid.encode())
         for index, item in enumerate(cases):
             if (index + turn) % turns:
-                item.add_marker(pytest.mark.long)
+                for mark in ANOTHER_TURN:
+                    item.add_marker(mark)
 
 
 def _known_by(value: object) -> Hashable:

@@ -78,7 +78,7 @@ def test_each_behaviour_is_tried_by_default_in_some_of_its_settings(tmp_path: Pa
     (tmp_path / "parity").mkdir()
     (tmp_path / "conftest.py").write_text(_BEHAVIOURS)
     (tmp_path / "parity/test_turns.py").write_text(_TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n    turn")
 
     def chosen(marks: str) -> set[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-qs", "-m", marks, "--rootdir", ".", "."]
@@ -89,6 +89,6 @@ def test_each_behaviour_is_tried_by_default_in_some_of_its_settings(tmp_path: Pa
 
     default, rest = chosen("not long"), chosen("long")
     assert {"test_b[cpu]", "test_c[x]", "test_c[y]"} <= default and not default & rest
-    assert len(default | rest) == 16 + 3
+    assert len(default | rest) == 16 + 3 and chosen("turn") == rest
     for what in "pqrs":
         assert 1 <= len([name for name in default if name.startswith(f"test_a[{what}-")]) <= 2
