@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from tieroff.updates.native import _native
 
+DAMPENED = "dampened"
+"""In a kind, which has it as a flag beside those of the rule: SGD's gradient is multiplied before it is added."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -32,8 +35,12 @@ class Rule:
 
     @property
     def kind(self) -> tuple[str, str, tuple[str, ...]]:
-        """What decides how it is rounded, beside the type; the first step of SGD is rounded as the others."""
-        return self.name, self.decay, tuple(flag for flag in self.flags if flag != "first")
+        """What decides how it is rounded, beside the type; the first step of SGD is rounded as the others.
+
+        Without dampening SGD's gradient is multiplied by 1, and nothing of that product shows in how it is rounded.
+        """
+        is_dampened = "momentum" in self.flags and self.scalars["first_rest"] != 1
+        return self.name, self.decay, (*(flag for flag in self.flags if flag != "first"), *([DAMPENED] if is_dampened else ()))
 
     @property
     def tensor_count(self) -> int:
@@ -164,8 +171,14 @@ def typical(name: str, decay: str, flags: tuple[str, ...]) -> Rule:
         return adagrad(7, lr=lr, weight_decay=weight_decay, maximize=is_maximized)
     if name == "lion":
         return lion(lr=lr, betas=(0.87, 0.991), weight_decay=weight_decay)
-    momentum = 0.87 if "momentum" in flags else 0.0
-    return sgd(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov="nesterov" in flags, maximize=is_maximized)
+    return sgd(
+        lr=lr,
+        momentum=0.87 if "momentum" in flags else 0.0,
+        dampening=0.13 if DAMPENED in flags else 0.0,
+        weight_decay=weight_decay,
+        nesterov="nesterov" in flags,
+        maximize=is_maximized,
+    )
 
 
 def _decay(weight_decay: float, *, decouples: bool) -> str:

@@ -187,6 +187,28 @@ def test_a_rate_that_is_a_tensor_leaves_updates_to_the_device(tmp_path: Path) ->
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
+@pytest.mark.parametrize(("option", "value"), [("weight_decay", 0.1), ("dampening", 0.3), ("nesterov", True)])
+def test_options_that_come_later_are_compared_before_the_cpu_updates_with_them(
+    option: str, value: float, tmp_path: Path
+) -> None:
+    plain, wrapped = Loop(None, momentum), Loop(tmp_path, momentum)
+    for loop in (plain, wrapped):
+        loop.steps(STEPS)
+    wrapped.assert_updated_below()
+    assert wrapped.engine is not None
+    phases = []
+    with warnings_of_tieroff() as told:
+        for loop in (plain, wrapped):
+            loop.optimizer.param_groups[0][option] = value
+            for _ in range(5):
+                loop.step()
+                phases.append(wrapped.engine.stats().phase)
+    assert phases[5:] == ["on demand"] * 2 + ["planned"] * 3
+    assert told == []
+    wrapped.assert_updated_below()
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
 def wrong_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every kernel count the gradient with the other sign from here on."""
     make = Rule.part

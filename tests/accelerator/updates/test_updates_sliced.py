@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.accelerator import target
+from tests.support.covering import in_turn
 from tests.support.parity import HOST, NVME, OptimizerFactory, Tiers
 from tests.support.recipes.sliced import EMBEDDING_BYTES, check, config, workload
 from tieroff.core.buckets import BYTES_BELOW
@@ -27,7 +28,6 @@ def assert_sliced(engine: Engine) -> None:
     assert engine.plan.budget_bytes[Tier.DEVICE] < 4 * EMBEDDING_BYTES
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
+@pytest.mark.parametrize(("name", "tiers"), in_turn(tuple(OPTIMIZERS), (HOST, NVME)))
 def test_state_comes_and_goes_in_slices(name: str, tiers: Tiers, tmp_path: Path) -> None:
     check(workload(OPTIMIZERS[name]), tiers, target.backend(), config(tiers, tmp_path), assert_sliced)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.covering import in_turn
 from tests.support.parity import HOST, NVME, OptimizerFactory, Tiers, Trainer, plain_step, run_wrapped
 from tests.support.recipes.sliced import BUDGET_BYTES, EMBEDDING_BYTES, check, config, workload
 from tieroff.core.buckets import BYTES_BELOW
@@ -30,8 +31,7 @@ def assert_sliced(engine: Engine) -> None:
     assert engine.plan.budget_bytes[Tier.DEVICE] <= 0.6 * 4 * EMBEDDING_BYTES + EMBEDDING_BYTES // 4
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
+@pytest.mark.parametrize(("name", "tiers"), in_turn(tuple(OPTIMIZERS), (HOST, NVME)))
 def test_a_large_parameter_is_updated_in_slices(name: str, tiers: Tiers, tmp_path: Path) -> None:
     assert BUDGET_BYTES < 4 * EMBEDDING_BYTES
     check(workload(OPTIMIZERS[name]), tiers, CpuBackend(), config(tiers, tmp_path), assert_sliced)

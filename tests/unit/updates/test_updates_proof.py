@@ -109,12 +109,12 @@ def test_a_wrong_arithmetic_passes_the_first_update_and_is_refused_at_the_second
     assert verdict is not None and verdict.arithmetic is None and verdict.nearest == "plain" and verdict.share > 0.0
 
 
-def _device_updates(proof: Proof, step: int, rule: Rule, arithmetic: str) -> Capture:
+def _device_updates(proof: Proof, step: int, rule: Rule, arithmetic: str, kind: object = None) -> Capture:
     """A device that is known to round so makes an update; `step` counts from 1. Returns what a proof saw of it."""
     seeded = torch.Generator().manual_seed(step)
     scales = (2e-2, 1e-3, 1e-3, 1e-6)[: rule.tensor_count]
     tensors = tuple(torch.rand(1 << 16, generator=seeded).sub(0.5 if i < 3 else 0.0) * scale for i, scale in enumerate(scales))
-    seen = Capture(rule, "float32", tensors, ("device", rule.kind))
+    seen = Capture(rule, "float32", tensors, ("device", kind or rule.kind))
     trial, results = proof.begin([seen]), results_of(rule, arithmetic, "float32", tensors)
     for tensor, result in zip((tensors[0], *tensors[2:]), results, strict=True):
         tensor.copy_(result)
@@ -167,6 +167,33 @@ def test_what_was_proven_is_refused_when_a_later_comparison_fails() -> None:
     proof.end(trial, 4)
     verdict = proof.verdict(found)
     assert verdict is not None and verdict.arithmetic is None and verdict.share > 0.0
+
+
+def test_another_arithmetic_does_not_take_the_place_of_a_proven_one_unseen() -> None:
+    """Two that rounded alike do so no more: by the first of them updates were made, which may have been wrong."""
+    proof, rule = Proof(only=("double-first", "double-second")), rules.sgd(lr=0.3, momentum=0.9)
+    for step in (1, 2):
+        seen = _device_updates(proof, step, rule, "double-second")
+    assert proof.verdict(seen) == Verdict("double-first", "double-first", 0.0)
+    later = rules.sgd(lr=0.3, momentum=0.9, dampening=0.1)
+    verdict = proof.verdict(_device_updates(proof, 3, later, "double-second", rule.kind))
+    assert verdict is not None and (verdict.arithmetic, verdict.nearest) == (None, "double-first")
+    assert verdict.share > 0.0
+
+
+def test_sgd_without_dampening_proves_nothing_of_sgd_with_it() -> None:
+    """Times 1 a gradient is not rounded, so that nothing tells which of two products is joined to their sum."""
+    plain, dampened = rules.sgd(lr=0.3, momentum=0.9), rules.sgd(lr=0.3, momentum=0.9, dampening=0.1)
+    assert not told_apart(plain, "float32", "double-first", "double-second")
+    assert told_apart(dampened, "float32", "double-first", "double-second")
+    proof = Proof()
+    for step in (1, 2):
+        seen = _device_updates(proof, step, plain, "double-second")
+    assert proof.verdict(seen) is not None
+    assert proof.verdict(_device_updates(proof, 3, dampened, "double-second")) is None
+    verdict = proof.verdict(_device_updates(proof, 4, dampened, "double-second"))
+    assert verdict == Verdict("double-second", "double-second", 0.0)
+    assert rules.sgd(lr=0.3, dampening=0.1).kind == rules.sgd(lr=0.3).kind
 
 
 def test_options_count_as_they_are_at_the_moment() -> None:

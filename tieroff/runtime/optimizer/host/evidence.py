@@ -71,7 +71,18 @@ class Evidence:
     @property
     def is_wanted(self) -> bool:
         """True while updates of the device are to be compared."""
-        return self.is_useful and not self.why_not and (self._is_again or not self._is_proven)
+        return self.is_useful and not self.why_not and (self._is_again or not self._is_proven or self._has_open())
+
+    def _has_open(self) -> bool:
+        """True while a kind of update was compared too seldom to know how it is rounded."""
+        return any(self._proof.verdict_of(kind) is None for kind in self._kinds)
+
+    def meets(self, kind: Kind) -> bool:
+        """A kind of update is due; True where it is one that was not met before, and is compared next."""
+        if not self.is_proven or self._proof.verdict_of(kind) is not None:
+            return False
+        self._kinds.add(kind)
+        return True
 
     def begins_again(self) -> bool:
         """True once every so many updates: the next update of the device is compared again."""

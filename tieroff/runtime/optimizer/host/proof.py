@@ -15,7 +15,7 @@ be told apart by the comparison as well; see `told_apart`.
 | state | next |
 |---|---|
 | open: fewer than two updates compared, or they did not tell arithmetics apart | proven, or refused |
-| proven: an arithmetic had all bits | refused, by a comparison that fails |
+| proven: an arithmetic had all bits | refused, by a comparison that fails, whatever other one has them |
 | refused: the nearest, and the share of elements that differ | for good |
 """
 
@@ -85,6 +85,7 @@ class _Kind:
     shares: dict[str, float]
     steps: set[int] = field(default_factory=set)
     is_refused: bool = False
+    taken: str = ""  # the one that was proven, by which updates were made
 
 
 class Proof:
@@ -125,7 +126,10 @@ class Proof:
             kind.shares |= {name: max(kind.shares[name], share) for name, share in shares.items()}
             kind.steps.add(step)
             kind.is_refused = kind.is_refused or (len(kind.steps) >= UPDATES_COMPARED and min(kind.shares.values()) > 0)
-            self._verdicts[capture.kind] = self._verdict(kind)
+            # Updates were made by it: no other one may take its place unseen.
+            kind.is_refused = kind.is_refused or (self._exact and bool(kind.taken) and kind.shares[kind.taken] > 0)
+            self._verdicts[capture.kind] = verdict = self._verdict(kind)
+            kind.taken = kind.taken or (verdict.arithmetic or "" if verdict is not None else "")
 
     def verdict(self, capture: Capture) -> Verdict | None:
         """Returns what is known of an update, or None while that is open."""
@@ -138,7 +142,7 @@ class Proof:
     def _verdict(self, kind: _Kind) -> Verdict | None:
         if len(kind.steps) < UPDATES_COMPARED and min(kind.shares.values()) == 0:
             return None
-        nearest = min(kind.shares, key=lambda name: kind.shares[name])
+        nearest = kind.taken if self._exact and kind.taken else min(kind.shares, key=lambda name: kind.shares[name])
         share = kind.shares[nearest]
         rival = _rival_of(nearest, kind) if self._exact and share == 0 else ""
         if rival and len(kind.steps) < UPDATES_COMPARED_AT_MOST:

@@ -158,7 +158,8 @@ class HostUpdates:
         try:
             submission = self._prepared(bucket, pool.last_ticket + 1)
         except NotBelowError as why:
-            self._note_failure(str(why))
+            if not why.is_expected:
+                self._note_failure(str(why))
             raise
         self._pending = submission
         pool.submit(submission.parts, [], submission.addresses)
@@ -191,6 +192,8 @@ class HostUpdates:
         if item is None or gradient is None or gradient.tensor is not parameter.grad:
             raise NotBelowError("a gradient is not under the engine's care")
         found = asked(self._optimizer, group, state, item.dtype, self._count(submission, parameter, state))
+        if found is not None and self.evidence.meets(found.kind):
+            raise NotBelowError(f"the update of {item.name} has options with which none was compared", is_expected=True)
         arithmetic = self.evidence.arithmetic_of(found.kind) if found is not None else None
         if found is None or arithmetic is None:
             raise NotBelowError(f"no kernel is proven for the update of {item.name}")
