@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -75,11 +76,35 @@ def test_a_plan_is_the_one_that_the_trainer_would_make(trace: Trace) -> None:
     assert planner().ask(order).take() == carry_out(order)
 
 
+def sent(document: dict[str, Any]) -> dict[str, Any]:
+    """Returns a document as the channel gives it to the other side."""
+    received: dict[str, Any] = json.loads(json.dumps(document))
+    return received
+
+
 def test_requests_come_through_as_they_are(trace: Trace) -> None:
     order = replace(order_of(trace), traces=(trace, trace), recompute=("a",), chooses_layers=True)
-    assert read_request(write_request(order)) == order
+    assert read_request(sent(write_request(order))) == order
     question = Question(carry_out(order_of(trace)).plan, trace, MACHINE)
-    assert read_request(write_request(question)) == question
+    assert read_request(sent(write_request(question))) == question
+
+
+def test_a_longer_trace_takes_no_more_calls_of_the_thread_that_asks(trace: Trace) -> None:
+    """It is the one that trains, and asks again whenever speeds have changed."""
+    plan, calls = carry_out(order_of(trace)).plan, [0, 0]
+    longer = replace(trace, ops=8 * trace.ops, tensors=8 * trace.tensors)
+    for index, one in enumerate((trace, longer)):
+
+        def count(*_: object, index: int = index) -> None:
+            calls[index] += 1
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            write_request(Question(plan, one, MACHINE))
+        finally:
+            sys.setprofile(before)
+    assert calls[0] == calls[1] > 0
 
 
 def test_an_infeasible_budget_is_told_with_its_figures(trace: Trace) -> None:
