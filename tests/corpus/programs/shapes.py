@@ -211,3 +211,31 @@ def momentum_encoder(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters(), *model.buffers())
+
+
+@stranger()
+def layers_of_frequencies(p: Program) -> None:
+    """Parameters are complex, and the loop reads each gradient between backward and update."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights, self.beside = nn.Parameter(torch.randn(16, 16, 8, dtype=torch.cfloat) * 0.1), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found = torch.fft.rfft(x, dim=-1)
+            kept = torch.zeros_like(found)
+            kept[..., :8] = torch.einsum("bik,iok->bok", found[..., :8], self.weights)
+            beside = self.beside(x.transpose(1, 2)).transpose(1, 2)
+            return torch.nn.functional.gelu(torch.fft.irfft(kept, n=x.shape[-1], dim=-1) + beside)
+
+    model = nn.Sequential(*(Spectral() for _ in range(3))).to(p.device)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 2, 16, 32)).square().mean()
+        loss.backward()
+        p.note([q.grad for q in model.parameters()])
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

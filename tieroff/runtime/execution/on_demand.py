@@ -101,6 +101,11 @@ class OnDemand:
         while len(self._read) > _READ_KEPT and not self._calls:
             self._put_away(self._read.popleft())
 
+    def make_way(self) -> None:
+        """Frees what stays for a moment only: its room is needed."""
+        while self._read and not self._calls:
+            self._put_away(self._read.popleft())
+
     @contextlib.contextmanager
     def in_call(self) -> Iterator[None]:
         """Inside, all that is read stays: code that is not watched gets it as it begins, and uses it until it has ended."""

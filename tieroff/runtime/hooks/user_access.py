@@ -271,6 +271,7 @@ class UserAccess:
         budget_bytes = planned.plan.budget_bytes[Tier.DEVICE]
         if context.traffic.device_bytes + size_bytes <= budget_bytes:
             return
+        context.on_demand.make_way()  # what the calls before this one used
         context.runner.lower_late()
         for item in context.homes:
             item.end_copy_out(context.traffic)
