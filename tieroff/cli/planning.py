@@ -93,6 +93,7 @@ def plan(
             step, told = step_of_recipe(hf, recipe, (tokens, batch, is_checkpointed, is_autocast), loaded)
         else:
             step = _dry_trace(model, loaded) if model is not None else load_trace(trace or Path(), execution_trace, loaded)
+        step = _in_slices(step, loaded, device_budget, host_budget)
         problem = step, loaded, _budget(step, loaded, device_budget, host_budget, nvme_budget)
         report(f"planning and bounding {len(step.ops)} ops and {len(step.tensors)} tensors", None)
         found = plan_row(*problem, policy, effort.value)
@@ -186,6 +187,16 @@ def _dry_trace(model: str, machine: Machine) -> Trace:
     name = model.partition(":")[0]
     print(f"tieroff: importing {name}, which runs what stands outside of its functions", file=sys.stderr)
     return dry_trace(find_factory(model), machine, name=model, kernels=kernels_of(machine))
+
+
+def _in_slices(step: Trace, machine: Machine, device_budget: str, host_budget: str | None) -> Trace:
+    """Returns the step as a run within this budget has it, which updates large parameters in slices."""
+    from tieroff.device_budget import DeviceBudget
+    from tieroff.planner.extended.slices import in_slices
+
+    given = _option("--device-budget", DeviceBudget.parse, device_budget)
+    host_bytes = machine.host_bytes if host_budget is None else _option("--host-budget", parse_bytes, host_budget)
+    return step if given.share is not None else in_slices(step, machine, given.size_bytes, host_bytes)
 
 
 def _budget(

@@ -12,6 +12,17 @@ UPDATED_ON_HOST = "updated_on_host"
 BYTES_BELOW = "bytes_below"
 """The key in a trace's `meta` that says what lies below all the time and is no tensor of the trace, as "host=1024 nvme=0"."""
 
+ELEMENTWISE = "elementwise"
+"""The key in a trace's `meta` that names the optimizer where it is known to update each element by itself."""
+
+SMALLEST_SLICED_BYTES = 1 << 20
+"""No smaller parameter is updated in slices: even its whole update takes less than what a process varies by."""
+
+SLICED_AT_LEAST_BYTES = 8 << 20
+"""The same with the least that a step runs in as the budget: slices of smaller ones are not worth their time."""
+
+_SLICES, _SLICE_BYTES = 16, 16 << 20
+
 _HAVE_KERNELS = frozenset(f"torch.optim.{name}" for name in ("adagrad.Adagrad", "adam.Adam", "adamw.AdamW", "sgd.SGD"))
 _LARGEST_BUCKET_BYTES = 32 << 20
 _BUCKETS_AT_LEAST = 8
@@ -46,6 +57,11 @@ def bytes_below(meta: Mapping[str, str]) -> dict[Tier, int]:
     """Returns what a trace's `meta` says of `BYTES_BELOW`."""
     pairs = (entry.split("=") for entry in meta.get(BYTES_BELOW, "").split())
     return {Tier(tier): int(size_bytes) for tier, size_bytes in pairs}
+
+
+def slice_bytes(size_bytes: int) -> int:
+    """Returns how large the slices are in which a parameter of this size is updated: a sixteenth, and at most 16 MiB."""
+    return min(size_bytes // _SLICES, _SLICE_BYTES)
 
 
 def has_kernels(kind: type) -> bool:

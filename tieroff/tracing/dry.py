@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter, tree_map
 
-from tieroff.core.buckets import UPDATED_ON_HOST, has_kernels
+from tieroff.core.buckets import ELEMENTWISE, UPDATED_ON_HOST, has_kernels
 from tieroff.core.machine import Machine
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
@@ -173,6 +173,8 @@ class _DryStep:
         if self._is_accelerated:
             use_device_updates(optimizer)
         self._optimizer, self._buckets = optimizer, Buckets(optimizer)
+        if has_kernels(type(optimizer)) and not made.update_in_backward:
+            recorder.meta[ELEMENTWISE] = type(optimizer).__name__
         if self._is_accelerated and has_kernels(type(optimizer)) and not made.update_in_backward:
             recorder.meta[UPDATED_ON_HOST] = type(optimizer).__name__
         self._watch()

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.covering import in_turn
-from tests.support.parity import HOST, NVME, OptimizerFactory, Tiers, Trainer, plain_step, run_wrapped
+from tests.support.parity import HOST, NVME, OptimizerFactory, Tiers, Trainer, machine_file, plain_step, run_wrapped
 from tests.support.recipes.sliced import BUDGET_BYTES, EMBEDDING_BYTES, check, config, workload
 from tieroff.core.buckets import BYTES_BELOW
+from tieroff.core.machine import Machine, load_machine
+from tieroff.core.plan import RUNTIME_EXECUTOR
 from tieroff.core.tensor import Tier
+from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError
+from tieroff.planner.extended.slices import in_slices
+from tieroff.planner.least import least
+from tieroff.planner.problem.problem import make_problem
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.engine import Engine
+from tieroff.tracing.dry import DryModel, dry_trace
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
@@ -55,12 +63,12 @@ def test_user_code_finds_the_state_that_the_plain_run_has(tiers: Tiers, tmp_path
     check(trained, tiers, CpuBackend(), config(tiers, tmp_path), assert_sliced)
 
 
-def least_of(tmp_path: Path, device: int | str) -> int:
+def least_of(tmp_path: Path, device: int | str, name: str = "adamw") -> int:
     """Returns the least device bytes of a step, from the error of a budget that is too small."""
     strict = config(HOST, tmp_path, device)
     strict["budget"]["strict"] = True
     with pytest.raises(InfeasiblePlanError) as caught:
-        run_wrapped(workload(OPTIMIZERS["adamw"]), strict, CpuBackend(), lambda *_: None)
+        run_wrapped(workload(OPTIMIZERS[name]), strict, CpuBackend(), lambda *_: None)
     return caught.value.needed_bytes
 
 
@@ -68,3 +76,29 @@ def test_the_least_of_a_model_that_is_half_embedding_falls_to_two_fifths(tmp_pat
     whole, sliced = least_of(tmp_path, "1%"), least_of(tmp_path, 64 << 10)  # a share is known after the first step only
     assert whole > 5.5 * EMBEDDING_BYTES
     assert sliced <= 0.45 * whole
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
+def test_a_dry_trace_in_slices_needs_what_a_run_does(name: str, tmp_path: Path) -> None:
+    trained, machine = workload(OPTIMIZERS[name]), load_machine(machine_file(tmp_path))
+    machine = replace(machine, fp32_flops_per_s=1 << 40, device_memory_bytes_per_s=1 << 37)
+
+    def factory() -> DryModel:
+        inputs = tuple(batch.to("meta") for batch in trained.batch())
+        return DryModel(trained.build(), inputs, lambda y: y.float().square().mean(), trained.optimizer)
+
+    dry = dry_trace(factory, machine, min_bytes=1)
+    sliced = in_slices(dry, machine, 64 << 10, HOST.host_bytes)
+    whole_bytes, sliced_bytes = (least_bytes(trace, machine) for trace in (dry, sliced))
+    assert whole_bytes > 3.9 * EMBEDDING_BYTES
+    assert sliced_bytes == pytest.approx(least_of(tmp_path, 64 << 10, name), rel=0.1)
+    below_bytes = sum(t.size_bytes for t in dry.tensors) - sum(t.size_bytes for t in sliced.tensors)
+    assert sliced.meta[BYTES_BELOW] == f"host={below_bytes}"
+    assert sliced.ideal_ns > dry.ideal_ns
+    assert in_slices(dry, machine, 8 * EMBEDDING_BYTES, HOST.host_bytes) is dry
+    assert in_slices(dry, machine, None, HOST.host_bytes) is dry, "too small to be worth it with the least as budget"
+
+
+def least_bytes(trace: Trace, machine: Machine) -> int:
+    budget = {Tier.DEVICE: 0, Tier.HOST: HOST.host_bytes}
+    return least(make_problem(trace, machine, budget, RUNTIME_EXECUTOR)).floor_bytes

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tieroff.core.buckets import SLICED_AT_LEAST_BYTES, SMALLEST_SLICED_BYTES, slice_bytes
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.device_budget import DeviceBudget
 from tieroff.runtime.backend.place import HomePlace
@@ -32,13 +33,6 @@ from tieroff.storage.host.pool import HostHome
 
 log = logging.getLogger("tieroff")
 
-SMALLEST_BYTES = 1 << 20
-"""Of a smaller parameter even the whole update takes less than what a process varies by."""
-
-LEAST_BYTES = 8 << 20
-"""With the least that a step runs in as its budget, smaller parameters are updated whole: slices are not worth their time."""
-
-_SLICES, _SLICE_BYTES = 16, 16 << 20  # of a parameter: so many slices, and none larger
 # Of the bytes of a parameter, more than any update is known to need with its state: no trial is made where so much fits.
 _MOST_TIMES = 8
 
@@ -98,8 +92,8 @@ class Slices:
     def _is_wanted(self, size_bytes: int, needed_bytes: int) -> bool:
         """True where the update of a parameter of this size does not fit the budget whole, needing so much."""
         if self._is_least:
-            return size_bytes >= LEAST_BYTES
-        return size_bytes >= SMALLEST_BYTES and needed_bytes > self._limit_bytes
+            return size_bytes >= SLICED_AT_LEAST_BYTES
+        return size_bytes >= SMALLEST_SLICED_BYTES and needed_bytes > self._limit_bytes
 
     def _verdict_of(self, parameter: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
         group = next(i for i, one in enumerate(self._optimizer.param_groups) if any(p is parameter for p in one["params"]))
@@ -225,8 +219,7 @@ def _limit_of(budget: DeviceBudget | None) -> int:
 
 
 def _slices(parameter: torch.Tensor) -> list[range]:
-    size_bytes = parameter.numel() * parameter.element_size()
-    return slices_of(parameter, min(size_bytes // _SLICES, _SLICE_BYTES))
+    return slices_of(parameter, slice_bytes(parameter.numel() * parameter.element_size()))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
