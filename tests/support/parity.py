@@ -429,7 +429,8 @@ def check_parity(
     def counted(index: int) -> int | None:
         if backend.device.type == "cpu":
             return peaks[-1]
-        # A thread that is late keeps what it copied a moment longer, by how much is the machine's: of planned steps the least.
+        # The trainer's look at gradients after backward, which no trace has, brings up those that lie below; plans differ in
+        # which these are, and later ones follow times measured here: of planned steps the least.
         return min(planned) if index == workload.steps - 1 else None
 
     def after_step(index: int, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -428,5 +429,19 @@ def test_what_is_written_on_the_host_counts(tmp_path: Path) -> None:
             with tieroff.on_host(p.model), torch.no_grad():
                 torch._foreach_mul_(p.parameters, 0.5)
             assert {parameter.device.type for parameter in p.parameters} == {target.NAME}
+
+    check(usage, tmp_path)
+
+
+def test_a_clipped_gradient_is_read_on_the_host_with_its_factor(tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        p.wrap()
+        for index in range(STEPS):
+            loss = p.loss(index)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(p.parameters, 1e-3)  # what lies below waits for it
+            with contextlib.nullcontext() if p.is_plain else tieroff.on_host(p.model):
+                p.note(*[parameter.grad.detach().cpu() for parameter in p.parameters])
+            p.update(loss)
 
     check(usage, tmp_path)

@@ -53,6 +53,8 @@ class Waiting:
         """
         with torch.no_grad(), _disable_current_modes():
             for factor in self.left_of(memory, version):
+                if isinstance(factor, torch.Tensor) and factor.device != memory.device:  # the memory is the host's
+                    factor = factor.to(memory.device)
                 memory.mul_(factor)
 
     def left_of(self, memory: torch.Tensor, version: int) -> tuple[Factor, ...]:
