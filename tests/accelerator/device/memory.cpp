@@ -209,6 +209,7 @@ void* allocate(int index, Stream& stream, size_t asked) {
 }
 
 void free_block(void* address) {
+  if (is_in_forked_child()) return;
   const int d = device_at(address);
   if (d < 0) return;
   const Place place = here("free");

@@ -110,7 +110,7 @@ void* allocate_pinned(size_t size) {
 }
 
 void free_pinned(void* address) {
-  if (address == nullptr) return;
+  if (address == nullptr || is_in_forked_child()) return;
   Locked lock(state_mutex());
   const auto found = pins().find(static_cast<char*>(address));
   if (found == pins().end()) return;

@@ -96,6 +96,7 @@ Stream::Stream(int device, int64_t id)
 }
 
 int64_t Stream::push(std::function<void()> task) {
+  if (is_forked) return issued;  // as when a child ends, and its tensors die
   std::lock_guard<std::mutex> lock(mutex);
   tasks.push_back(std::move(task));
   given.notify_one();
@@ -110,6 +111,7 @@ void Stream::wait(int64_t ticket) {
 }
 
 bool Stream::is_over(int64_t ticket) {
+  if (is_forked) return true;
   std::lock_guard<std::mutex> lock(mutex);
   return done >= ticket;
 }
@@ -118,6 +120,8 @@ int64_t Stream::last_ticket() {
   std::lock_guard<std::mutex> lock(mutex);
   return issued;
 }
+
+bool is_in_forked_child() { return is_forked; }
 
 Stream& stream_of(int device, int64_t id) {
   if (is_forked) throw std::runtime_error("sim: the device cannot be used in a forked process");

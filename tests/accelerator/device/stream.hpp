@@ -40,6 +40,8 @@ void set_current_device(int device);  // raises where there is no such device
 Stream& current_stream(int device);
 int64_t exchange_stream(int device, int64_t id);
 bool is_stream_thread();
+// In a child of the process that has the streams: their threads are not there, and may have held any lock.
+bool is_in_forked_child();
 
 struct Touch {
   const void* address;  // of device memory, or of memory of the host, which is checked where it is pinned
