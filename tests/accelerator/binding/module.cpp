@@ -18,17 +18,28 @@ namespace {
 namespace py = pybind11;
 using namespace sim;
 
-// What one thread of the host did before another one goes on.
+// What one thread of the host did before another one goes on. Called with Python's lock, which is let go only to wait for that of
+// the detector: a daemon that wants it back while Python ends is ended there, and must not be inside of C++ by then.
 struct Order {
   Clock clock;
 
   void release() {
-    Locked lock(state_mutex());
-    release_to(clock);
+    locked([this] { release_to(clock); });
   }
   void acquire() {
-    Locked lock(state_mutex());
-    acquire_from(clock);
+    locked([this] { acquire_from(clock); });
+  }
+
+ private:
+  template <typename Act>
+  static void locked(const Act& act) {
+    if (const std::unique_lock lock(state_mutex(), std::try_to_lock); lock) {
+      act();
+      return;
+    }
+    const py::gil_scoped_release released;
+    const Locked lock(state_mutex());
+    act();
   }
 };
 
@@ -170,5 +181,5 @@ PYBIND11_MODULE(_simulated, m) {
   m.def("enter_backward", &enter_backward, free);
   m.def("leave_backward", &leave_backward, free);
   m.def("acquire_from_thread", &acquire_from_thread, free);
-  py::class_<Order>(m, "Order").def(py::init<>()).def("release", &Order::release, free).def("acquire", &Order::acquire, free);
+  py::class_<Order>(m, "Order").def(py::init<>()).def("release", &Order::release).def("acquire", &Order::acquire);
 }
