@@ -97,14 +97,13 @@ class OnDemand:
         self._read.append(item)
         self._keep_few()
 
-    def _keep_few(self) -> None:
-        while len(self._read) > _READ_KEPT and not self._calls:
+    def _keep_few(self, count: int = _READ_KEPT) -> None:
+        while len(self._read) > count and not self._calls:
             self._put_away(self._read.popleft())
 
     def make_way(self) -> None:
         """Frees what stays for a moment only: its room is needed."""
-        while self._read and not self._calls:
-            self._put_away(self._read.popleft())
+        self._keep_few(0)
 
     @contextlib.contextmanager
     def in_call(self) -> Iterator[None]:

@@ -223,10 +223,9 @@ class BucketUpdate:
             gradient = gradients.get(item.position) if with_gradients else None
             if gradient is not None:
                 needed.append(gradient)
-        is_one = (
-            len(bucket) == 1
-        )  # what is updated in slices is a bucket of its own, but for an optimizer that is stepped whole
-        return needed + [item for item in self._state.items_of(bucket) if not (is_one and item.is_sliced)]
+        # What is updated in slices is a bucket of its own, but for an optimizer that is stepped whole.
+        is_alone = len(bucket) == 1
+        return needed + [item for item in self._state.items_of(bucket) if not (is_alone and item.is_sliced)]
 
     def _gradients_of(self, bucket: list[torch.Tensor]) -> list[HomeItem]:
         """Returns the gradients of a bucket that are under the engine's care: few, where the plan leaves most alone."""
