@@ -18,7 +18,7 @@ from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.at_work import calls_user_code, is_interrupting
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active, is_followed, refused_hooks
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, elements_in, makes_graph, signature_of, to_device

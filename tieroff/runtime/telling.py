@@ -14,7 +14,7 @@ from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.collectives import collectives_here
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.lifecycle.unmanaged import unmanaged
 from tieroff.runtime.step.kinds import StepKind

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from tieroff.runtime.at_work import calls_user_code
-from tieroff.runtime.items.hollow import asks_no_data, assigns_data, guarded, leaves, untouched, version_of
+from tieroff.runtime.items.data_functions import asks_no_data, assigns_data
+from tieroff.runtime.items.hollow import guarded, leaves, untouched, version_of
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.table import HomeTable
 

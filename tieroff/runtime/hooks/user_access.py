@@ -32,18 +32,9 @@ from tieroff.runtime.hooks.packed import PackedParameter
 from tieroff.runtime.hooks.parameters.gate import Gate
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.hooks.scaled import ScaledGradients
+from tieroff.runtime.items.data_functions import assigns_data, gives_data
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import (
-    assigns_data,
-    gives_data,
-    guard_class,
-    guarded,
-    is_below,
-    leaves,
-    restore_class,
-    set_data,
-    untouched,
-)
+from tieroff.runtime.items.hollow import guard_class, guarded, is_below, leaves, restore_class, set_data, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE

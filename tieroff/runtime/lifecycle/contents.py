@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.items.hollow import untouched
 
 _GRADIENT = attrgetter("grad")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forward.inputs import makes_graph, signature_of, to_device

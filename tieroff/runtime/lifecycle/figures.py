@@ -8,7 +8,7 @@ from statistics import median
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.stamp import ns_of
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind
 from tieroff.runtime.step.mode import PASS, PLANNED, Mode
 from tieroff.runtime.step.stats import Stats

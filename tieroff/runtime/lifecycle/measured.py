@@ -9,7 +9,7 @@ from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.runtime.backend.stamp import Time, clock_ns, ns_of
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.step.kinds import Planned
 from tieroff.storage.completion import Timed

@@ -12,7 +12,7 @@ from tieroff.core.seams import Fit, Made, PlanSource
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.step.feedback import Span

@@ -13,7 +13,7 @@ from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.timeline import Timeline
 from tieroff.runtime.backend.stamp import Time, clock_ns
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.lifecycle.figures import figures_of
 from tieroff.runtime.lifecycle.measured import timeline_of
 from tieroff.runtime.lifecycle.planning import Observed, StepPlanning

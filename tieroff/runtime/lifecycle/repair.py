@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from tieroff.core.tensor import allocated_bytes
 from tieroff.runtime.at_work import came_from_engine
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.hollow import lies_on, restore_class, set_data

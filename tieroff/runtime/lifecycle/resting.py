@@ -7,7 +7,7 @@ any budget already. To fetch each parameter as it is read would only cost time, 
 from __future__ import annotations
 
 from tieroff.core.seams import PlanSource
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.hooks.unattached import WithoutForward
 from tieroff.runtime.items.table import leave_place
 from tieroff.runtime.step.mode import IDLE, PASS

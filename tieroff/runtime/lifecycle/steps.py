@@ -20,7 +20,7 @@ import torch
 
 from tieroff.core.seams import PlanSource
 from tieroff.errors import StateError
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import current_graph_task, refuse_compiled_autograd
 from tieroff.runtime.execution.experience import Experience, Shapes
 from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of

@@ -11,7 +11,7 @@ from tieroff.core.seams import PlanSource, Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, RecorderBusyError
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
 from tieroff.runtime.hooks.forward.inputs import storages_in

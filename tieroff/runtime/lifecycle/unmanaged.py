@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tieroff.parts import parts_of
-from tieroff.runtime.custody import Custody
+from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.movable import tensors_in
 

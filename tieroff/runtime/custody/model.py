@@ -1,11 +1,9 @@
-"""Custody: which parameters have homes below, where they lie between steps, and how they are given back."""
+"""Custody of a model: which parameters have homes below, whether they are as the engine left them, how they are given back."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from tieroff.core.seams import Foresight
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
+from tieroff.runtime.custody.placement import Placement
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forked import guard_forks_of
 from tieroff.runtime.hooks.forward.walk import Walk
@@ -26,14 +25,14 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.items import JoinedParameter
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import Standing, bring_home, bytes_elsewhere, is_leaving, leave_place, lies_in, settle_below
+from tieroff.runtime.items.table import bring_home, settle_below
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import is_alone, local_of, parts_of, refuse_lazy, why_kept, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.optimizer.state_dicts import GivenOut
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.step.kinds import Planned, Recording, StepKind
+from tieroff.runtime.step.kinds import StepKind
 from tieroff.storage.nvme.pages import MappedFiles
 
 
@@ -63,7 +62,8 @@ class Custody:
         self.stepper: BucketedStep | None = None
         self.unmoved, self.given_out, self.unattached = dict[str, str](), GivenOut(), Unattached(model)
         self.may_be_hollow = self.is_closed = self.is_asleep = False
-        self._pid, self._standing = os.getpid(), Standing(())
+        self._pid = os.getpid()
+        self._placement = Placement(self.executor, settings.allocator_threshold_bytes)
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
         self._fingerprint: tuple[Any, ...] = ()
         self._trained, self._count = b"", 0  # whether each parameter gets a gradient; how many have a home
@@ -275,39 +275,18 @@ class Custody:
         return self._walk
 
     def place_for(self, kind: StepKind, *, is_looked_at: bool = False) -> None:
-        """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
-
-        Those that go to files move first and those that go to host memory last, so that host memory is free by then. Gradients
-        that were kept come up where nothing moves: what backward adds to them then passes no hook of ours. Those that another
-        kind's plan left on the device go where this one has them.
+        """Puts parameters and optimizer state where the plan of this kind of step has them; see `Placement.place_for`.
 
         Args:
             kind: of the step that begins.
             is_looked_at: `has_changed` was asked, and nobody but the engine ran since.
         """
-        homes, traffic = self.executor.homes, self.executor.traffic
-        traffic.spill.fills_in_order = not isinstance(kind.stage, Planned)
-        is_same = isinstance(kind.stage, Planned) and self.executor.runner.follows(kind.stage)
-        kept = homes.gradients.values() if kind.moves_nothing or not is_same else ()
-        below: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
-        if is_same:
-            below = self._not_standing(is_looked_at=is_looked_at)  # few: the step before left most where they are to be
-        items = chain(below, kept)
-        between = _TiersBetweenSteps(kind)
-        targets = [
-            (item, tier) for item in items if not lies_in(item, tier := between.of(item)) and not between.is_on_its_way(item)
-        ]
-        order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
-        for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
-            if tier is not None:
-                self._send_below(item, tier)
-            elif item.tensor is not None:
-                item.refresh(traffic)
-                item.lift(traffic)
-                leave_place(item, traffic)
+        self._placement.place_for(kind, is_looked_at=is_looked_at)
         self.executor.gate.intercept(not kind.moves_nothing)
-        # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
-        self.backend.tune_allocator(None if kind.moves_nothing else self.settings.allocator_threshold_bytes)
+
+    def keep_freed(self, kind: StepKind) -> None:
+        """Lets the backend keep freed memory for reuse in the step that begins."""
+        self._placement.keep_freed(kind)
 
     def sleep(self) -> None:
         """Sends everything below that can move; what user code holds up just now stays."""
@@ -344,33 +323,6 @@ class Custody:
         self._gradient_hooks.come_back()
         quieten(self.model, is_quiet=False)
 
-    def keep_freed(self, kind: StepKind) -> None:
-        """Lets the backend keep freed memory for reuse in the step that begins, up to the step's peak or the budget."""
-        limit_bytes = self.executor.on_demand.room_bytes
-        if isinstance(kind.stage, Recording):
-            limit_bytes = 0  # an op's scratch memory shows in what the process takes from the system
-        elif isinstance(kind.stage, Planned) and self.backend.device.type == "cpu":  # else nobody uses the limit
-            scratch_bytes = kind.stage.recorded.scratch_bytes
-            limit_bytes = kind.stage.plan.peak_bytes[Tier.DEVICE] - self._bytes_elsewhere(kind.stage) - scratch_bytes
-        self.backend.keep_freed(max(limit_bytes, 0))
-
-    def _bytes_elsewhere(self, planned: Planned) -> int:
-        """Returns the bytes that lie on the device in memory which the backend did not give, right after `place_for`."""
-        gave, homes, standing = self.backend.gave, self.executor.homes, self._standing
-        if standing.plan is not planned:
-            return bytes_elsewhere(homes, gave)
-        return standing.bytes_elsewhere(gave) + bytes_elsewhere(chain(standing.others, homes.gradients.values()), gave)
-
-    def _send_below(self, item: HomeItem, tier: Tier) -> None:
-        if item.tensor is None:
-            return
-        if item.tier is not tier:
-            item.refresh(self.executor.traffic)
-            item.lift(self.executor.traffic)
-            leave_place(item, self.executor.traffic)
-            item.tier = tier
-        item.leave(self.executor.traffic)
-
     def take_assigned(self, walk: Walk) -> bool:
         """Follows parameters that were given other memory of the same form (`p.data = t`), which nothing else lies on.
 
@@ -394,15 +346,7 @@ class Custody:
         self._known_as = walk
         if len(self.executor.homes.parameters) != self._count:
             return True
-        return not all(item.is_current() for item in self._not_standing() if isinstance(item, ParameterItem))
-
-    def _not_standing(self, *, is_looked_at: bool = False) -> list[HomeItem]:
-        """Returns the parameters and optimizer state that the plan moves, or that are not where it has them all the time."""
-        items = (*self.executor.homes.parameters.values(), *self.executor.homes.states.values())
-        plan = self.executor.runner.planned
-        if not self._standing.is_of(items, plan) or not (is_looked_at or self._standing.holds()):
-            self._standing = Standing(items, plan)
-        return self._standing.others
+        return not all(item.is_current() for item in self._placement.not_standing() if isinstance(item, ParameterItem))
 
     def give_back(self) -> None:
         """Makes every parameter, gradient and living activation ordinary memory again."""
@@ -411,40 +355,10 @@ class Custody:
         for home in (*homes.gradients.values(), *homes.parameters.values()):
             bring_home(home, traffic)
         homes.parameters.clear()
-        self._standing = Standing(())
+        self._placement.forget()
         self.executor.shards.close()
         self.executor.communication.close(self.model)
         self.executor.gate.mints.sweep()
         self.executor.gate.rebound.close()
         self.executor.gate.is_open = False
         self.executor.saved_tensors.bring_home()
-
-
-class _TiersBetweenSteps:
-    """Where the items of a model lie at the start of a step."""
-
-    def __init__(self, kind: StepKind) -> None:
-        stage = kind.stage if isinstance(kind.stage, Planned) else None
-        self._stage = stage
-        if stage is not None:
-            self._index, self._tiers = stage.recorded.index, stage.executable.tiers
-            self._late = stage.executable.late
-            self._moves_nothing, self._is_updated = stage.plan.moves_nothing, stage.recorded.is_updated
-
-    def is_on_its_way(self, item: HomeItem) -> bool:
-        """True for an item that leaves where the plan wants it, and only in the course of the step."""
-        if self._stage is None or not self._late:
-            return False
-        index = self._index.get(item.key, -1)
-        return index in self._late and item.tier is self._tiers[index] and is_leaving(item)
-
-    def of(self, item: HomeItem) -> Tier | None:
-        """Returns the lower tier of an item, or None for the device."""
-        if self._stage is None or item.is_sliced:
-            return item.tier
-        index = self._index.get(item.key, -1)
-        if index < 0 and item.kind is TensorClass.OPTIMIZER and not self._is_updated:
-            return item.tier  # the plan has no room for it, and no op of the step uses it
-        if self._moves_nothing or (index >= 0 and index not in self._tiers):
-            return None
-        return self._tiers.get(index, item.tier)
