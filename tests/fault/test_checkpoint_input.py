@@ -312,8 +312,8 @@ def test_a_forward_before_the_weights_are_loaded_says_so(saved: Path, tmp_path: 
     with pytest.raises(StateError, match=r"9 on the meta device.*load_weights"):
         model(torch.randn(4, 16))
     with pytest.raises(CheckpointError, match="on the meta device"):
-        tieroff.save_weights(model, tmp_path / "hollow")
-    assert not (tmp_path / "hollow").exists()
+        tieroff.save_weights(model, tmp_path / "on_meta")
+    assert not (tmp_path / "on_meta").exists()
     tieroff.load_weights(model, saved)
     assert torch.isfinite(model(torch.randn(4, 16))).all()
     tieroff.unwrap(model)

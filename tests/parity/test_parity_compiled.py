@@ -23,7 +23,7 @@ import tieroff
 from tests.support.parity import BACKENDS
 from tieroff.core.tensor import Tier
 from tieroff.errors import InfeasiblePlanError, StateError, StoreError
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 
 MIB = 1 << 20
 WIDTH = 32
@@ -399,15 +399,15 @@ def test_compiled_method_that_reads_parameters_computes_the_same(tmp_path: Path)
 def test_error_of_a_fetch_for_compiled_code_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = build("in place", Graphs().backend), build("none", None)
     optimizer = wrap(model, tmp_path)
-    value_for, refused = Gate.value_for, model[2].up.weight  # type: ignore[index]
+    value_for, refused = ParameterReads.value_for, model[2].up.weight  # type: ignore[index]
 
-    def refuse(gate: Gate, home: Tensor) -> Tensor:
+    def refuse(reads: ParameterReads, home: Tensor) -> Tensor:
         if home is refused:
             raise StoreError("a drive failed")
-        return value_for(gate, home)
+        return value_for(reads, home)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Gate, "value_for", refuse)
+        patch.setattr(ParameterReads, "value_for", refuse)
         with pytest.raises(StoreError, match="a drive failed"):
             model(torch.randn(16, WIDTH))
     assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters()))

@@ -317,7 +317,7 @@ def test_autograd_keeps_no_casts(how: dict[str, Any], min_bytes: Any, tmp_path: 
     with torch.no_grad():
         for _ in range(10):
             model(torch.randn(4, WIDTH))
-    assert len(tieroff.engine(model).executor.gate.live.found) <= 2
+    assert len(tieroff.engine(model).executor.reads.live.found) <= 2
     tieroff.unwrap(model)
 
 

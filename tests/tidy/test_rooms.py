@@ -31,10 +31,10 @@ FLOORS = {
         "predict beside"
     ),
     "runtime": (
-        "settings tensors movable at_work collectives backend items resources step execution hooks optimizer executor custody "
-        "lifecycle telling engine resident"
+        "settings tensors movable signal_safety collectives backend items resources step execution hooks optimizer executor "
+        "managed lifecycle reporting engine process_memory"
     ),
-    "session": "device ranks links rank_budget shared budgets told workshop planning given_plan build",
+    "session": "device ranks links rank_budget shared budgets budget_messages workshop planning given_plan build",
     "study": "profiles policies compare sharding",
     "rehearsal": "build costs cuda below figures script rehearse command",
 }

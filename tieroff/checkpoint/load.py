@@ -85,7 +85,7 @@ def load_weights(
     with _recurrent_layers_apart(model):
         _check_fillable(chosen)
         _load(chosen, checkpoint, engine, on_progress)
-    _warn_of_hollow(model)
+    _warn_of_meta(model)
     return LoadedWeights(missing, unexpected)
 
 
@@ -232,7 +232,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(value)
 
 
-def _warn_of_hollow(model: torch.nn.Module) -> None:
-    hollow = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if hollow:
-        log.warning("still on the meta device, since the checkpoint does not hold them: %s", _shown(hollow))
+def _warn_of_meta(model: torch.nn.Module) -> None:
+    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if on_meta:
+        log.warning("still on the meta device, since the checkpoint does not hold them: %s", _shown(on_meta))

@@ -83,15 +83,15 @@ def _named(model: torch.nn.Module) -> tuple[Named, dict[str, str]]:
     """Returns tensors under their first names, and the metadata with the other names."""
     metadata = dict(_WRITER)
     tensors: Named = []
-    hollow = []
+    on_meta = []
     for target in targets_of(model):
         code_of(target.tensor.dtype)  # asked before anything is written
         tensors.append((target.name, target.tensor))
         metadata |= dict.fromkeys(target.names[1:], target.name)
         if target.tensor.is_meta:
-            hollow.append(target.name)
-    if hollow:
-        raise CheckpointError(f"save_weights: {len(hollow)} tensors are on the meta device, without values: {hollow[0]}, ...")
+            on_meta.append(target.name)
+    if on_meta:
+        raise CheckpointError(f"save_weights: {len(on_meta)} tensors are on the meta device, without values: {on_meta[0]}, ...")
     return tensors, metadata
 
 

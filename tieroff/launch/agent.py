@@ -41,7 +41,7 @@ from tieroff.launch.folder import (
 from tieroff.launch.summary import Outcome, summarize
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
-from tieroff.session.told import say_where
+from tieroff.session.budget_messages import say_where
 
 _SHUTDOWN_S = 5
 """How long ranks may take to end before they are killed."""

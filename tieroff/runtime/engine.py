@@ -17,8 +17,6 @@ from tieroff.core.seams import Foresight, PlanSource
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
-from tieroff.runtime.at_work import calls_user_code, is_interrupting
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active, is_followed, refused_hooks
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, elements_in, makes_graph, signature_of, to_device
@@ -30,18 +28,20 @@ from tieroff.runtime.hooks.parameters.fsdp2 import fsdp_roots
 from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.recompute.layers import layers_of
 from tieroff.runtime.hooks.unattached import check_shares, inside
-from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.items.offloaded import untouched
 from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import is_torn_by, repair
 from tieroff.runtime.lifecycle.steps import Steps
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.movable import refuse_lazy
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
+from tieroff.runtime.reporting import Reporting
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
+from tieroff.runtime.signal_safety import is_interrupting, runs_user_code
 from tieroff.runtime.step.mode import PASS
 from tieroff.runtime.step.stats import Stats
-from tieroff.runtime.telling import Telling
 
 WriteReport = Callable[[Run, Path], None]
 
@@ -84,10 +84,10 @@ class Engine:
         self._plans, self._write_report = plans, write_report
         with contextlib.ExitStack() as refused:
             refused.callback(self._backend.close)  # others may use it on; `close` needs all that follows
-            self._custody = Custody(model, resources, settings, foresight)
-            self._steps = Steps(self._custody, plans)
-            self.executor = self._custody.executor
-            self._telling = Telling(self._custody, self._steps, plans)
+            self._managed = ManagedModel(model, resources, settings, foresight)
+            self._steps = Steps(self._managed, plans)
+            self.executor = self._managed.executor
+            self._reporting = Reporting(self._managed, self._steps, plans)
             self._compiled: dict[torch.nn.Module, CompiledCall] = {}
             self._slots: list[ForwardSlot | RecurrentWeights | EarlyBegin | state_dicts.Handle] = []
             refused.pop_all()
@@ -107,35 +107,35 @@ class Engine:
         layers_of(self.model, self.settings.recompute_layers)  # says now what no module is called
         self._backend.tune_allocator(self.settings.allocator_threshold_bytes)
         if self._backend.device.type != "cpu":
-            self._custody.move_to_device()
-        self._custody.register()
-        self._custody.unattached.watch(self._steps.before_first_update)
+            self._managed.move_to_device()
+        self._managed.register()
+        self._managed.unattached.watch(self._steps.before_first_update)
         self.executor.shards.await_first_forward(self.model)
         self.executor.communication.watch(self.model)
-        install(self.model, self.executor.gate)
+        install(self.model, self.executor.reads)
         self._slots.append(PlainStates(self.model))
         for module in self.model.modules():
             if isinstance(module, torch.nn.RNNBase):
-                self._slots.append(RecurrentWeights(module, self.executor.gate))
+                self._slots.append(RecurrentWeights(module, self.executor.reads))
         self._take_compiled()
         if self.model in fsdp_roots(self.model):
-            self._slots.append(EarlyBegin(self._custody, self._steps))
+            self._slots.append(EarlyBegin(self._managed, self._steps))
         root = ForwardSlot(self.model, self._forward)  # begin_in has others, whose inputs are no inputs of the forward
         root.engine = self
         self._slots.append(root)
-        self._slots.append(state_dicts.refuse_in_child(self.model, self._custody.can_read))
+        self._slots.append(state_dicts.refuse_in_child(self.model, self._managed.can_read))
         if self._backend.device.type != "cpu":
-            given = state_dicts.install(self.model, self._custody.given_out)
+            given = state_dicts.install(self.model, self._managed.given_out)
             self._slots += [given, ForwardSlot(self.model, self._state_dict, "state_dict")]
         else:
-            self._slots += [state_dicts.part_model(self.model, self._custody.below), state_dicts.copy_in_handlers(self.model)]
+            self._slots += [state_dicts.part_model(self.model, self._managed.below), state_dicts.copy_in_handlers(self.model)]
 
     def _take_compiled(self) -> None:
         """Intercepts the calls of submodules that are compiled by now."""
         for module in list(find_compiled(self.model)):
             known = self._compiled.get(module)
             if known is None or not known.is_current:
-                self._compiled[module] = CompiledCall(module, self.executor.gate, self.executor.context)
+                self._compiled[module] = CompiledCall(module, self.executor.reads, self.executor.context)
         self.executor.hooks.has_compiled = bool(self._compiled)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -145,29 +145,29 @@ class Engine:
             StateError: there is one already, or this one cannot be stepped in parts or as a whole.
         """
         optimizer = inside(optimizer)
-        self._custody.check_alive()
-        if self._custody.stepper is not None:
+        self._managed.check_alive()
+        if self._managed.stepper is not None:
             raise StateError("an optimizer is attached already; a wrapped model has one: tieroff.unwrap(model) to take another")
         check_shares(self.model, optimizer)
-        self._custody.unattached.attach(optimizer)
+        self._managed.unattached.attach(optimizer)
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
-        self._slots.append(state_dicts.refuse_in_child(optimizer, self._custody.can_read))
-        below, given = self._custody.below, self._custody.given_out
+        self._slots.append(state_dicts.refuse_in_child(optimizer, self._managed.can_read))
+        below, given = self._managed.below, self._managed.given_out
         self._slots.append(state_dicts.install_on_optimizer(optimizer, self._backend.device, below, given))
         self._steps.come_back()
-        self._custody.attach(stepper)
+        self._managed.attach(stepper)
         self._steps.forget()
 
     @property
     def is_closed(self) -> bool:
         """True once everything was given back, or is about to be."""
-        return self._custody.is_closed
+        return self._managed.is_closed
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The attached optimizer, None while there is none."""
-        return self._custody.optimizer
+        return self._managed.optimizer
 
     def begin_in(self, method: str) -> None:
         """Lets steps begin in another method of the model too, one that a trainer calls in place of its forward.
@@ -176,7 +176,7 @@ class Engine:
             method: name of a method that computes the loss, and neither runs backward nor updates. Naming it twice is naming
                 it once.
         """
-        self._custody.check_alive()
+        self._managed.check_alive()
         if not callable(getattr(self.model, method, None)):
             near = difflib.get_close_matches(method, dir(self.model), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "name one that computes the loss, such as 'training_step'"
@@ -186,21 +186,21 @@ class Engine:
 
     def settle(self) -> None:
         """Takes over what was changed from outside since the last step, and puts optimizer state that is new below."""
-        self._custody.check_alive()
+        self._managed.check_alive()
         self._steps.come_back()
         self._steps.check_model()
-        if self._custody.stepper is not None:
-            self._custody.stepper.state.take_over()
+        if self._managed.stepper is not None:
+            self._managed.stepper.state.take_over()
 
     def take_filled(self, parameter: torch.nn.Parameter) -> None:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
         self._steps.come_back()
-        self._custody.take_filled(parameter)
+        self._managed.take_filled(parameter)
         self._steps.forget()
 
     def trim(self, parameter: torch.Tensor) -> None:
         """Drops the pages of a parameter's home from memory and page cache; its value stays."""
-        self._custody.trim(parameter)
+        self._managed.trim(parameter)
 
     def sleep(self) -> None:
         """Sends everything below that can move; see `tieroff.sleep`."""
@@ -214,18 +214,18 @@ class Engine:
     @property
     def is_asleep(self) -> bool:
         """True from `sleep` to `wake`, or to the next step."""
-        return self._custody.is_asleep
+        return self._managed.is_asleep
 
     def close(self) -> None:
         """Gives everything back: a plain module and optimizer with their values intact; threads and files end."""
         if self.is_closed:
             return
-        self._custody.is_closed = True
-        if not self._custody.is_own_process:
+        self._managed.is_closed = True
+        if not self._managed.is_own_process:
             return  # a forked child: its copies of descriptors are closed by the stores, nothing else is its own
-        self._custody.unattached.stop()
-        repair(self._custody)  # an exception may have left anything
-        self._custody.given_out.take_back()
+        self._managed.unattached.stop()
+        repair(self._managed)  # an exception may have left anything
+        self._managed.given_out.take_back()
         self.executor.abandon()
         self._steps.close()
         self._plans.close()
@@ -233,66 +233,66 @@ class Engine:
             slot.remove()
         uninstall(self.model)
         try:
-            if self._custody.stepper is not None:
-                self._custody.stepper.remove()
-            self._custody.give_back()
+            if self._managed.stepper is not None:
+                self._managed.stepper.remove()
+            self._managed.give_back()
         finally:  # also when a drive does not give a value back
             self._resources.close()
 
-    @calls_user_code
+    @runs_user_code
     def _forward(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's forward, also where that is called inside another method that begins a step."""
         if self.settings.compute_dtype is not None and not self.is_closed:
             args, kwargs = as_computed(self.settings.compute_dtype, args, kwargs)
         return self._in_step(inner, args, kwargs)
 
-    @calls_user_code
+    @runs_user_code
     def _in_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method of the model that begins a step, or is called in one that did."""
-        self._custody.check_alive()
-        if self._custody.may_be_hollow:
-            self._custody.check_filled()
+        self._managed.check_alive()
+        if self._managed.may_be_on_meta:
+            self._managed.check_filled()
         executor = self.executor
-        if self._custody.stepper is not None:
-            self._custody.stepper.early.check_forward()
-        if executor.gate.beside.count:
+        if self._managed.stepper is not None:
+            self._managed.stepper.early.check_forward()
+        if executor.reads.beside.count:
             return inner(*args, **kwargs)
         if not torch.is_grad_enabled() and is_interrupting():
             args, kwargs = to_device(self._backend.device, args, kwargs)
             with executor.interrupting():
                 return inner(*args, **kwargs)
-        if executor.gate.is_interrupting() or is_followed():
+        if executor.reads.is_interrupting() or is_followed():
             return self._beside(inner, args, kwargs)
-        if executor.gate.is_apart():
+        if executor.reads.is_apart():
             if not torch.is_grad_enabled():
                 return self._beside(inner, args, kwargs)
             executor.claim()
-        if executor.gate.depth:
+        if executor.reads.depth:
             return inner(*args, **kwargs)
         if functorch_is_active():
             return inner(*args, **kwargs) if self.settings.compute_dtype is None else self._infer(inner, args, kwargs)
         args, kwargs = to_device(self._backend.device, args, kwargs)
         if not makes_graph(self.model, args, kwargs):
             return self._infer(inner, args, kwargs)
-        is_aside = self._steps.stays_aside(args, kwargs)
-        if not is_aside:
-            walk = self._custody.walk()
+        is_bypassed = self._steps.stays_bypassed(args, kwargs)
+        if not is_bypassed:
+            walk = self._managed.walk()
             if walk.has_substitutes:
                 return self._infer(inner, args, kwargs)
             signature = signature_of(self.model, args, kwargs, walk.trained)
             if walk.has_compiled:
                 self._take_compiled()
         try:
-            if is_aside:
-                self._steps.begin_aside(args, kwargs)
+            if is_bypassed:
+                self._steps.begin_bypassed(args, kwargs)
             elif not has_begun(executor):
                 self._steps.begin_forward(signature, args, kwargs, walk)
-            executor.gate.depth += 1
+            executor.reads.depth += 1
             with contextlib.ExitStack() as hooks:
                 if executor.state.mode is not PASS or self.settings.compute_dtype is not None:
                     hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(*executor.hooks.pair()))
                 out = inner(*args, **kwargs)
-            executor.gate.check_casts()
+            executor.reads.check_casts()
             executor.shards.check_seam()
             return out
         except BaseException as error:
@@ -302,26 +302,26 @@ class Engine:
                 raise refused from error
             raise
         finally:
-            executor.gate.depth = 0
-            executor.gate.forget_casts()
+            executor.reads.depth = 0
+            executor.reads.forget_casts()
             executor.on_demand.release_reachable()
             executor.user_code_begins()
 
-    @calls_user_code
+    @runs_user_code
     def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in the place of the model's `state_dict`: what lies below is given out there."""
-        self._custody.given_out.take_back()
+        self._managed.given_out.take_back()
         with self.executor.guard.on_host():
             return inner(*args, **kwargs)
 
-    @calls_user_code
+    @runs_user_code
     def _beside(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward beside the step: in another thread, in a handler while the engine moves something, or for a graph."""
         args, kwargs = to_device(self._backend.device, args, kwargs)
         with self.executor.beside():
             return inner(*args, **kwargs)
 
-    @calls_user_code
+    @runs_user_code
     def _infer(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is no part of the step (no gradients, functional_call): parameters are fetched as they are read."""
         self._steps.mend()
@@ -333,7 +333,7 @@ class Engine:
                 self.executor.shards.check_seam()
                 return out
         except BaseException as error:
-            if is_torn_by(self._custody, error):
+            if is_torn_by(self._managed, error):
                 self._steps.broke()
             raise
 
@@ -384,7 +384,7 @@ class Engine:
     @property
     def device_bytes(self) -> int:
         """Bytes of device copies that the engine holds now."""
-        return self.executor.traffic.device_bytes + sum(t.untyped_storage().nbytes() for t in self.executor.alone())
+        return self.executor.traffic.device_bytes + sum(t.untyped_storage().nbytes() for t in self.executor.resident())
 
     @property
     def own_device_bytes(self) -> int:
@@ -422,7 +422,7 @@ class Engine:
         Args:
             detail: adds bytes per class and link, what keeps tensors on the device, and the biggest that move.
         """
-        return self._telling.explain(detail=detail)
+        return self._reporting.explain(detail=detail)
 
     def save_run(self, folder: str | Path) -> None:
         """Writes what the last planned step was and did into a folder, for `tieroff report` and other programs.
@@ -434,7 +434,7 @@ class Engine:
             StateError: no step has run under a plan yet.
             OSError: a file cannot be written; each one is whole, or as it was before.
         """
-        save_run(self._telling.run(), folder)
+        save_run(self._reporting.run(), folder)
 
     def save_report(self, path: str | Path) -> None:
         """Writes one HTML page that shows the last planned step: memory, lanes, stalls, decisions, predicted and measured.
@@ -444,4 +444,4 @@ class Engine:
             ConfigError: plotly is not installed, or the path names no .html file in a folder that exists.
             OSError: the file cannot be written; what was there before is as it was.
         """
-        self._write_report(self._telling.run(), Path(path))
+        self._write_report(self._reporting.run(), Path(path))

@@ -31,7 +31,7 @@ from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.hooks.forward.own_hooks import OwnHooks
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.parameters.communication import Communication
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.parameters.sharded import Shards
 from tieroff.runtime.hooks.recompute.in_backward import ModulesInBackward
 from tieroff.runtime.hooks.saved import SavedTensors
@@ -58,7 +58,7 @@ class Executor:
         activations: the items that living graphs saved.
         context: what hooks and the optimizer's stand-in use of all these.
         runner, on_demand, clock: see there.
-        gate, shards, communication, saved_tensors, gradients: the hooks.
+        reads, shards, communication, saved_tensors, gradients: the hooks.
         hooks: the pair of saved-tensor hooks, to be put in force.
         scaled: answers user code that clips gradients which lie below.
         guard: serves user code that uses what lies below a device.
@@ -76,17 +76,17 @@ class Executor:
         self.context = StepContext(state, self.clock, self.runner, self.on_demand, traffic, self.homes, self.guard)
         self._after_backward = AfterBackward(self.context)
         self.clock.at_backward_end.append(self._after_backward)
-        self.gate = Gate(self.context, settings.compute_dtype)
-        self.shards = Shards(self.context, self.gate)
+        self.reads = ParameterReads(self.context, settings.compute_dtype)
+        self.shards = Shards(self.context, self.reads)
         self.communication = Communication(self.context, self.shards.is_in_step)
         self.scaled = ScaledGradients(self.context)
         self.gradients = Gradients(self.context, settings, self.shards)
-        self.saved_tensors = SavedTensors(self.context, self.gate, self.activations, settings)
+        self.saved_tensors = SavedTensors(self.context, self.reads, self.activations, settings)
         self.saved_tensors.gathered = self.shards.gathered
-        self.gate.rebound.packs = self.saved_tensors
-        self.hooks = OwnHooks(state, self.gate, self.saved_tensors)
-        self.gate.in_backward = ModulesInBackward(self.hooks)
-        self.guard.serve(self.context, self.gate, self.saved_tensors, self.scaled)
+        self.reads.rebound.packs = self.saved_tensors
+        self.hooks = OwnHooks(state, self.reads, self.saved_tensors)
+        self.reads.in_backward = ModulesInBackward(self.hooks)
+        self.guard.serve(self.context, self.reads, self.saved_tensors, self.scaled)
 
     def begin(self, kind: StepKind, recorder: Recorder | None, *, may_be_quiet: bool = False) -> None:
         """A new step of this kind begins.
@@ -107,7 +107,7 @@ class Executor:
         self.guard.begin()
         self.scaled.begin(kind.recorded)
         is_quiet = may_be_quiet and state.mode is PLANNED and self.runner.has_seen(planned)
-        is_quiet = is_quiet and not self.shards and self.gate.casts.dtype is None
+        is_quiet = is_quiet and not self.shards and self.reads.casts.dtype is None
         # What ranks waited for in their last step is read from what each of them did in it.
         is_quiet = is_quiet and not is_one_of_several()
         self.traffic.begin_step(is_planned=state.mode is PLANNED, is_quiet=is_quiet, recorder=recorder)
@@ -119,20 +119,20 @@ class Executor:
         if state.mode is PLANNED:
             self.activations.lower()
         self.gradients.begin_planned()
-        self.gate.begin()
-        self.gate.fetch.begin(kind)
-        self.gate.live.sweep()
+        self.reads.begin()
+        self.reads.fetch.begin(kind)
+        self.reads.live.sweep()
         self.on_demand.begin(self.homes.parameters.values())
 
-    def alone(self) -> list[torch.Tensor]:
-        """Returns what the plan left alone and the program still holds; see [Note: left alone] in step/executable.py."""
-        return self.saved_tensors.alone() + self.gradients.alone()
+    def resident(self) -> list[torch.Tensor]:
+        """Returns what is resident and the program still holds; see [Note: resident tensors] in step/executable.py."""
+        return self.saved_tensors.resident() + self.gradients.resident()
 
     def user_code_begins(self) -> None:
         """A forward has ended: user code runs next, in the midst of the step."""
         self.guard.user_code_begins(self.runner.movable(self.homes.parameters.values()))
 
-    def begin_aside(self) -> None:
+    def begin_bypassed(self) -> None:
         """A new step begins of the kind that ran last, in which nothing moves, and nothing has moved since."""
         state = self.state
         state.mode, state.saw_backward = PASS, False
@@ -169,7 +169,7 @@ class Executor:
             recorder.stop()
         self.on_demand.release_all()
         self.runner.stop()
-        self.gate.end()
+        self.reads.end()
         self.gradients.end()
         self.guard.user_code_begins()
         self.state.mode = IDLE
@@ -184,7 +184,7 @@ class Executor:
         if state.thread == own:
             return
         with state.lock:
-            is_busy = self.gate.depth > 0 or self.clock.is_backward_open
+            is_busy = self.reads.depth > 0 or self.clock.is_backward_open
             if is_busy and any(thread.ident == state.thread for thread in threading.enumerate()):
                 raise StateError(
                     "expected one thread to train this model at a time, got a forward with gradients while another is in "
@@ -197,17 +197,17 @@ class Executor:
     def beside(self) -> Iterator[None]:
         """A forward without gradients runs in another thread than the steps, beside whatever that does.
 
-        It reads parameters where they lie; see [Note: threads beside the step] in hooks/parameters/gate.py.
+        It reads parameters where they lie; see [Note: threads beside the step] in hooks/parameters/reads.py.
         """
         with self.state.lock:
             read = [item for item in self.homes.parameters.values() if item.is_shown_below]
             for item in read:
                 item.readers += 1
-        self.gate.beside.count += 1
+        self.reads.beside.count += 1
         try:
             yield
         finally:
-            self.gate.beside.count -= 1
+            self.reads.beside.count -= 1
             with self.state.lock:
                 for item in read:
                     item.readers -= 1
@@ -216,12 +216,12 @@ class Executor:
     def interrupting(self) -> Iterator[None]:
         """A forward without gradients runs in a signal handler that interrupted the engine: see [Note: handlers]."""
         is_recorded = self.state.record.recorder is not None
-        self.gate.beside.count += 1
+        self.reads.beside.count += 1
         try:
             with _disable_current_modes() if is_recorded else contextlib.nullcontext():
                 yield
         finally:
-            self.gate.beside.count -= 1
+            self.reads.beside.count -= 1
 
     def inferring(self, elements: int) -> contextlib.AbstractContextManager[None]:
         """A forward runs without gradients, or for others: as a part of the step that runs, or of none.
@@ -258,13 +258,13 @@ class Executor:
         state = self.state
         state.record.passes += 1
         self.clock.tick_in_inference(PASS_BEGINS, lambda: "pass")
-        self.gate.depth += 1
+        self.reads.depth += 1
         try:
             yield
-            self.gate.check_casts()
+            self.reads.check_casts()
         finally:
-            self.gate.depth -= 1
-            self.gate.forget_casts()
+            self.reads.depth -= 1
+            self.reads.forget_casts()
             self.on_demand.release_reachable()
         self.clock.tick_in_inference(PASS_ENDS, lambda: "passed")
         if state.saw_backward:  # the update may be next, and user code before it
@@ -282,13 +282,13 @@ class Executor:
         with state.lock:
             self.runner.lower_late()
             self.on_demand.begin_pass(room_bytes)
-        self.gate.depth += 1
+        self.reads.depth += 1
         try:
             yield
-            self.gate.check_casts()
+            self.reads.check_casts()
         finally:
-            self.gate.depth -= 1
-            self.gate.forget_casts()
+            self.reads.depth -= 1
+            self.reads.forget_casts()
             self.on_demand.release_reachable()
             self.on_demand.pass_room_bytes = 0
             state.mode, spill.fills_in_order = mode, fills_in_order

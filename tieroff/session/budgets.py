@@ -17,7 +17,7 @@ from tieroff.planner.least import Least
 from tieroff.planner.problem.problem import live_bytes
 from tieroff.probe import limits
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.resident import Resident
+from tieroff.runtime.process_memory import ProcessMemory
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Part
 from tieroff.storage.limits import host_limit
@@ -73,7 +73,7 @@ class Budgets:
         self._worth_bytes = WORTH_SAVING * config.plan.min_bytes
         self._device, self._ranks = device, ranks
         self._is_cpu = device.type == "cpu"
-        self._resident: Resident | None = None
+        self._resident: ProcessMemory | None = None
         self._engine: Engine | None = None
         self._is_overhead_told = False
         self._chosen_bytes = 0  # the device budget under which layers were chosen to run again
@@ -99,7 +99,7 @@ class Budgets:
         """The lower tiers that are used."""
         return tuple(tier for tier, size in ((Tier.HOST, self.host_bytes), (Tier.NVME, self.nvme_bytes)) if size)
 
-    def watch(self, resident: Resident | None, engine: Engine) -> None:
+    def watch(self, resident: ProcessMemory | None, engine: Engine) -> None:
         """Takes the engine, whose own memory is the step's.
 
         Args:

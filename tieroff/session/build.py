@@ -20,9 +20,10 @@ from tieroff.planner.predict import predict
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.resident import Resident
+from tieroff.runtime.process_memory import ProcessMemory
 from tieroff.runtime.resources import Resources, close_dropped
 from tieroff.runtime.settings import Settings
+from tieroff.session.budget_messages import say_where, show_on_terminal
 from tieroff.session.budgets import Budgets
 from tieroff.session.device import device_for
 from tieroff.session.given_plan import GivenPlan
@@ -30,7 +31,6 @@ from tieroff.session.links import Links, stand_in
 from tieroff.session.planning import Planning, layers_to_recompute
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Budget
-from tieroff.session.told import say_where, show_on_terminal
 from tieroff.storage.engines import choose
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
@@ -94,7 +94,7 @@ def build(
         settings = _settings(config, resources, layers, updates_on_host=updates_on_host)
         plans = _plan_source(plan, config, resources, budgets, links, ranks, updates_on_host=updates_on_host)
         foresight = Correlation() if config.plan.policy != "demand" else None
-        resident = Resident(model, backend, part.engines if part is not None else ()) if device.type == "cpu" else None
+        resident = ProcessMemory(model, backend, part.engines if part is not None else ()) if device.type == "cpu" else None
         is_staged = resources.io is not None and resources.io.name != "gds"
         backend.use_staging(budgets.staging_bytes if is_staged else 0)
         engine = Engine(model, settings, resources, plans, foresight, _write_report)

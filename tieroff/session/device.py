@@ -48,8 +48,8 @@ def _device_of(model: torch.nn.Module) -> torch.device:
         raise ConfigError(f"expected a model on one accelerator, this one lies on {names}; wrap the parts, or move it to one")
     if kinds:
         return _indexed(kinds.pop())
-    is_hollow = bool(found) and all(device.type == "meta" for device in found)
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if is_hollow else None
+    is_on_meta = bool(found) and all(device.type == "meta" for device in found)
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if is_on_meta else None
     return _indexed(accelerator) if accelerator is not None else torch.device("cpu")
 
 

@@ -20,11 +20,11 @@ from tieroff.planner.beside.work import Order, Question
 from tieroff.planner.least import Least, infeasible, least
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.user_code import bring_back
+from tieroff.session.budget_messages import BudgetMessages
 from tieroff.session.budgets import WORTH_SAVING, Budgets
 from tieroff.session.links import Links
 from tieroff.session.rank_budget import RankBudget
 from tieroff.session.ranks import Need, Ranks
-from tieroff.session.told import Told
 from tieroff.session.workshop import Workshop
 from tieroff.storage.limits import host_limit
 from tieroff.tracing.recorder import StepRecorder
@@ -64,7 +64,9 @@ class Planning:
         self._needed_bytes = 0  # the largest need of any op of the steps that were asked about
         self._machines: dict[str, Machine] = {}  # digest of a trace -> the machine it was last planned for
         self._recomputed: tuple[str, ...] | None = None  # chosen once, for all kinds of steps
-        self._told = Told(config.budget.device, ranks.rank, budgets.part.budget if budgets.part is not None else None)
+        self._messages = BudgetMessages(
+            config.budget.device, ranks.rank, budgets.part.budget if budgets.part is not None else None
+        )
         self._leasts: dict[str, Least] = {}  # by digest of a trace
 
     def recorder(self) -> StepRecorder:
@@ -101,7 +103,7 @@ class Planning:
     def _budget_of(self, trace: Trace) -> dict[Tier, int]:
         budget = self._budgets.of(trace, lambda: self._least(trace))
         if self._budgets.is_lowered:
-            self._told.lowered(self._budgets.limit_bytes(trace), budget[Tier.DEVICE], host_limit().limiter)
+            self._messages.lowered(self._budgets.limit_bytes(trace), budget[Tier.DEVICE], host_limit().limiter)
         return budget
 
     def _least(self, trace: Trace) -> Least:
@@ -129,11 +131,11 @@ class Planning:
             raise infeasible(self._problem(trace, limit), self._planning.policy, limit)
         if self._saves_too_little(trace):
             saved_bytes = device_bytes - max(limit, self._least(trace).floor_bytes)
-            self._told.kept_whole(saved_bytes, device_bytes, WORTH_SAVING * self._planning.min_bytes)
+            self._messages.kept_whole(saved_bytes, device_bytes, WORTH_SAVING * self._planning.min_bytes)
             return
         if not is_traced or self._budgets.part is None:
             policy = self._planning.policy
-            self._told.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit))
+            self._messages.raised(limit, device_bytes, lambda: infeasible(self._problem(trace, limit), policy, limit))
 
     def plan(self, traces: Sequence[Trace], rates: dict[str, float], *, updates_on_host: bool = False) -> Pending[Made]:
         last = traces[-1]
@@ -233,7 +235,7 @@ class Planning:
             need = InfeasiblePlanError(why, why=why)
         if self._wanted is not None and need is not None:
             told = need  # the name of an error that was caught ends with its block
-            self._told.raised(asked, budget[Tier.DEVICE], lambda: told)
+            self._messages.raised(asked, budget[Tier.DEVICE], lambda: told)
         elif self._wanted is not None:
             self._check(trace, budget[Tier.DEVICE], asked)
         return made

@@ -313,7 +313,7 @@ def _held_by(engine: Engine) -> Iterator[torch.Tensor]:
             yield item.device
         if isinstance(item, HomeItem) and item.lower is not None:
             yield item.lower
-    yield from engine.executor.alone()
+    yield from engine.executor.resident()
 
 
 def _mark(plan: Plan) -> tuple[str, int, int]:

@@ -64,7 +64,7 @@ def test_a_wrap_that_fails_ends_its_use_of_a_shared_backend(tmp_path: Path, monk
     pinned, threads = sim.counters()["pinned_bytes"], {thread.name for thread in threading.enumerate()}
     (model, optimizer), (other, _) = layers(0), layers(1)
     tieroff.wrap(model, optimizer, config, backend=backend)
-    monkeypatch.setattr("tieroff.runtime.custody.model.Unattached", refuse)
+    monkeypatch.setattr("tieroff.runtime.managed.model.Unattached", refuse)
     with pytest.raises(MemoryError):
         tieroff.wrap(other, config=config, backend=backend)
     tieroff.unwrap(model)

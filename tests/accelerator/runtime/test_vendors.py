@@ -44,13 +44,13 @@ def test_memory_is_pinned_on_the_host_whatever_the_programs_default_device_is() 
 @pytest.mark.parametrize("kind", ["cpu", sim.NAME])
 def test_what_lies_below_has_no_address_where_pytorch_cannot_forbid_all_access(kind: str) -> None:
     storage: Any = torch._C._construct_storage_from_data_pointer(0, torch.device(kind), 64)
-    hollow = torch.empty(0, device=kind).set_(storage, 0, (16,), (1,))
+    offloaded = torch.empty(0, device=kind).set_(storage, 0, (16,), (1,))
     AnyVendor().forbid_access(storage, "it lies below")
     with pytest.raises(RuntimeError, match="data"):
-        hollow.data_ptr()
+        offloaded.data_ptr()
     if kind == "cpu":  # the simulated device's kernels ask for no address, they have a mapping of their own
         with pytest.raises(RuntimeError, match="data"):
-            hollow.fill_(1)
+            offloaded.fill_(1)
 
 
 @pytest.mark.usefixtures("any_vendor")

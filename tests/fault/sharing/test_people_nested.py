@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tieroff
 from tests.support.twins import Setting, assert_same, follow, recompute_in_every_plan, sgd, usual_step
-from tieroff.runtime.at_work import is_interrupting
+from tieroff.runtime.signal_safety import is_interrupting
 
 pytestmark = pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
 STEPS = 8

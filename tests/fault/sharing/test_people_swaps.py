@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.twins import Mlp, Setting, adam, assert_same, follow
-from tieroff.runtime.items.hollow import WatchedParameter
+from tieroff.runtime.items.offloaded import WatchedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
 STEPS, SWAPPED = 9, (4, 6)

@@ -118,13 +118,13 @@ def test_full_host_memory_is_nothing_to_warn_of_in_inference(trainer: Trainer, c
     """A plan that fills host memory has no room there for what it keeps on the device, which leaves in inference."""
     trainer.wrap(host=16 * PAGE)
     trainer.run(range(HIT))
-    custody = tieroff.engine(trainer.model)._custody
-    first, second, *_ = custody.executor.homes.parameters.values()
+    managed = tieroff.engine(trainer.model)._managed
+    first, second, *_ = managed.executor.homes.parameters.values()
     caplog.set_level(logging.DEBUG, "tieroff")
 
     def find_no_room(item: HomeItem) -> None:
         item.tier = Tier.HOST
-        assert custody.executor.traffic.spill.demote(item, StoreError("expected room, got none", errno=errno.ENOSPC))
+        assert managed.executor.traffic.spill.demote(item, StoreError("expected room, got none", errno=errno.ENOSPC))
 
     with torch.no_grad(), trainer.model.get_submodule("first").register_forward_hook(lambda *_: find_no_room(first)):
         trainer.model(torch.randn(4, 8))

@@ -15,7 +15,7 @@ from tieroff.core.tensor import Tier
 from tieroff.planner.problem.problem import live_bytes
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.parameters.access import QuietDict
-from tieroff.runtime.resident import Resident
+from tieroff.runtime.process_memory import ProcessMemory
 from tieroff.session import workshop
 from tieroff.session.shared import Budget
 
@@ -37,7 +37,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> torc
     return loss.detach()
 
 
-def is_aside(model: nn.Module) -> bool:
+def is_bypassed(model: nn.Module) -> bool:
     return all(type(module.__dict__["_parameters"]) is QuietDict for module in model.modules())
 
 
@@ -60,7 +60,7 @@ def followed(monkeypatch: pytest.MonkeyPatch, budgets: list[Budget]) -> list[tup
                 if plan is not None:
                     seen.append((plan.peak_bytes[Tier.DEVICE], part.limit_bytes()))
 
-    for name in ("begin", "begin_aside"):
+    for name in ("begin", "begin_bypassed"):
 
         def begin(self: Executor, *args: object, inner: object = getattr(Executor, name), **options: object) -> None:
             inner(self, *args, **options)  # type: ignore[operator]
@@ -83,7 +83,7 @@ def test_a_model_that_joins_is_noticed_where_the_engine_stands_aside(
     tmp_path: Path, budgets: list[Budget], followed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     size_bytes = int(1.7 * peak_of(tmp_path))
-    monkeypatch.setattr(Resident, "overhead_bytes", lambda *_: 0)  # else up to half of so little pays for the process
+    monkeypatch.setattr(ProcessMemory, "overhead_bytes", lambda *_: 0)  # else up to half of so little pays for the process
     monkeypatch.setattr(workshop, "steps_wait", waits)
     plain, plain_optimizer = made()
     model, optimizer = made()
@@ -99,26 +99,26 @@ def test_a_model_that_joins_is_noticed_where_the_engine_stands_aside(
         count += 1
 
     end = time.monotonic() + PLAN_TIMEOUT_S
-    while not is_aside(model) and time.monotonic() < end:
+    while not is_bypassed(model) and time.monotonic() < end:
         both()
-    assert is_aside(model)
+    assert is_bypassed(model)
     both()
-    assert is_aside(model)
+    assert is_bypassed(model)
     other, other_optimizer = made()
     tieroff.wrap(other, other_optimizer, config, budget=budget)
     before = len(followed)
     for _ in range(6):
         step(other, other_optimizer, count)
         both()
-    assert not is_aside(model) and not tieroff.engine(model).plan.moves_nothing
+    assert not is_bypassed(model) and not tieroff.engine(model).plan.moves_nothing
     assert len(followed) > before and all(needed <= part for needed, part in followed)
     tieroff.sleep(other)
     end = time.monotonic() + PLAN_TIMEOUT_S
-    while not is_aside(model) and time.monotonic() < end:
+    while not is_bypassed(model) and time.monotonic() < end:
         both()
-    assert is_aside(model), "the part of a sleeping model is the others'"
+    assert is_bypassed(model), "the part of a sleeping model is the others'"
     tieroff.sleep(model)
-    assert not is_aside(model) and tieroff.engine(model).device_bytes == 0
+    assert not is_bypassed(model) and tieroff.engine(model).device_bytes == 0
     model(torch.randn(32, 48)).sum()  # a step begins that nothing ends: it wakes the model
     assert not tieroff.engine(model).is_asleep
     optimizer.zero_grad()

@@ -18,7 +18,7 @@ from tieroff.runtime.step.executable import Executable, make_executable
 from tieroff.runtime.step.kinds import Measuring, Recording, Stage, StepKind, Unplanned
 from tieroff.runtime.step.likeness import is_like, suits
 from tieroff.runtime.step.program import Actions
-from tieroff.runtime.step.quiet import Alone, Quiet, make_quiet
+from tieroff.runtime.step.quiet import Quiet, Residents, make_quiet
 from tieroff.runtime.step.recorded import Recorded
 
 KEYS = (("forward",), ("param", 0), ("grad", 0), ("bucket", 0), ("end",))
@@ -156,7 +156,7 @@ def test_events_suit_those_of_a_step_with_larger_tensors() -> None:
 EVENTS = (("forward",), ("param", 0), ("pack", 64), ("param", 1), ("pack", 64), ("unpack", 1), ("saved", 0), ("unpack", 0),
           ("grad", 0), ("bucket", 0), ("bucket", 1), ("bucket", 2), ("end",))  # fmt: skip
 DUE = Actions((), (), (), ((True, 9),), ())
-STAYING = Alone(frozenset({0}), frozenset({0, 1}), frozenset({0}), frozenset({0, 1, 2}))
+STAYING = Residents(frozenset({0}), frozenset({0, 1}), frozenset({0}), frozenset({0, 1, 2}))
 
 
 def quiet(*due: int, free_bytes: int = 100, transients: tuple[int, ...] = (8,) * len(EVENTS)) -> Quiet:

@@ -187,13 +187,13 @@ def test_what_may_still_be_written_waits() -> None:
         item.index, item.device = index, torch.zeros(KIB, dtype=torch.uint8)
     traffic = Stored()
     runner = runner_at(4, Plan("test", "", 10, {}, {}, (), tuple(outs)), traffic)
-    runner.took(items[3])
-    runner.took(items[0])
+    runner.copy_if_due(items[3])
+    runner.copy_if_due(items[0])
     assert traffic.items == [], "one has no copy out in the plan, and the tick of the other's comes next"
     assert runner.advance(4)
-    runner.took(items[0])
-    runner.took(items[1], 3)
-    runner.took(items[2], 1)
+    runner.copy_if_due(items[0])
+    runner.copy_if_due(items[1], 3)
+    runner.copy_if_due(items[2], 1)
     assert traffic.items == [items[0]]
     other = threading.Thread(target=runner.advance, args=(5,))
     other.start()
@@ -205,7 +205,7 @@ def test_what_may_still_be_written_waits() -> None:
     items[1].device = None
     assert runner.advance(7)
     assert traffic.items == [items[0], items[2]], "what has left meanwhile is not copied again"
-    runner.took(items[2], 1)
+    runner.copy_if_due(items[2], 1)
     runner.stop()
     assert runner.advance(8)
     assert len(traffic.items) == 2, "a step that broke off leaves nothing to do"
@@ -221,7 +221,7 @@ def test_a_gradient_of_an_earlier_backward_is_another_one(issued_at: tuple[int, 
     traffic, item = Stored(), ActivationItem(0, KIB, Tier.NVME)
     runner = runner_at(6, Plan("test", "", 10, {}, {}, (), outs), traffic, (gradient,), written_in=(1, 4))
     item.index, item.device = 0, torch.zeros(KIB, dtype=torch.uint8)
-    runner.took(item)
+    runner.copy_if_due(item)
     assert traffic.items == [item] * is_copied
 
 

@@ -211,13 +211,13 @@ class AcceleratorBackend:
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
-    def hollow(self, value: torch.Tensor, message: str) -> torch.Tensor:
+    def placeholder(self, value: torch.Tensor, message: str) -> torch.Tensor:
         with torch.no_grad(), _disable_current_modes():
             storage: Any = torch._C._construct_storage_from_data_pointer(0, self.device, value.untyped_storage().nbytes())
-            hollow = torch.empty(0, dtype=value.dtype, device=self.device)
-            hollow.set_(storage, value.storage_offset(), value.size(), value.stride())
+            placeholder = torch.empty(0, dtype=value.dtype, device=self.device)
+            placeholder.set_(storage, value.storage_offset(), value.size(), value.stride())
             self._vendor.forbid_access(storage, message)  # last: `set_` looks at the address
-        return hollow
+        return placeholder
 
     def copy_out(self, source: torch.Tensor, place: Place) -> Completion:
         address = place.address

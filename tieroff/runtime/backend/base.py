@@ -41,7 +41,7 @@ class Backend(Protocol):
     def empty(self, size_bytes: int) -> torch.Tensor:
         """Returns uninitialised device memory as a 1-d uint8 tensor; freed when its storage's last reference dies."""
 
-    def hollow(self, value: torch.Tensor, message: str) -> torch.Tensor | None:
+    def placeholder(self, value: torch.Tensor, message: str) -> torch.Tensor | None:
         """Returns what stands for a tensor that people hold while it lies below.
 
         A tensor of the same type, geometry and device without memory, of which every access raises RuntimeError with the

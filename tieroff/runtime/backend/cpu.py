@@ -74,7 +74,7 @@ class CpuBackend:
     def use_staging(self, size_bytes: int) -> None:
         """Nothing to make: files are read and written where the bytes lie."""
 
-    def hollow(self, value: torch.Tensor, message: str) -> torch.Tensor | None:
+    def placeholder(self, value: torch.Tensor, message: str) -> torch.Tensor | None:
         """None: what lies below is memory of the host, which people may read and write there."""
         return None
 

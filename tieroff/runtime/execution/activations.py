@@ -114,7 +114,7 @@ def label_here(path: str, maker: torch.autograd.graph.Node | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ActivationStorage:
     """A storage that stands for an activation.
 
     Attributes:
@@ -130,7 +130,7 @@ class Standing:
     version: int = -1
 
 
-class StandingStorages:
+class ActivationStorages:
     """Which storages stand for an activation.
 
     [Note: one activation]
@@ -140,19 +140,19 @@ class StandingStorages:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, Standing] = {}
+        self._found: dict[int, ActivationStorage] = {}
 
     def saved(self, storage: torch.UntypedStorage, item: ActivationItem) -> None:
         """Autograd saves what lies on this storage, and it is this activation."""
-        self._found[storage._cdata] = Standing(StorageWeakRef(storage), item, item.lives)
+        self._found[storage._cdata] = ActivationStorage(StorageWeakRef(storage), item, item.lives)
 
     def given(self, tensor: torch.Tensor, item: ActivationItem) -> None:
         """Backward gets this for an activation."""
         storage = tensor.untyped_storage()
         if self.on(storage) is None:
-            self._found[storage._cdata] = Standing(StorageWeakRef(storage), item, item.lives, tensor._version)
+            self._found[storage._cdata] = ActivationStorage(StorageWeakRef(storage), item, item.lives, tensor._version)
 
-    def on(self, storage: torch.UntypedStorage) -> Standing | None:
+    def on(self, storage: torch.UntypedStorage) -> ActivationStorage | None:
         """Returns what a storage stands for while some graph has that saved, or None."""
         found = self._found.get(storage._cdata)
         if found is None or found.storage.expired():

@@ -31,7 +31,7 @@ class AtBackwardEnd(Protocol):
 
 
 class AtDivergence(Protocol):
-    """Takes over what the plan left alone."""
+    """Takes over what was resident in the plan."""
 
     def left_plan(self) -> None:
         """The step goes on without its plan."""
@@ -303,7 +303,7 @@ class Clock:
         self._runner.lower_late()
 
     def take_over(self) -> None:
-        """What the plan left alone is the engine's from here on."""
+        """What was resident is the engine's to move from here on."""
         for follower in self.at_divergence:
             follower.left_plan()
 

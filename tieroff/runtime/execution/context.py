@@ -8,7 +8,7 @@ from tieroff.runtime.execution.clock import Clock
 from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
-from tieroff.runtime.items.hollow import Guard
+from tieroff.runtime.items.offloaded import Guard
 from tieroff.runtime.items.table import HomeTable
 from tieroff.runtime.items.traffic import Traffic
 

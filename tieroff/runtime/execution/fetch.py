@@ -9,7 +9,7 @@ import torch
 
 from tieroff.runtime.execution.autograd import modes_here, training_phase, unseen_by_the_program
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.hollow import is_below, restore_class, untouched
+from tieroff.runtime.items.offloaded import is_offloaded, restore_class, untouched
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
@@ -43,9 +43,9 @@ class ParameterFetch:
                 context.clock.tick_in_inference(item.key, lambda: f"param:{item.name}")
             else:
                 context.clock.tick(item.key, lambda: f"param:{item.name}", None)
-        if context.runner.leaves_alone(item):
+        if context.runner.is_resident(item):
             home = item.living  # as a rule it is there
-            if is_below(home):  # by its class alone: see [Note: saved outside] in hooks/user_access.py
+            if is_offloaded(home):  # by its class alone: see [Note: saved outside] in hooks/user_access.py
                 restore_class(item)
             return home
         if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():
@@ -119,7 +119,7 @@ class ParameterFetch:
         context = self._context
         if item.position not in context.runner.quiet.saved:
             context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
-        if context.runner.leaves_alone(item):
+        if context.runner.is_resident(item):
             return item.valid_value
         value = self._valid(item)
         context.on_demand.wanted(item)
@@ -136,7 +136,7 @@ class ParameterFetch:
         context = self._context
         if item.position not in context.runner.quiet.saved:
             context.clock.tick(("saved", item.position), lambda: f"saved:{item.name}", "backward")
-        if context.runner.leaves_alone(item) or (item.device is None and item.place is None):
+        if context.runner.is_resident(item) or (item.device is None and item.place is None):
             return item.living
         if context.state.mode is PLANNED:
             return self._home_by_plan(item)

@@ -28,8 +28,8 @@ class PlanRunner:
     [Note: copies out before their tensor is known]
     A plan may have a tensor copied out from the end of the op that makes it. The engine gets it later: a saved tensor when
     autograd packs it, a gradient when it reaches its parameter. At the tick of the copy there is nothing to copy yet, so the
-    copy begins in `took`; otherwise it would begin when the memory is needed, and could not overlap with compute. That is for
-    copies of what was written last: those of the gradient of an earlier backward are none of the one that comes now.
+    copy begins in `copy_if_due`; otherwise it would begin when the memory is needed, and could not overlap with compute. That
+    is for copies of what was written last: those of the gradient of an earlier backward are none of the one that comes now.
 
     [Note: loads of what is updated]
     A load that is due while the CPU updates its tensor would have the host wait, and with it all that the device is given next.
@@ -40,7 +40,7 @@ class PlanRunner:
         cursor: ticks that went by in the step.
         is_still: nothing was due at the last tick.
         peak_bytes: largest count of device bytes in the step: copies the engine holds plus the trace's transients.
-        alone_activations, alone_gradients: of the plan that runs; see [Note: left alone] in step/executable.py.
+        resident_activations, resident_gradients: of the plan that runs; see [Note: resident tensors] in step/executable.py.
         quiet: events that do not come in the step that runs; see [Note: quiet events] in step/quiet.py.
         unborn_bytes: of activations and gradients that the trace has by now and the engine has not: transients so far.
     """
@@ -52,8 +52,8 @@ class PlanRunner:
         self._program: Program = ()
         self._births: tuple[int, ...] = ()
         self._transients: tuple[int, ...] = ()
-        self.alone_activations: frozenset[int] = frozenset()
-        self.alone_gradients: frozenset[int] = frozenset()
+        self.resident_activations: frozenset[int] = frozenset()
+        self.resident_gradients: frozenset[int] = frozenset()
         self.quiet = NOTHING
         self._items: list[Item | None] = []  # by index in the trace
         self._movers: list[HomeItem] = []  # homes that the plan does not keep on the device for the whole step
@@ -84,13 +84,13 @@ class PlanRunner:
         self.cursor = self.peak_bytes = self.unborn_bytes = 0
         self.planned, self._late, self._updating = planned, [], []
         self._keys, self._program, self.quiet = (), (), NOTHING
-        self.alone_activations = self.alone_gradients = frozenset()
+        self.resident_activations = self.resident_gradients = frozenset()
         if planned is not None:
             self._keys, self._program = planned.recorded.keys, planned.executable.program
             self.quiet = planned.executable.quiet if is_quiet else NOTHING
             self._births, self._transients = planned.executable.births, planned.executable.transients
-            self.alone_activations = planned.executable.alone_activations
-            self.alone_gradients = planned.executable.alone_gradients
+            self.resident_activations = planned.executable.resident_activations
+            self.resident_gradients = planned.executable.resident_gradients
         self._take_homes([*homes], planned, is_same=is_same)
 
     def _take_homes(self, homes: list[HomeItem], planned: Planned | None, *, is_same: bool) -> None:
@@ -107,7 +107,7 @@ class PlanRunner:
     def stop(self) -> None:
         """The step goes on without its plan, or ends: no copy is due any more."""
         self._late, self._updating, self.quiet = [], [], NOTHING
-        self.alone_activations = self.alone_gradients = frozenset()
+        self.resident_activations = self.resident_gradients = frozenset()
 
     # -- ticks -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class PlanRunner:
 
     # -- copies out before their tensor is known -------------------------------------------------------------------
 
-    def took(self, item: Item, wait_ticks: int = 0) -> None:
+    def copy_if_due(self, item: Item, wait_ticks: int = 0) -> None:
         """The engine got a tensor of the step, which its own op may still write for `wait_ticks` more."""
         if self.planned is None or self._state.mode is not PLANNED or item.state is not DEVICE:
             return
@@ -240,7 +240,7 @@ class PlanRunner:
 
     def assign(self, item: Item) -> None:
         """Gives an item its tensor and tier in the plan that runs."""
-        item.index, item.stays_up = -1, False
+        item.index, item.stays_resident = -1, False
         planned = self.planned
         if planned is None:
             return
@@ -249,7 +249,7 @@ class PlanRunner:
             self._items[index] = item
             tier = planned.executable.tiers.get(index)
             if tier is None:
-                item.stays_up = True
+                item.stays_resident = True
                 return
             item.tier = tier
         if isinstance(item, HomeItem):
@@ -293,21 +293,21 @@ class PlanRunner:
 
     def keeps(self, item: Item) -> bool:
         """True when the plan that runs leaves the item on the device for the whole step."""
-        return item.stays_up and self._state.mode is PLANNED
+        return item.stays_resident and self._state.mode is PLANNED
 
-    def leaves_alone(self, item: HomeItem) -> bool:
+    def is_resident(self, item: HomeItem) -> bool:
         """True for one on the device that the plan has there all the time, so that its use asks nothing of the engine."""
         is_up = item.is_lifted and item.state is DEVICE and item.device is not None  # else the care for it has ended
-        return is_up and item.stays_up and self._state.mode is PLANNED
+        return is_up and item.stays_resident and self._state.mode is PLANNED
 
-    def looked_after(self, items: Iterable[HomeItem]) -> list[HomeItem]:
-        """Returns those of the items that `leaves_alone` is False of."""
+    def not_resident(self, items: Iterable[HomeItem]) -> list[HomeItem]:
+        """Returns those of the items that `is_resident` is False of."""
         if self._state.mode is not PLANNED:
             return list(items)
         return [  # the same, in line: an update asks for all that it uses
             item
             for item in items
-            if not (item.stays_up and item.is_lifted and item.state is DEVICE and item.device is not None)
+            if not (item.stays_resident and item.is_lifted and item.state is DEVICE and item.device is not None)
         ]
 
     def movable(self, homes: Iterable[HomeItem]) -> list[HomeItem]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 import torch
 
 from tieroff.core.seams import Recorder, Subject
-from tieroff.runtime.items.hollow import SubclassCalls
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import SubclassCalls
 from tieroff.runtime.step.kinds import StepKind
 from tieroff.runtime.step.mode import IDLE
 

@@ -18,8 +18,8 @@ from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
 from tieroff.runtime.items.data_functions import asks_no_data
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import own_class, restore_class, untouched
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import own_class, restore_class, untouched
 
 
 class Owner(Protocol):

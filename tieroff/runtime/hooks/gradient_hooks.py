@@ -47,7 +47,7 @@ class GradientHooks:
     def __init__(self, context: StepContext, gradients: Gradients) -> None:
         self._context, self._gradients = context, gradients
         self._hooked: dict[int, _Hooked] = {}
-        self._aside: dict[int, torch.Tensor] = {}
+        self._bypassed: dict[int, torch.Tensor] = {}
         self._is_open = True
         self.follower: GradientFollower | None = None
 
@@ -121,16 +121,16 @@ class GradientHooks:
                 follower.gradient_arrived(home)
         self._context.state.inside -= 1
 
-    def stand_aside(self, last: torch.Tensor | None) -> None:
+    def bypass(self, last: torch.Tensor | None) -> None:
         """Takes the hooks off all parameters but one, the last that gets its gradient: it says that there was a backward."""
-        self._aside = {key: hooked.parameter for key, hooked in self._hooked.items() if hooked.parameter is not last}
-        self.remove(self._aside)
+        self._bypassed = {key: hooked.parameter for key, hooked in self._hooked.items() if hooked.parameter is not last}
+        self.remove(self._bypassed)
 
     def come_back(self) -> None:
         """Hooks what had no hooks for a while."""
-        for parameter in self._aside.values():
+        for parameter in self._bypassed.values():
             self.add(parameter)
-        self._aside = {}
+        self._bypassed = {}
 
     def remove(self, ids: Collection[int]) -> None:
         """Takes the hooks off parameters that have some."""
@@ -147,5 +147,5 @@ class GradientHooks:
 
     def close(self) -> None:
         """Takes all hooks off; those that run just now do nothing more."""
-        self._is_open, self._aside = False, {}
+        self._is_open, self._bypassed = False, {}
         self.keep_only(())

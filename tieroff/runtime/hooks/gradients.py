@@ -32,7 +32,7 @@ class Gradients:
         self._items = context.homes.gradients
         self._are_covered = TensorClass.GRADIENT in settings.covers
         self._reduced: list[GradientItem] = []  # pinned: see `_keep_until_reduced`
-        self._alone: list[torch.Tensor] = []  # parameters whose gradients the plan that runs leaves alone
+        self._resident: list[torch.Tensor] = []  # parameters whose gradients are resident in the plan that runs
         self.quiet: frozenset[int] = frozenset()
         self._quiet_of: tuple[Quiet, frozenset[int]] = NOTHING, frozenset()
         self._older: list[Subject] = []  # those that were there before the step that is recorded
@@ -62,10 +62,10 @@ class Gradients:
         if item.position not in context.runner.quiet.gradients:
             context.clock.tick(("grad", item.position), lambda: f"grad:{item.name}", "backward")
         leaf = item.leaf
-        if leaf is not None and item.position in context.runner.alone_gradients and item.position not in self._items:
-            self._alone.append(leaf)
+        if leaf is not None and item.position in context.runner.resident_gradients and item.position not in self._items:
+            self._resident.append(leaf)
             if context.traffic.tell_held is not None and item.grad is not None:
-                context.traffic.took(item.grad)
+                context.traffic.register_memory(item.grad)
             return
         with context.state.lock:
             if not self._are_covered:
@@ -94,9 +94,9 @@ class Gradients:
         state.saw_backward = state.saw_gradient = True
         if not clock.is_backward_open:
             clock.watch_backward()
-        self._alone.append(home)
+        self._resident.append(home)
         if self._context.traffic.tell_held is not None and home.grad is not None:
-            self._context.traffic.took(home.grad)
+            self._context.traffic.register_memory(home.grad)
 
     def left_plan(self) -> None:
         """The step goes on without its plan: what that left alone moves like all others."""
@@ -108,8 +108,8 @@ class Gradients:
         """The model is about to sleep: gradients that came while nothing moved, which no hook saw, leave with the others."""
         if self._are_covered:
             leaves = [item.leaf for item in self._context.homes.parameters.values() if item.position not in self._items]
-            known = set(map(id, self._alone))
-            self._alone += [leaf for leaf in leaves if leaf is not None and leaf.grad is not None and id(leaf) not in known]
+            known = set(map(id, self._resident))
+            self._resident += [leaf for leaf in leaves if leaf is not None and leaf.grad is not None and id(leaf) not in known]
 
     def begin(self) -> None:
         """A step begins; gradients are left of one whose plan left them alone where it did not clear them."""
@@ -128,9 +128,9 @@ class Gradients:
         """The step's last op is over."""
         self.quiet = frozenset()
 
-    def alone(self) -> list[torch.Tensor]:
-        """Returns the gradients that are left alone and not cleared."""
-        items = [(home, self._context.homes.parameter(home)) for home in self._alone]
+    def resident(self) -> list[torch.Tensor]:
+        """Returns the gradients that are resident and not cleared."""
+        items = [(home, self._context.homes.parameter(home)) for home in self._resident]
         grads = [
             item.grad if item is not None else home.grad
             for home, item in items
@@ -141,15 +141,15 @@ class Gradients:
 
     def _taken_over(self) -> list[GradientItem]:
         taken = list[GradientItem]()
-        if not [home for home in self._alone if home.grad is not None]:
-            self._alone.clear()  # as a rule all were cleared
-        while self._alone:
-            item = self._context.homes.parameter(self._alone[-1])  # it stays until it is dealt with
+        if not [home for home in self._resident if home.grad is not None]:
+            self._resident.clear()  # as a rule all were cleared
+        while self._resident:
+            item = self._context.homes.parameter(self._resident[-1])  # it stays until it is dealt with
             grad = item.grad if item is not None and item.position not in self._items else None
             known = self._take(item, grad) if item is not None and grad is not None else None
             if known is not None:
                 taken.append(known)
-            self._alone.pop()
+            self._resident.pop()
         return taken
 
     def stays(self, home: torch.Tensor) -> None:
@@ -208,7 +208,7 @@ class Gradients:
         if context.state.record.recorder is not None:
             context.state.record.bind(known, is_new=False)
             context.state.record.add(Subject(known.key, known.name, known.size_bytes, known.kind, owner=item.key))
-        context.runner.took(known, wait_ticks=1)  # hooks of users run next, and may write it
+        context.runner.copy_if_due(known, wait_ticks=1)  # hooks of users run next, and may write it
         return known
 
     def about_to_accumulate(self, item: ParameterItem) -> None:

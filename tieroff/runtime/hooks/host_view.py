@@ -13,11 +13,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.items.data_functions import asks_no_data, assigns_data
-from tieroff.runtime.items.hollow import guarded, leaves, untouched, version_of
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import guarded, leaves, untouched, version_of
 from tieroff.runtime.items.table import HomeTable
+from tieroff.runtime.signal_safety import runs_user_code
 
 
 class HostView(TorchFunctionMode):
@@ -27,7 +27,7 @@ class HostView(TorchFunctionMode):
         super().__init__()
         self._model, self._homes, self._value_of = model, homes, value_of
 
-    @calls_user_code
+    @runs_user_code
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
+from tieroff.runtime.hooks.parameters.live import LiveValues, UnmovedParameter
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.hollow import PLAIN, guarded, untouched
+from tieroff.runtime.items.offloaded import PLAIN, guarded, untouched
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.movable import is_wrapper
 from tieroff.runtime.tensors import bytes_of, probe_of, unseen, view_of
@@ -97,7 +97,7 @@ class PackedParameter(_Versioned):
 
     __slots__ = ("home_version", "item", "leaf", "times_assigned")
 
-    def __init__(self, tensor: torch.Tensor, item: ParameterItem | Stays, leaf: torch.Tensor | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, item: ParameterItem | UnmovedParameter, leaf: torch.Tensor | None = None) -> None:
         super().__init__(tensor)
         self.item, self.leaf = item, leaf
         home = item.tensor
@@ -257,14 +257,14 @@ class PackedBefore:
 
     Attributes:
         size_bytes: of its storage.
-        is_left_alone: see [Note: left alone] in step/executable.py; of nothing that ever moves otherwise.
+        is_resident: see [Note: resident tensors] in step/executable.py; of nothing that ever moves otherwise.
         ordinal: of its activation; -1: it is of none.
         is_new: nothing of its storage had been saved before: an event of the step.
         parameter: whose value it is a view of, or None.
     """
 
     size_bytes: int
-    is_left_alone: bool
+    is_resident: bool
     ordinal: int = -1
     is_new: bool = False
     parameter: ParameterItem | None = None
@@ -272,15 +272,15 @@ class PackedBefore:
     @classmethod
     def of(cls, packed: object, tensor: torch.Tensor, *, is_new: bool) -> PackedBefore | None:
         """Returns what is remembered of a saved tensor that needs nothing of the engine; None of any other."""
-        if type(packed) is LeftAlone:
+        if type(packed) is ResidentView:
             return cls(tensor.untyped_storage().nbytes(), True, packed.ordinal, is_new, packed.parameter)
         if type(packed) is Kept and packed.tensor is not tensor:  # else its bytes do not say everything
-            return cls(tensor.untyped_storage().nbytes(), is_left_alone=False)
+            return cls(tensor.untyped_storage().nbytes(), is_resident=False)
         return None
 
 
-class LeftAlone(Kept):
-    """A saved view of what the plan leaves on the device; see [Note: left alone] in step/executable.py.
+class ResidentView(Kept):
+    """A saved view of what the plan leaves on the device; see [Note: resident tensors] in step/executable.py.
 
     Attributes:
         ordinal: of the activation; -1: it is a parameter.
@@ -326,12 +326,12 @@ def take_writes(packed: object) -> None:
 
 def is_packed(packed: object) -> bool:
     """True for what stands for a tensor whose bytes the engine moves, or may take over."""
-    return isinstance(packed, (_Versioned, LeftAlone))
+    return isinstance(packed, (_Versioned, ResidentView))
 
 
 def looks_of(packed: Any) -> torch.Tensor:
     """Returns a tensor of the shape, type and device of a packed one, with no values."""
-    if isinstance(packed, LeftAlone):
+    if isinstance(packed, ResidentView):
         if packed.packed is None:
             return packed.tensor
         packed = packed.packed

@@ -20,18 +20,18 @@ import torch
 from tieroff.core.place import module_of
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
-from tieroff.runtime.execution.activations import LiveActivations, Standing, StandingStorages, label_here
+from tieroff.runtime.execution.activations import ActivationStorage, ActivationStorages, LiveActivations, label_here
 from tieroff.runtime.execution.autograd import current_graph_task, reader_may_write
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.on_demand import TICKS_OF_ONE_OP
-from tieroff.runtime.hooks.packed import Kept, LeftAlone, Packed, PackedBefore, PackedParameter, PackedParts, is_plain
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.packed import Kept, Packed, PackedBefore, PackedParameter, PackedParts, ResidentView, is_plain
 from tieroff.runtime.hooks.parameters.leaves import give, is_asked, leaf_saved_here
-from tieroff.runtime.hooks.parameters.live import Stays
+from tieroff.runtime.hooks.parameters.live import UnmovedParameter
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.parameters.sharded import Gathered
 from tieroff.runtime.hooks.written import WrittenActivations
 from tieroff.runtime.items.activation import ActivationItem
-from tieroff.runtime.items.hollow import PLAIN, guarded, is_below
+from tieroff.runtime.items.offloaded import PLAIN, guarded, is_offloaded
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import DEVICE, LOWER
 from tieroff.runtime.settings import Settings
@@ -51,14 +51,14 @@ class SavedTensors:
         is_closed: graphs that are left find what they saved on the device.
     """
 
-    def __init__(self, context: StepContext, gate: Gate, activations: LiveActivations, settings: Settings) -> None:
-        self._context, self._gate, self._activations = context, gate, activations
-        self._state, self._clock, self._live = context.state, context.clock, gate.live
+    def __init__(self, context: StepContext, reads: ParameterReads, activations: LiveActivations, settings: Settings) -> None:
+        self._context, self._reads, self._activations = context, reads, activations
+        self._state, self._clock, self._live = context.state, context.clock, reads.live
         is_covered = TensorClass.ACTIVATION in settings.covers
         self._min_bytes = max(settings.min_bytes, 1) if is_covered else None
-        self._standing = StandingStorages()
-        self._alone: dict[int, list[weakref.ref[LeftAlone]]] = {}  # activations in this step, by storage
-        self._alone_parameters: list[weakref.ref[LeftAlone]] = []
+        self._storages = ActivationStorages()
+        self._resident: dict[int, list[weakref.ref[ResidentView]]] = {}  # activations in this step, by storage
+        self._resident_parameters: list[weakref.ref[ResidentView]] = []
         self._count = 0  # of storages that were packed in this step
         self._written = WrittenActivations()
         self._order: list[PackedBefore | None] = []  # of the steps that follow one plan; None: to be looked at
@@ -85,7 +85,7 @@ class SavedTensors:
         recorder = self._context.state.record.recorder
         if recorder is not None:
             recorder.follow(self._used)
-        self._standing.sweep()
+        self._storages.sweep()
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
@@ -137,13 +137,13 @@ class SavedTensors:
             # It has to be that one: another may be moved, and the result of an op that saves it would keep itself alive.
             home = parameter.ref()
             return self._leave_parameter(tensor, parameter) if tensor is home or tensor._base is home else None
-        if not before.is_left_alone:
+        if not before.is_resident:
             return Kept(alias_of(tensor), leaf_saved_here(tensor)) if is_plain(tensor) else None
         key, ordinal = storage._cdata, before.ordinal
         if kind is not torch.Tensor or key in self._live.found:
             return None  # a parameter may be moved, too
         if not before.is_new:
-            return self._leave_alone(key, tensor, ordinal) if key in self._alone else None
+            return self._keep_resident(key, tensor, ordinal) if key in self._resident else None
         is_quiet = (
             ordinal in self._quiet.packs and self._context.traffic.tell_held is None
         )  # else others are told of its memory
@@ -151,8 +151,8 @@ class SavedTensors:
             return None
         self._count = ordinal + 1
         if is_quiet:
-            self._alone[key] = []
-            return self._leave_alone(key, tensor, ordinal)
+            self._resident[key] = []
+            return self._keep_resident(key, tensor, ordinal)
         self._state.inside += 1
         packed = self._pack_new(tensor, storage, ordinal)
         self._state.inside -= 1
@@ -160,7 +160,7 @@ class SavedTensors:
 
     def _pack_by_looks(self, tensor: torch.Tensor) -> Any:
         if not is_plain(tensor):
-            if (parts := PackedParts.of(tensor, self._live, self._gate.fetch.again)) is not None:
+            if (parts := PackedParts.of(tensor, self._live, self._reads.fetch.again)) is not None:
                 return parts
             if isinstance(lowered := guarded(tensor), ParameterItem) and lowered.guard is self._context.guard:  # below again
                 return self._pack_parameter(tensor, lowered)
@@ -168,15 +168,15 @@ class SavedTensors:
         if tensor.is_cpu != self._is_cpu:
             return Kept(alias_of(tensor), leaf_saved_here(tensor))  # not of the device: its user finds it where it was
         key = (storage := tensor.untyped_storage())._cdata
-        if self._alone:
-            saved = self._alone_of(key)
+        if self._resident:
+            saved = self._resident_on(key)
             if saved is not None:
-                return self._leave_alone(key, tensor, saved.ordinal)
-        standing = self._standing.on(storage)
-        if standing is not None:
-            self._keep_up(standing, tensor)
-            return self._move(tensor, standing.item, Packed(tensor, standing.item))
-        parameter = self._gate.live.on(storage)
+                return self._keep_resident(key, tensor, saved.ordinal)
+        known = self._storages.on(storage)
+        if known is not None:
+            self._keep_up(known, tensor)
+            return self._move(tensor, known.item, Packed(tensor, known.item))
+        parameter = self._reads.live.on(storage)
         if parameter is not None:
             return self._pack_parameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
@@ -200,16 +200,16 @@ class SavedTensors:
         context, key = self._context, storage._cdata
         if ordinal not in self._quiet.packs:
             context.clock.tick(("pack", storage.nbytes()), lambda: f"pack:{ordinal}", None)
-        if (stays or ordinal in context.runner.alone_activations) and context.state.mode is PLANNED:
-            self._alone[key] = []
+        if (stays or ordinal in context.runner.resident_activations) and context.state.mode is PLANNED:
+            self._resident[key] = []
             if stays:
                 context.runner.passed(("activation", ordinal))
             if context.traffic.tell_held is not None:
-                context.traffic.took(tensor)
-            return self._leave_alone(key, tensor, ordinal)
+                context.traffic.register_memory(tensor)
+            return self._keep_resident(key, tensor, ordinal)
         item = self._take(ordinal, bytes_of(tensor), None if tensor._is_view() else tensor.grad_fn)
         packed = Packed(tensor, item)
-        self._standing.saved(storage, item)
+        self._storages.saved(storage, item)
         return self._move(tensor, item, packed)
 
     def _move(self, tensor: torch.Tensor, item: ActivationItem, packed: Packed) -> Packed:
@@ -221,22 +221,22 @@ class SavedTensors:
         self._send_off(item, is_complete=tensor.requires_grad)
         return packed
 
-    def _pack_parameter(self, tensor: torch.Tensor, parameter: ParameterItem | Stays) -> Any:
+    def _pack_parameter(self, tensor: torch.Tensor, parameter: ParameterItem | UnmovedParameter) -> Any:
         if not isinstance(parameter, ParameterItem):
             return PackedParameter(tensor, parameter, leaf_saved_here(tensor))
         context = self._context
-        if type(parameter) is ParameterItem and self._gate.casts.dtype is None and context.runner.leaves_alone(parameter):
+        if type(parameter) is ParameterItem and self._reads.casts.dtype is None and context.runner.is_resident(parameter):
             return self._leave_parameter(tensor, parameter)
         context.on_demand.saved(parameter)
         return PackedParameter(tensor, parameter, leaf_saved_here(tensor))
 
-    def _keep_up(self, standing: Standing, tensor: torch.Tensor) -> None:
+    def _keep_up(self, known: ActivationStorage, tensor: torch.Tensor) -> None:
         """A view is about to be saved of a storage that has an item: what was written since it was copied counts.
 
         Views may count their versions apart (`unsafe_chunk`: the gates of LSTM and GRU cells, of which each is written and then
         saved). As in the plain run, all that were saved have what the storage holds when backward comes.
         """
-        item, given = standing.item, standing.version
+        item, given = known.item, known.version
         if given >= 0:
             is_old = tensor._version != given
         else:
@@ -245,28 +245,28 @@ class SavedTensors:
             with self._context.state.lock:
                 self._context.traffic.recall(item, bytes_of(tensor))
 
-    def _alone_of(self, key: int) -> LeftAlone | None:
-        """Returns a view that was saved of this storage where that is left alone, or None."""
-        for ref in self._alone.get(key, ()):
+    def _resident_on(self, key: int) -> ResidentView | None:
+        """Returns a view that was saved of this storage where that is resident, or None."""
+        for ref in self._resident.get(key, ()):
             saved = ref()
             if saved is not None and saved.packed is None:  # what holds for it holds for all of them
                 return saved
         return None
 
-    def _leave_alone(self, key: int, tensor: torch.Tensor, ordinal: int) -> LeftAlone:
+    def _keep_resident(self, key: int, tensor: torch.Tensor, ordinal: int) -> ResidentView:
         # One that needs a gradient may be the result of the op that saves it, which would keep itself alive through it.
-        alone = LeftAlone(tensor.detach() if tensor.requires_grad else tensor, ordinal)
-        self._alone[key].append(weakref.ref(alone))
-        return alone
+        view = ResidentView(tensor.detach() if tensor.requires_grad else tensor, ordinal)
+        self._resident[key].append(weakref.ref(view))
+        return view
 
-    def _leave_parameter(self, tensor: torch.Tensor, parameter: ParameterItem) -> LeftAlone:
-        alone = LeftAlone(tensor, -1, parameter, leaf_saved_here(tensor))
-        self._alone_parameters.append(weakref.ref(alone))
-        return alone
+    def _leave_parameter(self, tensor: torch.Tensor, parameter: ParameterItem) -> ResidentView:
+        view = ResidentView(tensor, -1, parameter, leaf_saved_here(tensor))
+        self._resident_parameters.append(weakref.ref(view))
+        return view
 
-    def alone(self) -> list[torch.Tensor]:
-        """Returns a tensor of each activation that is left alone."""
-        living = [saved for ref in chain.from_iterable(self._alone.values()) if (saved := ref()) is not None]
+    def resident(self) -> list[torch.Tensor]:
+        """Returns a tensor of each activation that is resident."""
+        living = [saved for ref in chain.from_iterable(self._resident.values()) if (saved := ref()) is not None]
         alive = [saved.tensor for saved in living if saved.packed is None]
         return list({tensor.untyped_storage()._cdata: tensor for tensor in alive}.values())
 
@@ -274,34 +274,35 @@ class SavedTensors:
         """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""
         items = dict[int, ActivationItem]()
         self._quiet = NOTHING
-        left = [ref for ref in chain(self._alone_parameters, *self._alone.values()) if ref() is not None]  # none, in most steps
+        every = chain(self._resident_parameters, *self._resident.values())
+        left = [ref for ref in every if ref() is not None]  # none, in most steps
         while left:
-            alone = left[-1]()  # it stays until it is dealt with
-            if alone is not None and alone.packed is None and alone.parameter is not None:
-                self._hand_over(alone, alone.parameter)
-            elif alone is not None and alone.packed is None and is_plain(alone.tensor):
-                storage = alone.tensor.untyped_storage()
+            view = left[-1]()  # it stays until it is dealt with
+            if view is not None and view.packed is None and view.parameter is not None:
+                self._hand_over(view, view.parameter)
+            elif view is not None and view.packed is None and is_plain(view.tensor):
+                storage = view.tensor.untyped_storage()
                 item = items.get(storage._cdata)
                 if item is None:
-                    item = items[storage._cdata] = self._item_for(alone.ordinal, bytes_of(alone.tensor))
-                packed = alone.become(item)
-                self._standing.saved(storage, item)
+                    item = items[storage._cdata] = self._item_for(view.ordinal, bytes_of(view.tensor))
+                packed = view.become(item)
+                self._storages.saved(storage, item)
                 self._activations.watch(packed, item)
             left.pop()
-        self._alone, self._alone_parameters = {}, []
+        self._resident, self._resident_parameters = {}, []
 
-    def _hand_over(self, alone: LeftAlone, parameter: ParameterItem) -> None:
+    def _hand_over(self, view: ResidentView, parameter: ParameterItem) -> None:
         """Takes over a view of a parameter. Of one that was given other memory since, the view alone has the value then."""
         value = parameter.value
-        if value is not None and value.untyped_storage()._cdata == alone.tensor.untyped_storage()._cdata:
-            alone.become_parameter(parameter)
+        if value is not None and value.untyped_storage()._cdata == view.tensor.untyped_storage()._cdata:
+            view.become_parameter(parameter)
             self._context.on_demand.saved(parameter)
 
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
         if not is_plain(tensor):
             return Kept(tensor, leaf_saved_here(tensor))
-        parameter = self._gate.live.on(tensor.untyped_storage())
+        parameter = self._reads.live.on(tensor.untyped_storage())
         leaf = leaf_saved_here(tensor)
         return PackedParameter(tensor, parameter, leaf) if parameter is not None else Kept(tensor.detach(), leaf)
 
@@ -309,9 +310,9 @@ class SavedTensors:
         """The unpack hook: the same data each time it is asked."""
         may_be_saved = False
         if current_graph_task() != -1:
-            may_be_saved = self._gate.in_backward.unpacked(sys._getframe().f_back)
+            may_be_saved = self._reads.in_backward.unpacked(sys._getframe().f_back)
         kind = type(packed)
-        if kind is LeftAlone:
+        if kind is ResidentView:
             if packed.packed is None:
                 tensor: torch.Tensor = packed.tensor
                 parameter, quiet = packed.parameter, self._quiet
@@ -319,10 +320,10 @@ class SavedTensors:
                     is_quiet = packed.ordinal in quiet.unpacks
                 else:
                     is_quiet = parameter.position in quiet.saved
-                    if is_below(tensor):
-                        self._gate.fetch.up_again(parameter)
+                    if is_offloaded(tensor):
+                        self._reads.fetch.up_again(parameter)
                 if not is_quiet or not self._clock.is_backward_open or tensor._version != packed.version:
-                    tensor = self._unpack_alone(packed, is_quiet=is_quiet)
+                    tensor = self._unpack_resident(packed, is_quiet=is_quiet)
                 return tensor if packed.leaf is None else give(tensor, packed.leaf)
             packed = packed.packed
         elif kind is Kept or kind is PackedParts:
@@ -331,12 +332,12 @@ class SavedTensors:
         is_parameter = isinstance(packed, PackedParameter)
         self._context.state.inside += 1
         if is_parameter and packed.leaf is not None and isinstance(packed.item, ParameterItem) and is_asked():
-            lifted = self._gate.fetch.saved_leaf(packed.item)
+            lifted = self._reads.fetch.saved_leaf(packed.item)
             self._context.state.inside -= 1
             if packed.item.value is not None:
                 self._live.add(packed.item, packed.item.value)  # it may be saved again
             return give(lifted, packed.leaf)
-        device = self._gate.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
+        device = self._reads.saved_bytes(packed.item) if is_parameter else self._bring_back(packed.item)
         self._context.state.inside -= 1
         is_recorded = self._context.state.record.recorder is not None
         if not is_parameter and packed.lent is not None:
@@ -344,10 +345,10 @@ class SavedTensors:
             return lent
         view: torch.Tensor = packed.over(device, is_recorded=is_recorded)
         if may_be_saved and not is_parameter:
-            self._standing.given(view, packed.item)
+            self._storages.given(view, packed.item)
         return packed.lend(view) if not is_parameter and packed.item.is_lent else view
 
-    def _unpack_alone(self, packed: LeftAlone, *, is_quiet: bool) -> torch.Tensor:
+    def _unpack_resident(self, packed: ResidentView, *, is_quiet: bool) -> torch.Tensor:
         tensor, context = packed.get(), self._context
         state, parameter = self._state, packed.parameter
         state.inside += 1
@@ -413,7 +414,7 @@ class SavedTensors:
         a tensor needs no gradient itself; it waits until the ticks of its own op are over.
         """
         context = self._context
-        context.runner.took(item, 0 if is_complete else TICKS_OF_ONE_OP)
+        context.runner.copy_if_due(item, 0 if is_complete else TICKS_OF_ONE_OP)
         if context.state.mode is not DEMAND or item.state is LOWER:
             return
         if is_complete:

@@ -19,8 +19,8 @@ import torch
 from tieroff.runtime.execution.autograd import as_the_engine
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.gradient import Factor, GradientItem
-from tieroff.runtime.items.hollow import guarded, version_of
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import guarded, version_of
 from tieroff.runtime.step.recorded import Norm, Recorded
 
 _NORMS: frozenset[Any] = frozenset({torch.linalg.vector_norm, torch._foreach_norm})

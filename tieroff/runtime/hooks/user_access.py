@@ -1,4 +1,4 @@
-"""User access: functions of user code that get a tensor whose bytes lie below a device. See [Note: hollow leaves].
+"""User access: functions of user code that get a tensor whose bytes lie below a device. See [Note: offloaded leaves].
 
 [Note: a call on what lies below] Everything of ours among the arguments is brought up and pinned; the function runs, outside
 of the engine's lock, since it may be a backward whose thread needs that lock; then the tensors count as written, for what
@@ -6,9 +6,9 @@ a fused kernel writes shows in no version. A few stay up for a moment, the other
 of (`p.data`, a view) stays up as long as the alias lives; what somebody asked the address of, until the next step.
 
 [Note: saved outside] Autograd saves a parameter that user code computes with outside of the model's forward (a penalty on
-weights in the loss, say) as the leaf itself, which would be hollow by the time backward asks. So the call has it saved as what
-can be brought up again, and for that the call has to come here, wherever the plan has the parameter by then: while user code
-runs in the midst of a step, parameters that are up and may move have the class of those that lie below. So have, all the
+weights in the loss, say) as the leaf itself, which would be offloaded by the time backward asks. So the call has it saved as
+what can be brought up again, and for that the call has to come here, wherever the plan has the parameter by then: while user
+code runs in the midst of a step, parameters that are up and may move have the class of those that lie below. So have, all the
 time, those that autograd saved so before, since each such use is an event of the step in backward.
 """
 
@@ -25,21 +25,21 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.errors import StateError
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.packed import PackedParameter
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.hooks.scaled import ScaledGradients
 from tieroff.runtime.items.data_functions import assigns_data, gives_data
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import guard_class, guarded, is_below, leaves, restore_class, set_data, untouched
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import guard_class, guarded, is_offloaded, leaves, restore_class, set_data, untouched
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of
+from tieroff.runtime.signal_safety import runs_user_code
 from tieroff.runtime.step.mode import DEMAND, PLANNED
 from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.units import format_bytes
@@ -61,7 +61,7 @@ class _Calls(threading.local):
 
 
 class UserAccess:
-    """The guard of one engine's hollow tensors.
+    """The guard of one engine's offloaded tensors.
 
     Attributes:
         saved_outside: parameters that autograd saved outside of the model's forward; see [Note: saved outside].
@@ -69,7 +69,7 @@ class UserAccess:
 
     def __init__(self) -> None:
         self._context: StepContext | None = None
-        self._gate: Gate | None = None
+        self._reads: ParameterReads | None = None
         self._saved: SavedTensors | None = None
         self._scaled: ScaledGradients | None = None
         self._addressed: deque[HomeItem] = deque()  # pinned until the next step
@@ -78,9 +78,9 @@ class UserAccess:
         self.saved_outside: weakref.WeakSet[ParameterItem] = weakref.WeakSet()
         self._is_updated = False  # what user code does now is between two steps
 
-    def serve(self, context: StepContext, gate: Gate, saved: SavedTensors, scaled: ScaledGradients) -> None:
+    def serve(self, context: StepContext, reads: ParameterReads, saved: SavedTensors, scaled: ScaledGradients) -> None:
         """Begins to serve the tensors of this engine."""
-        self._context, self._gate, self._saved, self._scaled = context, gate, saved, scaled
+        self._context, self._reads, self._saved, self._scaled = context, reads, saved, scaled
 
     def watches(self, item: GradientItem) -> bool:
         """True when functions that get this gradient while it is shown below are to go through the guard."""
@@ -137,14 +137,16 @@ class UserAccess:
         finally:
             self._on_host.count -= 1
 
-    @calls_user_code
+    @runs_user_code
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function with everything of ours among its arguments on the device."""
         assert self._context is not None and self._scaled is not None
         answer = self._scaled.call(function, args, kwargs)
         if answer is not None:
             return answer[0]
-        shown = [item for item in self._own(leaf for leaf in leaves((args, kwargs)) if is_below(leaf)) if item.is_shown_below]
+        shown = [
+            item for item in self._own(leaf for leaf in leaves((args, kwargs)) if is_offloaded(leaf)) if item.is_shown_below
+        ]
         if shown:
             return self._run_below(shown, function, args, kwargs)
         if assigns_data(function) and local_of(args[0]) is args[0] and not guarded(args[0]).others:
@@ -175,7 +177,7 @@ class UserAccess:
         outs = [self._run(function, ([tensor], *args[1:]), kwargs) for tensor in args[0]]
         return [value for out in outs for value in out] if outs and outs[0] is not None else None
 
-    @calls_user_code
+    @runs_user_code
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = {id(item): item for item in self._own(leaves((args, kwargs)))}
         keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
@@ -190,12 +192,12 @@ class UserAccess:
 
     def reaches_data(self, item: HomeItem) -> None:
         """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
-        assert self._context is not None and self._gate is not None
-        if isinstance(item, ParameterItem) and not self._gate.is_interrupting():
+        assert self._context is not None and self._reads is not None
+        if isinstance(item, ParameterItem) and not self._reads.is_interrupting():
             with self._context.state.lock, as_the_engine():
                 item.reaches_data(self._context.traffic)
 
-    @calls_user_code
+    @runs_user_code
     def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function on tensors that lie below and are shown there, as what they are: memory of the host."""
         assert self._context is not None and self._scaled is not None
@@ -224,7 +226,7 @@ class UserAccess:
         is_in_pass = self._is_in_pass and not is_outside and (not keeps or self._is_in_model)
         computing = context.traffic.backend.computing  # FSDP2 adds to gradients under a stream of its own
         with lock, as_the_engine(), computing():
-            raised = [item for item in items if is_below(item.tensor)]
+            raised = [item for item in items if is_offloaded(item.tensor)]
             unplanned = [i for i in raised if i.state not in ON_DEVICE or not (is_in_pass or i.is_lifted)]
             self._check_room([item for item in raised if item.device is None])
             try:
@@ -282,8 +284,8 @@ class UserAccess:
             item.pins -= 1
             if item in raised and item.device is not None and item.tensor is not None:
                 if is_in_pass and isinstance(item, ParameterItem):
-                    assert self._gate is not None
-                    self._gate.fetch.note_use(item)
+                    assert self._reads is not None
+                    self._reads.fetch.note_use(item)
                 else:
                     item.touch(self._context.traffic)
                 if not item.pins or item in self._addressed:
@@ -291,7 +293,7 @@ class UserAccess:
 
     def _raise(self, item: HomeItem, is_in_pass: bool) -> None:
         """Lifts one; no tick, since where an earlier use left it up, nobody comes here."""
-        assert self._context is not None and self._gate is not None
+        assert self._context is not None and self._reads is not None
         context = self._context
         if self._scaled is not None:
             self._scaled.used(item)
@@ -301,20 +303,20 @@ class UserAccess:
         self._note_raised(item, is_in_pass)
 
     def _note_raised(self, item: HomeItem, is_in_pass: bool) -> None:
-        assert self._context is not None and self._gate is not None
+        assert self._context is not None and self._reads is not None
         context = self._context
         recorder = context.state.record.recorder
         if recorder is not None and item.device is not None:
             # In user code a use needs no place in the plan: the tensor comes up for it, wherever it lies.
             recorder.bind(item.device.untyped_storage(), item.key, is_below=not is_in_pass, is_new=is_in_pass)
         if isinstance(item, ParameterItem):
-            self._gate.live.add(item, item.living)
+            self._reads.live.add(item, item.living)
 
     @property
     def _is_in_model(self) -> bool:
         """True in forward and its recomputations."""
-        assert self._gate is not None
-        return self._gate.depth > 0 or (current_graph_task() != -1 and torch.is_grad_enabled())
+        assert self._reads is not None
+        return self._reads.depth > 0 or (current_graph_task() != -1 and torch.is_grad_enabled())
 
     @property
     def _is_in_pass(self) -> bool:
@@ -325,11 +327,11 @@ class UserAccess:
 
     def _saving(self) -> contextlib.AbstractContextManager[None]:
         """Has autograd save parameters that come up for this call as what can be brought up again."""
-        assert self._context is not None and self._gate is not None and self._saved is not None
-        is_elsewhere = self._gate.depth > 0 or current_graph_task() != -1 or functorch_is_active()
+        assert self._context is not None and self._reads is not None and self._saved is not None
+        is_elsewhere = self._reads.depth > 0 or current_graph_task() != -1 or functorch_is_active()
         if is_elsewhere or not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
             return contextlib.nullcontext()  # others' hooks see it; what those keep stays up
-        live, saved, clock = self._gate.live, self._saved, self._context.clock
+        live, saved, clock = self._reads.live, self._saved, self._context.clock
 
         def pack(tensor: torch.Tensor) -> Any:
             with untouched():
@@ -378,12 +380,12 @@ def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     inputs = values.get("inputs")
     listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
     outside = [values.get("outputs"), *args[2:], kwargs.get("grad_outputs")]
-    below = [tensor for tensor in listed if is_below(tensor)]
+    below = [tensor for tensor in listed if is_offloaded(tensor)]
     needs_tensor = kwargs.get("materialize_grads") or any(not tensor.requires_grad for tensor in below)
     if needs_tensor or any(guarded(leaf) is not None for leaf in leaves(outside)):
         return args, kwargs, False
     with untouched():
-        edges = [torch.autograd.graph.get_gradient_edge(t) if is_below(t) else t for t in listed]
+        edges = [torch.autograd.graph.get_gradient_edge(t) if is_offloaded(t) else t for t in listed]
     if len(args) >= 2:
         return (args[0], edges, *args[2:]), kwargs, True
     return args, {**kwargs, "inputs": edges}, True

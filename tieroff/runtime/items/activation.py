@@ -51,7 +51,7 @@ class ActivationItem(Item):
         """Yields the `Packed` objects that are alive."""
         return (view for ref in tuple(self.packs) if (view := ref()) is not None)
 
-    def freed(self) -> None:
+    def before_free(self) -> None:
         for view in self.views():
             view.take_back()
 

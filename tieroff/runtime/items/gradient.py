@@ -20,9 +20,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import guard_class, is_below
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
+from tieroff.runtime.items.offloaded import guard_class, is_offloaded
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
 from tieroff.runtime.items.traffic import Traffic
@@ -84,7 +84,7 @@ class GradientItem(HomeItem):
     def may_wait(self) -> bool:
         """True when a factor may wait until the gradient comes up: nobody but the engine sees its bytes below."""
         tensor, has_copy_below = self.tensor, self.state in _HAS_BELOW and self.lower is not None
-        is_guarded = is_below(tensor)
+        is_guarded = is_offloaded(tensor)
         return has_copy_below and is_guarded and not self.is_lifted and not self.stays_below and self.is_current()
 
     def wait_with(self, factor: Factor) -> None:
@@ -129,7 +129,7 @@ class GradientItem(HomeItem):
         super().arrived()
         self._arrived_version = self.valid_value._version
 
-    def about_to_show(self) -> None:
+    def before_expose(self) -> None:
         if self.waiting is not None and self.state is BOTH:
             with self.guard.multiplying() if self.guard is not None else contextlib.nullcontext():
                 self.waiting.apply(self.valid_value, self._arrived_version)

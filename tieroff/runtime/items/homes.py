@@ -2,7 +2,7 @@
 
 The tensor object never changes; only what its `.data` lies on does. While it is off the device, it *is* ordinary memory over
 its place (host memory, or a mapping of its extent in a file) where the device is the host itself: touching it works. On any
-other device it is hollow: see [Note: hollow leaves] in hollow.py.
+other device it is offloaded: see [Note: offloaded leaves] in offloaded.py.
 
 [Note: values have one place that people can hold]
 What something besides the engine holds (a view, `p.data`, a NumPy array, a `state_dict()`) is not moved: a tensor that is up
@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace, Place
-from tieroff.runtime.items.hollow import (
+from tieroff.runtime.items.item import Item, Mover
+from tieroff.runtime.items.offloaded import (
     PLAIN,
     Guard,
     address_of,
@@ -37,7 +38,6 @@ from tieroff.runtime.items.hollow import (
     unwatch,
     version_of,
 )
-from tieroff.runtime.items.item import Item, Mover
 from tieroff.runtime.items.residency import ARRIVING, BOTH, DEVICE, LOWER, ON_DEVICE, Event
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import is_dense
@@ -48,7 +48,7 @@ class HomeItem(Item):
     """A tensor that people hold: its device copy replaces `.data` for as long as it is lifted.
 
     Attributes:
-        guard: who is asked when user code uses the tensor while it is hollow.
+        guard: who is asked when user code uses the tensor while it is offloaded.
         lower: the tensor's memory below, as a CPU tensor of its geometry; None before the first copy out.
         value: the device copy in the tensor's geometry; None when there is none.
         is_lifted: `.data` is the device copy.
@@ -57,22 +57,22 @@ class HomeItem(Item):
         pins: calls that use the device copy just now; it stays.
         readers: threads besides the step's that use the tensor just now: it stays where it is.
         is_sliced: its update uses it where it lies below; see [Note: slices] in optimizer/slices/rows.py.
-        is_let_go: the tensor lies on memory that the engine cannot move, until it is taken over again.
+        is_unmanaged: the tensor lies on memory that the engine cannot move, until it is taken over again.
         times_assigned: how often user code gave the tensor other memory.
     """
 
     __slots__ = (
         "dtype",
         "guard",
-        "hollow",
-        "is_let_go",
         "is_lifted",
         "is_sliced",
+        "is_unmanaged",
         "lower",
         "lower_address",
         "lower_storage",
         "may_be_written",
         "pins",
+        "placeholder",
         "readers",
         "ref",
         "size",
@@ -93,10 +93,10 @@ class HomeItem(Item):
         self.lower: torch.Tensor | None = None
         self.value: torch.Tensor | None = None
         self.value_version = 0
-        self.is_lifted, self.may_be_written, self.is_let_go, self.is_sliced = True, False, False, False
+        self.is_lifted, self.may_be_written, self.is_unmanaged, self.is_sliced = True, False, False, False
         self.guard, self.pins, self.readers, self.times_assigned = guard, 0, 0, 0
         self.value_address = self.lower_address = self.lower_storage = 0
-        self.hollow: torch.Tensor | None = None
+        self.placeholder: torch.Tensor | None = None
         self.version = tensor._version
 
     @property
@@ -125,17 +125,17 @@ class HomeItem(Item):
         traffic.hold(self, bytes_of(tensor))
         value = tensor.detach()
         self._set_value(value)
-        self.hollow = traffic.backend.hollow(value, f"{self.name} lies below the device: tieroff has its bytes")
+        self.placeholder = traffic.backend.placeholder(value, f"{self.name} lies below the device: tieroff has its bytes")
 
     def _set_value(self, value: torch.Tensor) -> None:
         self.value = value
-        if self.hollow is None:
+        if self.placeholder is None:
             self.value_address = value.data_ptr()
 
     @property
     def is_shown_below(self) -> bool:
         """True when people reach the tensor's bytes where they lie below."""
-        return self.hollow is None
+        return self.placeholder is None
 
     def is_current(self) -> bool:
         """True when `.data` still lies where the engine put it (nobody assigned another memory)."""
@@ -148,18 +148,18 @@ class HomeItem(Item):
     def _is_where_it_was_put(self, tensor: torch.Tensor | None) -> bool:
         if tensor is None or tensor.dtype is not self.dtype or tensor.size() != self.size:
             return False
-        if self.hollow is not None:
-            expected = self.value if self.is_lifted else self.hollow
+        if self.placeholder is not None:
+            expected = self.value if self.is_lifted else self.placeholder
             return expected is not None and lies_on(tensor, expected)
         expected = self.value if self.is_lifted else self.lower
-        if expected is None or self.is_let_go or tensor.stride() != self.stride:
+        if expected is None or self.is_unmanaged or tensor.stride() != self.stride:
             return False
         return tensor.data_ptr() == (self.value_address if self.is_lifted else self.lower_address)
 
     def is_as_left(self) -> bool:
         """True when nobody gave the tensor other memory or wrote it; False where that takes more than a look to know."""
         tensor = self.ref()
-        if self.hollow is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_let_go:
+        if self.placeholder is not None or type(tensor) not in PLAIN or self.may_be_written or self.is_unmanaged:
             return False
         assert tensor is not None
         if tensor.data_ptr() != (self.value_address if self.is_lifted else self.lower_address):
@@ -169,7 +169,7 @@ class HomeItem(Item):
 
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
-        return self.hollow is None and (self.device is not None or self.place is not None) and not self.is_current()
+        return self.placeholder is None and (self.device is not None or self.place is not None) and not self.is_current()
 
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""
@@ -187,7 +187,7 @@ class HomeItem(Item):
         self.value_version = value._version if value is not None else 0
 
     def make_place(self, traffic: Mover) -> Place:
-        traffic.took(self.lie_in(place := HomePlace(traffic.stores[self.tier], self.size_bytes)))
+        traffic.register_memory(self.lie_in(place := HomePlace(traffic.stores[self.tier], self.size_bytes)))
         return place
 
     def lie_in(self, place: HomePlace) -> torch.Tensor:
@@ -199,7 +199,7 @@ class HomeItem(Item):
 
     def part_with_lent(self) -> None:
         """Memory below that somebody else keeps is his, with its values: the next ones get another place."""
-        is_hidden = self.hollow is not None or self.is_lifted
+        is_hidden = self.placeholder is not None or self.is_lifted
         if is_hidden and self.lower is not None and owners_of(self.lower) > 1:
             self.place = self.lower = None  # the memory goes back when its last tensor dies
 
@@ -211,7 +211,7 @@ class HomeItem(Item):
         """Makes the tensor lie on its device copy, which is fetched when it is not there; one held below stays there."""
         self._take_assigned(traffic)
         self.is_refused = False
-        if self.hollow is None and self.is_lifted and self.state in ON_DEVICE:
+        if self.placeholder is None and self.is_lifted and self.state in ON_DEVICE:
             return  # most often: it is there
         if not self.is_lifted:
             self.refresh(traffic)  # a copy that came up ahead may be older than what lies below
@@ -229,7 +229,7 @@ class HomeItem(Item):
         if self.value is None:
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
-        self.about_to_show()
+        self.before_expose()
         restore_class(self)
         set_data(tensor, self.value)
         self.is_lifted = True
@@ -240,7 +240,7 @@ class HomeItem(Item):
         """True while something besides the engine holds or uses the tensor's memory below, where it is shown, or it is dead."""
         if self.tensor is None:
             return True  # as a gradient that was cleared since, and that the plan has come up to be written
-        if self.hollow is not None or self.is_lifted or self.lower is None:
+        if self.placeholder is not None or self.is_lifted or self.lower is None:
             return False
         # The tensors, and the engine's view.
         return self.readers > 0 or owners_by(self.lower_storage) > 1 + self.sharers or is_storage_held(self.lower)
@@ -251,7 +251,7 @@ class HomeItem(Item):
         if self.device is not None:
             traffic.send(self, Event.DROP)
 
-    def comes(self) -> None:
+    def before_fetch(self) -> None:
         self.note()
 
     def arrived(self) -> None:
@@ -260,16 +260,16 @@ class HomeItem(Item):
         self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         self.value_version = self.valid_value._version  # and not the tensor's, which may have moved since the copy began
 
-    def about_to_show(self) -> None:
+    def before_expose(self) -> None:
         """People are about to reach the value, which came up, through the tensor."""
 
     def is_below_now(self) -> None:
         """People reach the bytes below through the tensor from here on."""
 
-    def freed(self) -> None:
+    def before_free(self) -> None:
         tensor = self.tensor
         if self.is_lifted and tensor is not None and self.lower is not None:
-            if self.hollow is not None:
+            if self.placeholder is not None:
                 self.hide()
             elif address_of(tensor) == self.value_address:  # else user code gave it other memory, which `refresh` takes
                 unwatch(tensor)
@@ -280,9 +280,9 @@ class HomeItem(Item):
         self.note()
 
     def hide(self) -> None:
-        """Has people find the tensor hollow, wherever its bytes lie; one that somebody gave other memory keeps that."""
-        if self.hollow is not None and self.is_current():
-            set_data(self.living, self.hollow)
+        """Has people find the tensor offloaded, wherever its bytes lie; one that somebody gave other memory keeps that."""
+        if self.placeholder is not None and self.is_current():
+            set_data(self.living, self.placeholder)
             guard_class(self)
         self.is_lifted = False
         self.note()
@@ -330,9 +330,9 @@ class HomeItem(Item):
         See [Note: values have one place that people can hold].
         """
         tensor = self.ref()
-        if tensor is None or self.is_let_go:
+        if tensor is None or self.is_unmanaged:
             return
-        if self.hollow is None:
+        if self.placeholder is None:
             if address_of(tensor) != (self.value_address if self.is_lifted else self.lower_address):
                 restore_class(self)
                 self._follow(tensor, traffic)
@@ -356,7 +356,7 @@ class HomeItem(Item):
         if is_own and not is_shared and self.may_take(tensor) and tuple(tensor.stride()) == self.stride:
             self.take(traffic)
         else:
-            self.let_go(traffic)
+            self.unmanage(traffic)
 
     def put_back(self, traffic: Mover) -> None:
         """User code gave the tensor its own memory below again, where its bytes count: what is up is void."""
@@ -366,11 +366,11 @@ class HomeItem(Item):
         self.times_assigned += 1
         self.note()
 
-    def let_go(self, traffic: Mover) -> None:
+    def unmanage(self, traffic: Mover) -> None:
         """The tensor is on memory that the engine does not move: it stays there, as if on the device, for this step."""
         traffic.settle(self)
         tensor = self.living
-        self.is_let_go = True
+        self.is_unmanaged = True
         self.place = self.lower = None
         if tensor.layout is torch.strided:
             traffic.hold(self, bytes_of(tensor))
@@ -386,9 +386,9 @@ class HomeItem(Item):
             tensor = self.living
             traffic.hold(self, bytes_of(tensor))
             self._set_value(tensor.detach())
-            if self.stride != tuple(tensor.stride()) and self.hollow is not None:
+            if self.stride != tuple(tensor.stride()) and self.placeholder is not None:
                 self.stride = tuple(tensor.stride())
-                self.hollow = self.hollow.as_strided(self.size, self.stride)
+                self.placeholder = self.placeholder.as_strided(self.size, self.stride)
                 self.lower = self.place = None  # of the other geometry
         self.times_assigned += 1
         self.state, self.is_lifted = DEVICE, True
@@ -421,7 +421,7 @@ class HomeItem(Item):
     def is_held(self) -> bool:
         """True while a call or another thread uses the device copy, or something besides the engine shares its memory."""
         tensor, device = self.tensor, self.device
-        if self.pins or self.is_let_go:
+        if self.pins or self.is_unmanaged:
             return True
         if not self.is_lifted or tensor is None or device is None:
             return False
@@ -430,9 +430,9 @@ class HomeItem(Item):
         return owners_of(device) > self.sharers + 1 + (self.value is not None)  # its 1-d view, and the value
 
     def detach(self, traffic: Traffic) -> None:
-        """Ends the engine's care and leaves the tensor valid where it lies; a hollow one gets its bytes back first."""
+        """Ends the engine's care and leaves the tensor valid where it lies; an offloaded one gets its bytes back first."""
         traffic.settle(self)
-        if self.hollow is not None and not self.is_lifted and self.is_current():
+        if self.placeholder is not None and not self.is_lifted and self.is_current():
             self.lift(traffic)
         self.forsake(traffic)
 
@@ -444,6 +444,6 @@ class HomeItem(Item):
             restore_class(self)
             if self.was_assigned():
                 self.times_assigned += 1
-        self.guard = self.hollow = None
-        traffic.let_go(self)
+        self.guard = self.placeholder = None
+        traffic.unmanage(self)
         self.value = self.lower = None

@@ -25,7 +25,7 @@ class Mover(Protocol):
     def hold(self, item: Item, device: torch.Tensor) -> None:
         """Takes a device copy that the program made under the engine's care."""
 
-    def took(self, memory: torch.Tensor) -> None:
+    def register_memory(self, memory: torch.Tensor) -> None:
         """Memory is an item's from here on."""
 
     def send(self, item: Item, event: Event) -> None:
@@ -57,7 +57,7 @@ class Item:
         class_name: of that; an `Enum` looks its values up.
         size_bytes: bytes that count in the tiers.
         index: its tensor in the trace that runs, or -1.
-        stays_up: the plan that runs has it on the device all the time.
+        stays_resident: the plan that runs has it on the device all the time.
         tier: the lower tier it goes to.
         device: the device copy as a 1-d uint8 tensor; None in state LOWER.
         place: the room below, or None before the first copy out.
@@ -83,7 +83,7 @@ class Item:
         "place",
         "size_bytes",
         "state",
-        "stays_up",
+        "stays_resident",
         "tier",
         "updating",
     )
@@ -94,7 +94,7 @@ class Item:
         self.kind, self.class_name = kind, kind.value
         self.size_bytes = size_bytes
         self.index = -1
-        self.stays_up = self.is_refused = False
+        self.stays_resident = self.is_refused = False
         self.tier = tier
         self.device: torch.Tensor | None = None
         self.is_given: bool | None = None
@@ -162,16 +162,16 @@ class Item:
     def refresh(self, traffic: Mover) -> None:
         """Makes what was written since the last copy count."""
 
-    def freed(self) -> None:
+    def before_free(self) -> None:
         """The device copy is about to be let go."""
 
-    def comes(self) -> None:
+    def before_fetch(self) -> None:
         """A copy to the device of what lies below is about to begin: what is written below from here on is not in it."""
 
     def arrived(self) -> None:
         """The device copy is valid again."""
 
-    def doubled(self) -> None:
+    def on_second_copy(self) -> None:
         """There is a copy below and one on the device from here on, or one is on its way to the other."""
 
     def leave(self, traffic: Mover) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import PLAIN, Guard, guard_class, may_be_watched, restore_class, set_data, unwatch, watch
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
+from tieroff.runtime.items.offloaded import PLAIN, Guard, guard_class, may_be_watched, restore_class, set_data, unwatch, watch
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LEAVING
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.movable import local_of, why_unmovable, with_local
@@ -60,14 +60,14 @@ class ParameterItem(HomeItem):
 
     def rest(self, traffic: Traffic) -> None:
         """User code runs next, and finds the tensor below; a device copy that equals it stays for the next use."""
-        if not self.is_lifted or (self.stays_up and self.place is None):
+        if not self.is_lifted or (self.stays_resident and self.place is None):
             return  # it is below already, or lies nowhere else
         self.refresh(traffic)
         tensor = self.tensor
         is_plain = type(tensor) in PLAIN  # the class of another has a `__torch_function__` of its own
         if self.state is not BOTH or self.is_held or not is_plain or tensor is None or self.lower is None:
             self.leave(traffic)
-        elif self.hollow is not None:
+        elif self.placeholder is not None:
             self.hide()
         else:
             unwatch(tensor)
@@ -76,11 +76,11 @@ class ParameterItem(HomeItem):
             self.note()
             guard_class(self)  # versions do not show what is written through NumPy: the first use ends the copy
 
-    def doubled(self) -> None:
+    def on_second_copy(self) -> None:
         watch(self.tensor)
 
-    def freed(self) -> None:
-        super().freed()
+    def before_free(self) -> None:
+        super().before_free()
         unwatch(self.tensor)
         if self.is_shown_below:
             restore_class(self)
@@ -127,9 +127,9 @@ class ShardItem(ParameterItem):
         self.arrival = self.arriving
         super().arrived()
 
-    def freed(self) -> None:
+    def before_free(self) -> None:
         self.arrival = None
-        super().freed()
+        super().before_free()
 
     @property
     def leaf(self) -> torch.Tensor | None:

@@ -3,11 +3,11 @@
 [Note: late evictions]
 The copies of what the last update wrote would hold up the end of the step, since nothing else is left to do. So a plan may let
 optimizer state go in the next step, where nothing uses it. The runtime begins to copy it when user code runs again, after
-the update, and hides it: people find it hollow from there on, as if it lay below, and whoever uses it has it brought up, which
-here means shown, and written: then it is copied anew. So between two steps nothing else has to know. Its bytes count as long as
-it is there: a step that follows no such plan, a forward that is no part of a step, a sleeping model and a call that wants its
-room have it leave first, as does a step that leaves its plan. Where tensors are shown below (the device is the host) they
-leave at the end of their own step: what is not there yet cannot be shown.
+the update, and hides it: people find it offloaded from there on, as if it lay below, and whoever uses it has it brought up,
+which here means shown, and written: then it is copied anew. So between two steps nothing else has to know. Its bytes count as
+long as it is there: a step that follows no such plan, a forward that is no part of a step, a sleeping model and a call that
+wants its room have it leave first, as does a step that leaves its plan. Where tensors are shown below (the device is the host)
+they leave at the end of their own step: what is not there yet cannot be shown.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import PLAIN, untouched, unwatch
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import PLAIN, untouched, unwatch
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import BOTH, DEVICE, LEAVING
 from tieroff.runtime.items.traffic import Traffic
@@ -86,7 +86,7 @@ def is_leaving(item: HomeItem) -> bool:
 
 def leave_place(item: HomeItem, traffic: Traffic) -> None:
     """Gives the room below back; the tensor stays where it is lifted to. One that is held below keeps it."""
-    if not item.is_lifted or item.is_let_go:
+    if not item.is_lifted or item.is_unmanaged:
         return
     traffic.settle(item)
     traffic.held.has_changed = True
@@ -101,9 +101,9 @@ def leave_place(item: HomeItem, traffic: Traffic) -> None:
 def lies_up(item: HomeItem) -> bool:
     """True for a lifted tensor that still lies on its device copy; written or not."""
     tensor = item.tensor
-    if tensor is not None and item.hollow is None and type(tensor) in PLAIN:
-        return tensor.data_ptr() == item.value_address and not item.is_let_go
-    return item.is_current() and not item.is_let_go
+    if tensor is not None and item.placeholder is None and type(tensor) in PLAIN:
+        return tensor.data_ptr() == item.value_address and not item.is_unmanaged
+    return item.is_current() and not item.is_unmanaged
 
 
 def lies_in(item: HomeItem, tier: Tier | None) -> bool:
@@ -113,7 +113,7 @@ def lies_in(item: HomeItem, tier: Tier | None) -> bool:
     return item.device is None and item.tier is tier and item.place is not None and item.is_as_left()
 
 
-class Standing:
+class ResidentSnapshot:
     """The items that a plan has on the device all the time, as a look at each of them found them: there, and nowhere else.
 
     Every step has to know whether somebody moved one of hundreds. That is asked of all at once, by functions of the
@@ -132,9 +132,9 @@ class Standing:
         self._all, self.plan = items, plan
         self._items, self.others = list[HomeItem](), list[HomeItem]()
         for item in items:
-            is_alone = item.stays_up and item.is_lifted and item.place is None and item.device is not None
-            (self._items if is_alone and not item.is_let_go and item.is_current() else self.others).append(item)
-        self._is_whole = not any(item.stays_up for item in self.others)  # else some are away, and come back
+            is_alone = item.stays_resident and item.is_lifted and item.place is None and item.device is not None
+            (self._items if is_alone and not item.is_unmanaged and item.is_current() else self.others).append(item)
+        self._is_whole = not any(item.stays_resident for item in self.others)  # else some are away, and come back
         self._refs = [item.ref for item in self._items]
         self._parameters = [item.ref for item in self._items if isinstance(item, ParameterItem)]
         self._bytes_elsewhere: int | None = None
@@ -149,7 +149,7 @@ class Standing:
         """True while all that stood still stand, parameters with the type and form that they had."""
         try:
             return self._look() == self._seen
-        except (RuntimeError, TypeError):  # a hollow tensor has no address, and one that died nothing
+        except (RuntimeError, TypeError):  # an offloaded tensor has no address, and one that died nothing
             return False
 
     def bytes_elsewhere(self, gave: Callable[[torch.Tensor], bool]) -> int:

@@ -78,9 +78,9 @@ class Traffic:
         if item.device is None:
             self.device_bytes += allocated_bytes(item.size_bytes, self._device_type)
         item.device, item.is_given = device, None
-        self.took(device)
+        self.register_memory(device)
 
-    def took(self, memory: torch.Tensor) -> None:
+    def register_memory(self, memory: torch.Tensor) -> None:
         """Memory is an item's from here on, on the device or below."""
         if self.tell_held is not None:
             self.tell_held(memory)
@@ -236,7 +236,7 @@ class Traffic:
             item.device, item.is_refused = None, False
             self.device_bytes -= allocated_bytes(item.size_bytes, self._device_type)
 
-    def let_go(self, item: Item) -> None:
+    def unmanage(self, item: Item) -> None:
         """Stops counting and holding an item whose tensor lives on by itself; nothing may be in flight."""
         self.release(item)
         self.held.has_changed = True
@@ -253,7 +253,7 @@ class Traffic:
             item.place = self._make_place(item)
         source = item.source()
         if self.is_watching:
-            item.doubled()
+            item.on_second_copy()
         item.leaving = self.backend.copy_out(source, item.place)
         self._count(item, "d2h" if item.place.tier is Tier.HOST else "nvme_write", item.leaving)
 
@@ -321,9 +321,9 @@ class Traffic:
         assert item.place is not None
         self.hold(item, self.backend.empty(item.place.size_bytes))
         assert item.device is not None
-        item.comes()
+        item.before_fetch()
         if self.is_watching:
-            item.doubled()
+            item.on_second_copy()
         item.arriving = self.backend.copy_in(item.place, item.device)
         self._count(item, "h2d" if item.place.tier is Tier.HOST else "nvme_read", item.arriving)
 
@@ -350,7 +350,7 @@ class Traffic:
         self.held.has_changed, item.is_refused = True, False
         if item.device is not None:
             self.backend.order_frees()
-            item.freed()
+            item.before_free()
             item.device = None
             self.device_bytes -= allocated_bytes(item.size_bytes, self._device_type)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.custody.model import Custody
-from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.items.offloaded import untouched
+from tieroff.runtime.managed.model import ManagedModel
 
 _GRADIENT = attrgetter("grad")
 
@@ -60,18 +60,18 @@ def held_by(optimizer: torch.optim.Optimizer | None) -> Held:
     return Held(tuple(map(id, _updated_by(optimizer))), tuple(zip(map(id, state), entries, strict=True)))
 
 
-def contents_of(used: Iterable[torch.Tensor], custody: Custody) -> Contents:
+def contents_of(used: Iterable[torch.Tensor], managed: ManagedModel) -> Contents:
     """Returns the contents of a step that begins now.
 
     Args:
         used: the parameters of the model.
-        custody: knows its optimizers.
+        managed: knows its optimizers.
     """
-    optimizer = custody.optimizer
+    optimizer = managed.optimizer
     updated = _updated_by(optimizer) if optimizer is not None else []
     with untouched():  # of a subclass, too, whether there is one, without a call of its own
         gradients = list(map(_GRADIENT, (*used, *updated)))
-    others = tuple(map(held_by, custody.unattached.optimizers()))
+    others = tuple(map(held_by, managed.unattached.optimizers()))
     return Contents(held_by(optimizer), others, bytes(gradient is not None for gradient in gradients))
 
 

@@ -6,34 +6,34 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forward.inputs import makes_graph, signature_of, to_device
 from tieroff.runtime.lifecycle.steps import Steps
+from tieroff.runtime.managed.model import ManagedModel
 
 
 class EarlyBegin:
     """Begins the steps of a model that is a root of FSDP2's, in front of FSDP2's own hook."""
 
-    def __init__(self, custody: Custody, steps: Steps) -> None:
+    def __init__(self, managed: ManagedModel, steps: Steps) -> None:
         """Hooks the model."""
-        self._custody, self._steps = custody, steps
-        self._handle = custody.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        self._managed, self._steps = managed, steps
+        self._handle = managed.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        custody, executor = self._custody, self._custody.executor
-        if custody.is_closed or executor.gate.depth or functorch_is_active():
+        managed, executor = self._managed, self._managed.executor
+        if managed.is_closed or executor.reads.depth or functorch_is_active():
             return
         if not makes_graph(module, args, kwargs):
             return
-        walk = custody.walk()
+        walk = managed.walk()
         if walk.has_substitutes:
             return
-        custody.check_alive()
-        if custody.stepper is not None:
-            custody.stepper.early.check_forward()
-        args, kwargs = to_device(custody.backend.device, args, kwargs)
+        managed.check_alive()
+        if managed.stepper is not None:
+            managed.stepper.early.check_forward()
+        args, kwargs = to_device(managed.backend.device, args, kwargs)
         self._steps.begin_forward(signature_of(module, args, kwargs, walk.trained), args, kwargs, walk)
         executor.shards.is_beginning = True
         executor.state.inside += 1  # until the forward: an exception between the two leaves it

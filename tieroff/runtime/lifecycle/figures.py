@@ -8,18 +8,18 @@ from statistics import median
 
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.stamp import ns_of
-from tieroff.runtime.custody.model import Custody
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind
 from tieroff.runtime.step.mode import PASS, PLANNED, Mode
 from tieroff.runtime.step.stats import Stats
 from tieroff.units import NS_PER_S
 
 
-def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[[], Stats]:
+def figures_of(kind: StepKind, managed: ManagedModel, recompute_ns: int) -> Callable[[], Stats]:
     """Returns what gives the figures of the step that ends now, once the device is through with it, which it waits for."""
-    executor, counts = custody.executor, custody.executor.traffic.counts
+    executor, counts = managed.executor, managed.executor.traffic.counts
     times, ended, mode = executor.clock.times, executor.traffic.now(), executor.state.mode
-    host, nvme = custody.stores.get(Tier.HOST), custody.stores.get(Tier.NVME)
+    host, nvme = managed.stores.get(Tier.HOST), managed.stores.get(Tier.NVME)
     counted = Stats(
         step_s=0.0,
         compute_s=0.0,
@@ -36,7 +36,7 @@ def figures_of(kind: StepKind, custody: Custody, recompute_ns: int) -> Callable[
         phase=_what_it_was(kind, mode),
         plans=kind.feedback.plan_count,
         settled_after=kind.feedback.settled_after,
-        settings={"backend": custody.backend.name, **custody.settings.chosen},
+        settings={"backend": managed.backend.name, **managed.settings.chosen},
     )
 
     def timed() -> Stats:

@@ -9,8 +9,8 @@ from tieroff.core.tensor import Tier
 from tieroff.core.timeline import OpSpan, Stall, Timeline, TransferSpan
 from tieroff.core.trace import Trace
 from tieroff.runtime.backend.stamp import Time, clock_ns, ns_of
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.clock import StepTimes
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.kinds import Planned
 from tieroff.storage.completion import Timed
 
@@ -22,11 +22,11 @@ _ENDS = {
 }
 
 
-def timeline_of(planned: Planned, custody: Custody, recompute_ns: int) -> Callable[[], Timeline]:
+def timeline_of(planned: Planned, managed: ManagedModel, recompute_ns: int) -> Callable[[], Timeline]:
     """Returns what gives the timeline of the step up to now, once the device is through with it, which it waits for."""
-    times, traffic = custody.executor.clock.times, custody.executor.traffic
+    times, traffic = managed.executor.clock.times, managed.executor.traffic
     spans, waits = traffic.spans, traffic.waits
-    memory = _memory(planned, custody, len(times.host_stops_ns))
+    memory = _memory(planned, managed, len(times.host_stops_ns))
     return lambda: _timeline(times, spans, waits, memory(), recompute_ns, planned.trace)
 
 
@@ -82,10 +82,10 @@ def _waits_for_peers(times: StepTimes, trace: Trace, ops: Sequence[OpSpan]) -> I
             yield Stall(at, wait_ns, -1, Tier.DEVICE, Tier.DEVICE, communication=index)
 
 
-def _memory(planned: Planned, custody: Custody, op_count: int) -> Callable[[], dict[Tier, tuple[int, ...]]]:
+def _memory(planned: Planned, managed: ManagedModel, op_count: int) -> Callable[[], dict[Tier, tuple[int, ...]]]:
     """Returns what gives what each tier held at each op; at the last one, in which user code runs on, what it holds now."""
-    held, device_bytes = custody.executor.traffic.held, custody.executor.traffic.device_bytes
-    below = {tier: store.used_bytes for tier, store in custody.stores.items()}
+    held, device_bytes = managed.executor.traffic.held, managed.executor.traffic.device_bytes
+    below = {tier: store.used_bytes for tier, store in managed.stores.items()}
 
     def by_tier() -> dict[Tier, tuple[int, ...]]:
         memory = {}

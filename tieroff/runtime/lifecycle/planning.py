@@ -12,9 +12,9 @@ from tieroff.core.seams import Fit, Made, PlanSource
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.feedback import Span
 from tieroff.runtime.step.kinds import Asked, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.likeness import is_like
@@ -52,9 +52,9 @@ class StepPlanning:
     """
 
     def __init__(
-        self, custody: Custody, plans: PlanSource, recomputation: Recomputation, steps_done: Callable[[], int]
+        self, managed: ManagedModel, plans: PlanSource, recomputation: Recomputation, steps_done: Callable[[], int]
     ) -> None:
-        self._custody, self._plans, self._recomputation = custody, plans, recomputation
+        self._managed, self._plans, self._recomputation = managed, plans, recomputation
         self._steps_done = steps_done
         self._has_told_over = False
 
@@ -68,7 +68,7 @@ class StepPlanning:
         if kind.asked is not None or (recorded.is_updated and self._awaits_updates()):
             return
         trace = recorded.trace.with_durations(self._measured_ns(recorded))
-        self._custody.backend.keep_freed(0)  # planning takes memory too
+        self._managed.backend.keep_freed(0)  # planning takes memory too
         wanted = self._plans.bring_back(trace, recorded.update_at - 1, recorded.used_below)
         traces = (wanted,) if wanted is trace else (wanted, trace)
         pending = self._plans.plan(traces, kind.feedback.rates, updates_on_host=self._may_update_on_host)
@@ -87,22 +87,22 @@ class StepPlanning:
 
     def _awaits_updates(self) -> bool:
         """True while the next updates tell whether a plan may have the CPU make them: the measured step runs once more."""
-        stepper = self._custody.stepper
+        stepper = self._managed.stepper
         return stepper is not None and stepper.host.evidence.is_awaited
 
     @property
     def _may_update_on_host(self) -> bool:
-        stepper = self._custody.stepper
+        stepper = self._managed.stepper
         return stepper is not None and stepper.host.evidence.is_proven
 
     def _measured_ns(self, recorded: Recorded) -> list[int]:
         """Returns the durations of the ops in the step that has just ended; of one with other ops, equal parts of it."""
-        executor, count = self._custody.executor, len(recorded.keys)
+        executor, count = self._managed.executor, len(recorded.keys)
         durations = executor.clock.times.durations_ns()
         return durations if is_like(executor.state.record.keys, recorded.keys) else [sum(durations) // count] * count
 
     def _tell(self, trace: Trace, plan: Plan) -> None:
-        asked = self._custody.settings.device_budget
+        asked = self._managed.settings.device_budget
         written = asked.written() if asked is not None else ""
         limit = asked.resolve(trace.peak_bytes) if asked is not None and not asked.is_least else None
         news.info("%s", ready(trace, plan, self._steps_done(), written if isinstance(written, str) else "", limit))
@@ -156,12 +156,12 @@ class StepPlanning:
 
     def check_peak(self, kind: StepKind, stage: Planned) -> None:
         """A step has followed its plan to the end: one that took more than the budget leaves the plan, and it is said once."""
-        peak_bytes, budget_bytes = self._custody.executor.runner.peak_bytes, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
+        peak_bytes, budget_bytes = self._managed.executor.runner.peak_bytes, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
         if peak_bytes <= budget_bytes or stage.plan.moves_nothing:
             kind.overs = 0
             return
         kind.overs += 1
-        strangers = self._custody.executor.runner.strangers(self._custody.executor.homes)
+        strangers = self._managed.executor.runner.strangers(self._managed.executor.homes)
         # Where the plan knows all that there is, a copy was late, which says nothing of the next step.
         if kind.stage is not stage or (not strangers and kind.overs < _OVERS_AT_MOST):
             return
@@ -220,7 +220,7 @@ class StepPlanning:
             asked.take()
 
     def _plan_again(self, kind: StepKind, stage: Planned, trace: Trace, reason: str) -> None:
-        self._custody.backend.keep_freed(0)  # planning takes memory too
+        self._managed.backend.keep_freed(0)  # planning takes memory too
         feedback = kind.feedback
         pending = self._plans.plan((trace,), feedback.plan_again(), updates_on_host=self._may_update_on_host)
 
@@ -247,10 +247,10 @@ class StepPlanning:
     def _adopt(self, kind: StepKind, recorded: Recorded, trace: Trace, made: Made) -> None:
         kind.feedback.slack = made.forecast[0] / made.forecast[1] if made.forecast and made.forecast[1] else 0.0
         kind.adopt(recorded, trace, made.plan)
-        self._custody.backend.return_freed()  # holes that steps without a plan left in the heap, or planning
+        self._managed.backend.return_freed()  # holes that steps without a plan left in the heap, or planning
 
     def _reserve(self, plan: Plan) -> None:
-        for store in self._custody.stores.values():
+        for store in self._managed.stores.values():
             store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
 
 

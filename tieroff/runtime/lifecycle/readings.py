@@ -13,10 +13,10 @@ from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
 from tieroff.core.timeline import Timeline
 from tieroff.runtime.backend.stamp import Time, clock_ns
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.lifecycle.figures import figures_of
 from tieroff.runtime.lifecycle.measured import timeline_of
 from tieroff.runtime.lifecycle.planning import Observed, StepPlanning
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.kinds import Planned, Ran, StepKind
 from tieroff.runtime.step.mode import PLANNED
 from tieroff.runtime.step.stats import Stats
@@ -51,8 +51,8 @@ class Readings:
         watchers: called with the figures of every step and the plan of its kind.
     """
 
-    def __init__(self, custody: Custody, planning: StepPlanning) -> None:
-        self._custody, self._planning = custody, planning
+    def __init__(self, managed: ManagedModel, planning: StepPlanning) -> None:
+        self._managed, self._planning = managed, planning
         self.watchers: list[Watcher] = []
         self._history: deque[StepFigures] = deque(maxlen=_HISTORY_STEPS)
         self._last: Stats | None = None
@@ -74,19 +74,19 @@ class Readings:
     def note(self, kind: StepKind, number: int, recompute_ns: int) -> None:
         """A step ends."""
         self._read()
-        executor = self._custody.executor
+        executor = self._managed.executor
         executor.clock.pause()
         stage, timeline = None, None
         if isinstance(kind.stage, Planned) and executor.state.mode is PLANNED and executor.traffic.keep_spans:
-            stage, timeline = kind.stage, timeline_of(kind.stage, self._custody, recompute_ns)
-        figures = figures_of(kind, self._custody, recompute_ns)
+            stage, timeline = kind.stage, timeline_of(kind.stage, self._managed, recompute_ns)
+        figures = figures_of(kind, self._managed, recompute_ns)
         self._unread = _Unread(kind, stage, number, executor.clock.times.begun, figures, timeline)
         if self.watchers or not self._runs_ahead:
             self._read()
 
     def observe(self, kind: StepKind, stage: Planned) -> None:
         """A step that was planned has run to the end of its last op."""
-        executor = self._custody.executor
+        executor = self._managed.executor
         if not executor.runner.is_at_end:
             return
         unread, last = self._unread, self._last
@@ -103,7 +103,7 @@ class Readings:
 
     @property
     def _runs_ahead(self) -> bool:
-        return self._custody.backend.device.type != "cpu"
+        return self._managed.backend.device.type != "cpu"
 
     def _read(self) -> None:
         unread, self._unread = self._unread, None

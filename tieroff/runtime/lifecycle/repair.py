@@ -20,64 +20,64 @@ Copies may also be under way that nobody has noted yet. They are waited for, sin
 from __future__ import annotations
 
 from tieroff.core.tensor import allocated_bytes
-from tieroff.runtime.at_work import came_from_engine
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import lies_on, restore_class, set_data
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Item
+from tieroff.runtime.items.offloaded import lies_on, restore_class, set_data
 from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
+from tieroff.runtime.managed.model import ManagedModel
+from tieroff.runtime.signal_safety import came_from_engine
 from tieroff.runtime.tensors import view_of
 from tieroff.storage.locks import let_go
 
 _ENDING_TIMEOUT_S = 60.0
 
 
-def is_torn(custody: Custody) -> bool:
+def is_torn(managed: ManagedModel) -> bool:
     """True when an exception passed through the engine since its last event, or a backward did not come to its end."""
-    state, clock = custody.executor.state, custody.executor.clock
-    if custody.executor.gate.depth or current_graph_task() != -1:
+    state, clock = managed.executor.state, managed.executor.clock
+    if managed.executor.reads.depth or current_graph_task() != -1:
         return False  # in the middle of something
     return state.inside != 0 or clock.is_backward_open
 
 
-def is_torn_by(custody: Custody, error: BaseException) -> bool:
+def is_torn_by(managed: ManagedModel, error: BaseException) -> bool:
     """True where an exception left a pass without gradients between two lines of the engine: it is to be repaired at once.
 
     One of user code leaves all as it was, and a step that runs goes on.
     """
-    executor = custody.executor
-    if not executor.gate.depth and not came_from_engine(error):
+    executor = managed.executor
+    if not executor.reads.depth and not came_from_engine(error):
         return False
     executor.state.inside += 1  # in a backward, whatever follows that repairs
     return current_graph_task() == -1
 
 
-def repair(custody: Custody) -> None:
+def repair(managed: ManagedModel) -> None:
     """Makes the engine's state one from which the next step is right; see [Note: what an exception leaves].
 
     Every tensor has a valid value afterwards, an update's parts are those that were done, and no step runs. It may be
     called at any time outside of a forward and a backward, and more than once.
     """
-    executor = custody.executor
+    executor = managed.executor
     executor.state.subclass_calls.restore()
     let_go(executor.state.lock)
     executor.shards.show()
     executor.shards.is_beginning = False
-    for store in custody.stores.values():
+    for store in managed.stores.values():
         store.free_lock()
-    custody.backend.settle(_ENDING_TIMEOUT_S)
-    for store in custody.stores.values():
+    managed.backend.settle(_ENDING_TIMEOUT_S)
+    for store in managed.stores.values():
         store.repair()
-    if custody.stepper is not None:
-        custody.stepper.restore()
+    if managed.stepper is not None:
+        managed.stepper.restore()
     items: list[Item] = [*executor.homes, *executor.activations]
     for item in items:
         _reconcile(item)
     traffic = executor.traffic
     traffic.device_bytes = sum(
-        allocated_bytes(item.size_bytes, custody.backend.device.type) for item in items if item.device is not None
+        allocated_bytes(item.size_bytes, managed.backend.device.type) for item in items if item.device is not None
     )
     for home in list(executor.homes):
         if home.device is None and home.place is None:  # taken over in part: it lies where it always lay
@@ -87,7 +87,7 @@ def repair(custody: Custody) -> None:
     executor.activations.end_unused()
     executor.clock.is_backward_open = False
     executor.state.inside = 0
-    executor.gate.depth = 0
+    executor.reads.depth = 0
 
 
 def _reconcile(item: Item) -> None:
@@ -105,7 +105,7 @@ def _reconcile(item: Item) -> None:
 
 def _lies_elsewhere(item: HomeItem) -> bool:
     """True when the tensor lies on memory that is none of the engine's, whatever the item says of itself."""
-    tensor, known = item.tensor, (item.device, item.value, item.lower, item.hollow)
+    tensor, known = item.tensor, (item.device, item.value, item.lower, item.placeholder)
     return tensor is not None and not any(memory is not None and lies_on(tensor, memory) for memory in known)
 
 
@@ -128,7 +128,7 @@ def _put_below(item: Item) -> None:
     item.leaving = item.arriving = item.updating = None
     if isinstance(item, HomeItem):
         item.is_lifted = item.is_shown_below or _is_up(item)
-        item.freed()  # gives the tensor its place below, or makes it hollow
+        item.before_free()  # gives the tensor its place below, or makes it offloaded
     item.device, item.state = None, LOWER
 
 

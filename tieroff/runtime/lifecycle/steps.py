@@ -1,8 +1,8 @@
 """Steps: when one begins and ends, and what kind it is.
 
-[Note: aside]
+[Note: bypass]
 In a kind of step whose plan moves nothing, the first step puts everything on the device, and those after it need nothing of the
-engine. So it stands aside: accesses of parameters give the homes without a line of Python, gradients have no hooks but
+engine. So hooks are bypassed: accesses of parameters give the homes without a line of Python, gradients have no hooks but
 one (of the last to arrive, which says that there was a backward), and no walk looks after modules, homes or state. A forward
 that begins compares its signature and what a `Watch` sees of the model with what they were, and asks whether the plan still is
 within its part of a shared budget; `optimizer.step` ends the step. All else comes back before a step of another kind, before a
@@ -20,7 +20,6 @@ import torch
 
 from tieroff.core.seams import PlanSource
 from tieroff.errors import StateError
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.autograd import current_graph_task, refuse_compiled_autograd
 from tieroff.runtime.execution.experience import Experience, Shapes
 from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of
@@ -34,6 +33,7 @@ from tieroff.runtime.lifecycle.readings import Readings
 from tieroff.runtime.lifecycle.repair import is_torn, repair
 from tieroff.runtime.lifecycle.resting import Rest
 from tieroff.runtime.lifecycle.traced import TracedStep
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.known_kinds import KnownKinds
@@ -59,36 +59,36 @@ class Steps:
         readings: figures of the steps that ended.
     """
 
-    def __init__(self, custody: Custody, plans: PlanSource) -> None:
-        self._custody, self._plans = custody, plans
+    def __init__(self, managed: ManagedModel, plans: PlanSource) -> None:
+        self._managed, self._plans = managed, plans
         self.kinds = KnownKinds()
         self.last: StepKind | None = None
-        self.recomputation = Recomputation(custody.model, custody.executor.gate, custody.executor.clock)
-        self._planning = StepPlanning(custody, plans, self.recomputation, lambda: self._steps_done)
-        self.readings = Readings(custody, self._planning)
+        self.recomputation = Recomputation(managed.model, managed.executor.reads, managed.executor.clock)
+        self._planning = StepPlanning(managed, plans, self.recomputation, lambda: self._steps_done)
+        self.readings = Readings(managed, self._planning)
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_stranger = False  # the step that runs has smaller inputs than its kind's
         self._is_void = False  # the model changed since the step began: it says nothing of later ones
         self._mismatches = self._steps_done = 0  # of its kind before it; of all
         self._is_updated = True  # the step that runs was updated, or there is none
-        self._aside: StepKind | None = None  # see [Note: aside]
+        self._bypassed: StepKind | None = None  # see [Note: bypass]
         self._watch: Watch | None = None
-        self._rest = Rest(custody, plans)
+        self._rest = Rest(managed, plans)
         self._signature: Signature = ()  # of the step that runs, without its contents
         self._contents = Contents()  # with which it began; see [Note: contents] in lifecycle/contents.py
         self._watched: list[Any] = []  # handles of hooks on the inputs of the step that runs
 
     # -- a step begins ---------------------------------------------------------------------------------------------
 
-    def stays_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def stays_bypassed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True when a forward on these inputs is of the kind that nothing moves in, the model as it was, and the budget too."""
-        kind, watch = self._aside, self._watch
-        if kind is None or watch is None or is_torn(self._custody) or not watch.is_same:
+        kind, watch = self._bypassed, self._watch
+        if kind is None or watch is None or is_torn(self._managed) or not watch.is_same:
             return False
-        signature, contents = signature_of(self._custody.model, args, kwargs, watch.trained), self._contents
+        signature, contents = signature_of(self._managed.model, args, kwargs, watch.trained), self._contents
         if self._begins_step():
-            contents = contents_of(watch.used, self._custody)
+            contents = contents_of(watch.used, self._managed)
         if self.kinds.serving((*signature, contents)) is not kind or not self._planning.may_follow(kind):
             return False
         self._contents = contents
@@ -103,45 +103,45 @@ class Steps:
         refuse_compiled_autograd()
         self.come_back()
         self.mend()
-        with self._custody.executor.state.lock:  # other threads may read parameters
+        with self._managed.executor.state.lock:  # other threads may read parameters
             self._begin_forward(signature, args, kwargs, walk)
 
-    def begin_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of which `stays_aside` is true begins."""
-        kind = self._aside
+    def begin_bypassed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of which `stays_bypassed` is true begins."""
+        kind = self._bypassed
         assert kind is not None
         self._end_skipped()
         if self._is_updated or self._kind is None:
             self._end_last_op()
             self._kind = self.last = kind
-            self._custody.executor.begin_aside()
+            self._managed.executor.begin_bypassed()
             self._begin_update()
             if kind.is_passed_through:
                 self._watch_inputs((args, kwargs))
 
     def come_back(self) -> None:
-        """The engine looks after everything again; see [Note: aside]."""
+        """The engine manages everything again; see [Note: bypass]."""
         self._rest.end()
-        if self._aside is not None:
+        if self._bypassed is not None:
             self._watch = None
-            self._custody.come_back()
-            self._aside = None  # last: an exception may come between any two lines
+            self._managed.come_back()
+            self._bypassed = None  # last: an exception may come between any two lines
 
     def _end_skipped(self) -> None:
         if self._kind is not None and not self._is_updated and self._was_skipped():
             self._finish_step(self._kind)
 
     def _begin_forward(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], walk: Walk) -> None:
-        custody, executor, shapes = self._custody, self._custody.executor, shapes_of((args, kwargs))
+        managed, executor, shapes = self._managed, self._managed.executor, shapes_of((args, kwargs))
         executor.gradients.sweep()
-        custody.is_asleep = False
+        managed.is_asleep = False
         self._end_skipped()
         if self._is_updated or self._kind is None:
             if self._traced is not None:
                 self._traced.next_inputs((args, kwargs))
             self._end_last_op()
             walk = self.check_model(walk)
-            self._contents = contents_of(walk.used, custody)
+            self._contents = contents_of(walk.used, managed)
             self._signature = signature
             self._start_step((*signature, self._contents), shapes, is_passed_through=is_given_gradients((args, kwargs)))
             self._watch_inputs((args, kwargs))
@@ -158,17 +158,17 @@ class Steps:
         self._watched = [leaf.register_hook(self._note_backward) for leaf in given]
 
     def _note_backward(self, _gradient: torch.Tensor) -> None:
-        self._custody.executor.state.saw_backward = True
+        self._managed.executor.state.saw_backward = True
 
     def _note_input(self, shapes: Shapes) -> None:
         """Before a forward on inputs of these shapes, in whatever mode."""
-        on_demand = self._custody.executor.on_demand
+        on_demand = self._managed.executor.on_demand
         on_demand.release_reachable()  # an exception in backward may have left something
         if self._traced is not None and self._traced.is_watched:
             self._traced.shapes.append(shapes)
         elif not on_demand.experience.covers(shapes):
             on_demand.room_bytes = 0  # what ops on these need is unknown
-            self._custody.backend.keep_freed(0)
+            self._managed.backend.keep_freed(0)
             on_demand.release_all()
 
     def check_model(self, walk: Walk | None = None) -> Walk:
@@ -177,21 +177,21 @@ class Steps:
         Returns:
             What the model holds: `walk`, where that is still so.
         """
-        walk = walk or self._custody.walk()
-        self._custody.hook_gradients(walk)
-        if not self._custody.has_changed(walk) or walk.has_substitutes or self._custody.take_assigned(walk):
+        walk = walk or self._managed.walk()
+        self._managed.hook_gradients(walk)
+        if not self._managed.has_changed(walk) or walk.has_substitutes or self._managed.take_assigned(walk):
             return walk
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         with torch.inference_mode(False):  # a forward that infers may be the first to see it
-            install(self._custody.model, self._custody.executor.gate)
-            self._custody.move_to_device()  # `state_dict` gives tensors of the host, which may have been assigned
-            self._custody.register()
+            install(self._managed.model, self._managed.executor.reads)
+            self._managed.move_to_device()  # `state_dict` gives tensors of the host, which may have been assigned
+            self._managed.register()
         self.forget()
-        return self._custody.walk()
+        return self._managed.walk()
 
     def _was_skipped(self) -> bool:
         """True when the step's backward is over and its gradients were cleared without an update (GradScaler, or none)."""
-        executor, stepper = self._custody.executor, self._custody.stepper
+        executor, stepper = self._managed.executor, self._managed.stepper
         saw_backward = executor.state.saw_backward
         if stepper is None or not saw_backward:
             return saw_backward
@@ -200,39 +200,39 @@ class Steps:
         return all(p.grad is None for group in stepper.optimizer.param_groups for p in group["params"])
 
     def _start_step(self, signature: Signature, shapes: Shapes, *, is_passed_through: bool) -> None:
-        custody = self._custody
-        custody.executor.gradients.begin()
-        is_covered = custody.executor.on_demand.experience.covers(shapes)
+        managed = self._managed
+        managed.executor.gradients.begin()
+        is_covered = managed.executor.on_demand.experience.covers(shapes)
         kind = self.kinds.enter(signature, is_covered=is_covered, is_passed_through=is_passed_through)
         self._is_stranger, self._mismatches = signature not in self.kinds, kind.mismatches
         self._planning.look(kind)
-        if custody.stepper is not None:
-            custody.stepper.state.take_over()
+        if managed.stepper is not None:
+            managed.stepper.state.take_over()
         self._planning.fit(kind)
-        custody.place_for(kind, is_looked_at=True)
+        managed.place_for(kind, is_looked_at=True)
         recorder = None
         if isinstance(kind.stage, Recording):
             recorder = self._plans.recorder()
-            self._traced = TracedStep(custody, self._plans, recorder)
+            self._traced = TracedStep(managed, self._plans, recorder)
         self._kind = self.last = kind
         self._is_void = False
-        custody.executor.begin(kind, recorder, may_be_quiet=self._may_be_quiet(kind))
-        custody.keep_freed(kind)
+        managed.executor.begin(kind, recorder, may_be_quiet=self._may_be_quiet(kind))
+        managed.keep_freed(kind)
         self._begin_update()
         if self._traced is not None:
             self._traced.start(is_recomputing=bool(self.recomputation.slots))
-        elif kind.moves_nothing and custody.may_stand_aside():
-            self._aside = kind
-            self._watch = custody.stand_aside(kind)
+        elif kind.moves_nothing and managed.may_be_bypassed():
+            self._bypassed = kind
+            self._watch = managed.bypass(kind)
 
     def _may_be_quiet(self, kind: StepKind) -> bool:
         """True for a planned step that the feedback does not look at, and in which nothing follows every event."""
         is_unseen = kind.asked is not None or kind.feedback.passes_next
-        return is_unseen and not self.recomputation.slots and not self._custody.settings.update_in_backward
+        return is_unseen and not self.recomputation.slots and not self._managed.settings.update_in_backward
 
     def _begin_update(self) -> None:
-        if self._custody.stepper is not None:
-            self._custody.stepper.begin()
+        if self._managed.stepper is not None:
+            self._managed.stepper.begin()
         self._is_updated = False
         self.recomputation.spent_ns = 0
 
@@ -244,24 +244,24 @@ class Steps:
         Raises:
             StateError: a forward or a backward runs.
         """
-        if self._custody.executor.gate.depth or current_graph_task() != -1:
+        if self._managed.executor.reads.depth or current_graph_task() != -1:
             raise StateError("tieroff.sleep was called in the middle of a forward or backward; call it between steps")
         self.mend()
         if self._is_updated:
             self._end_last_op()
-        self._custody.executor.gradients.note_unseen()
-        self._custody.sleep()
+        self._managed.executor.gradients.note_unseen()
+        self._managed.sleep()
 
     def wake(self) -> None:
         """Brings back what the plan of the step that ran last keeps on the device; without a plan nothing stays there."""
-        self._custody.check_alive()
-        if not self._custody.is_asleep:
+        self._managed.check_alive()
+        if not self._managed.is_asleep:
             return
-        self._custody.is_asleep = False
+        self._managed.is_asleep = False
         if self.last is not None and isinstance(self.last.stage, Planned) and self._kind is None:
             self._planning.look(self.last)
             self._planning.fit(self.last)
-            self._custody.place_for(self.last)
+            self._managed.place_for(self.last)
 
     # -- a step ends -----------------------------------------------------------------------------------------------
 
@@ -271,9 +271,9 @@ class Steps:
         Raises:
             StateError: in a forked child, or after the engine was closed.
         """
-        self._custody.check_alive()
+        self._managed.check_alive()
         self.mend()
-        self._custody.executor.guard.update_begins()
+        self._managed.executor.guard.update_begins()
         if self._kind is not None and isinstance(self._kind.stage, Planned) and not self._is_of_plan(self._kind.stage):
             self._diverge_in_update()
         if self._kind is None or self._is_updated:
@@ -283,20 +283,20 @@ class Steps:
             self.come_back()
             self._end_last_op()
             if not has_closure:  # else a step begins, which has pages of the one before
-                self._custody.backend.keep_freed(0)
-            self._custody.executor.state.mode = IDLE
+                self._managed.backend.keep_freed(0)
+            self._managed.executor.state.mode = IDLE
 
     def _is_of_plan(self, stage: Planned) -> bool:
         """True for an update that the plan of the step which runs has room for."""
-        return stage.recorded.is_updated and (self._is_updated or held_by(self._custody.optimizer) == self._contents.held)
+        return stage.recorded.is_updated and (self._is_updated or held_by(self._managed.optimizer) == self._contents.held)
 
     def _diverge_in_update(self) -> None:
         """A step is updated whose kind never was, with its state below, or the optimizer is another one than it was."""
         self.come_back()
-        executor = self._custody.executor
+        executor = self._managed.executor
         if executor.state.mode in (PLANNED, PASS):
             executor.clock.diverge(lambda: "an update")
-            executor.gate.intercept(True)
+            executor.reads.intercept(True)
             executor.context.lower_all()  # what the plan has brought, or kept, for an update of its own
 
     def before_first_update(self) -> None:
@@ -307,7 +307,7 @@ class Steps:
     def before_closure(self) -> None:
         """The optimizer runs its closure by itself: each evaluation in an update is a step, and ends the one before."""
         if self._kind is not None and not self._is_updated:
-            self._custody.executor.clock.tick(("end",), lambda: "end", "")
+            self._managed.executor.clock.tick(("end",), lambda: "end", "")
             self._finish_step(self._kind)
 
     def after_update(self) -> None:
@@ -315,20 +315,20 @@ class Steps:
         if self._kind is not None and not self._is_updated:
             self._finish_step(self._kind)
         elif not self._rest.is_on:
-            self._custody.executor.context.lower_all()
+            self._managed.executor.context.lower_all()
 
     def mend(self) -> None:
         """Repairs what an exception left since the engine last ran, as one in backward does."""
-        if is_torn(self._custody):
+        if is_torn(self._managed):
             self.broke()
 
     def broke(self) -> None:
         """An exception left a forward, a backward or an update: what the step had begun is cleared; the next begins anew."""
         self._is_updated, self._kind = True, None
         self.come_back()
-        repair(self._custody)
-        self._custody.executor.abandon()
-        self._custody.executor.context.lower_all()  # user code runs next
+        repair(self._managed)
+        self._managed.executor.abandon()
+        self._managed.executor.context.lower_all()  # user code runs next
         self.close()
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class Steps:
         self._steps_done += 1
         self.readings.note(kind, self._steps_done, self.recomputation.spent_ns)
         if self._steps_done == _WARMUP_STEPS:
-            for store in self._custody.stores.values():
+            for store in self._managed.stores.values():
                 store.end_warmup()
 
     def _end_last_op(self) -> None:
@@ -353,7 +353,7 @@ class Steps:
         kind, traced = self._kind, self._traced
         if kind is None:
             return
-        executor = self._custody.executor
+        executor = self._managed.executor
         mode = executor.state.mode
         executor.end()
         self.close()
@@ -367,8 +367,8 @@ class Steps:
             self.readings.observe(kind, stage)
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
-        is_whole = self._custody.stepper is None or ("end",) in keys or kind.is_passed_through
-        if mode is not DEMAND or not is_whole or self._is_void or self._custody.has_changed(self._custody.walk()):
+        is_whole = self._managed.stepper is None or ("end",) in keys or kind.is_passed_through
+        if mode is not DEMAND or not is_whole or self._is_void or self._managed.has_changed(self._managed.walk()):
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)
@@ -397,8 +397,8 @@ class Steps:
         if traced.has_compiled:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
             return
-        contents = contents_of(self._custody.walk().used, self._custody)
-        if self._custody.stepper is not None and contents.unattached != self._contents.unattached:
+        contents = contents_of(self._managed.walk().used, self._managed)
+        if self._managed.stepper is not None and contents.unattached != self._contents.unattached:
             log.info("an optimizer that is not attached has made its state, perhaps unseen: the next step is traced")
             return
         kind.feedback = Feedback(kind.feedback.rates)
@@ -410,4 +410,4 @@ class Steps:
         self.come_back()
         self._is_void = True
         self.kinds.clear()
-        self._custody.executor.on_demand.experience = Experience()
+        self._managed.executor.on_demand.experience = Experience()

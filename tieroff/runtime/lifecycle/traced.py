@@ -11,13 +11,13 @@ from tieroff.core.seams import PlanSource, Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, RecorderBusyError
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
 from tieroff.runtime.hooks.forward.inputs import storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.lifecycle.unmanaged import unmanaged
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.communication import with_communication
 from tieroff.runtime.step.executable import sums_no_gradients
 from tieroff.runtime.step.recorded import Recorded, is_updated, update_of
@@ -35,8 +35,8 @@ class TracedStep:
         shapes: of the inputs of its forwards.
     """
 
-    def __init__(self, custody: Custody, plans: PlanSource, recorder: Recorder) -> None:
-        self._custody, self._plans, self._recorder = custody, plans, recorder
+    def __init__(self, managed: ManagedModel, plans: PlanSource, recorder: Recorder) -> None:
+        self._managed, self._plans, self._recorder = managed, plans, recorder
         self.shapes: list[Shapes] = []
         self._spans: ModuleSpans | None = None
         self._has_started = True
@@ -49,7 +49,7 @@ class TracedStep:
 
     def start(self, *, is_recomputing: bool) -> None:
         """Begins to watch; `is_recomputing`: some layers run again already, so none is looked for."""
-        custody, record = self._custody, self._custody.executor.state.record
+        managed, record = self._managed, self._managed.executor.state.record
         try:
             self._recorder.start()
         except CaptureError as error:
@@ -57,14 +57,14 @@ class TracedStep:
             log.log(level, "%s; this step runs on demand", error)
             record.recorder, self._has_started = None, False
             return
-        self._recorder.watch_gradients(lambda: [p.grad for p in custody.model.parameters() if p.grad is not None])
-        for item in custody.executor.homes:
+        self._recorder.watch_gradients(lambda: [p.grad for p in managed.model.parameters() if p.grad is not None])
+        for item in managed.executor.homes:
             record.bind(item)
-        custody.executor.gradients.begin_recording()
-        layers = custody.settings.recompute_layers
-        if layers and not is_recomputing and next(find_compiled(custody.model), None) is None:
-            starts_ns = custody.executor.clock.times.host_starts_ns
-            self._spans = ModuleSpans(layers_of(custody.model, layers), lambda: len(starts_ns))
+        managed.executor.gradients.begin_recording()
+        layers = managed.settings.recompute_layers
+        if layers and not is_recomputing and next(find_compiled(managed.model), None) is None:
+            starts_ns = managed.executor.clock.times.host_starts_ns
+            self._spans = ModuleSpans(layers_of(managed.model, layers), lambda: len(starts_ns))
 
     def end_spans(self) -> None:
         """The step's forwards are over: its layers have no hooks any more."""
@@ -89,17 +89,17 @@ class TracedStep:
 
     def finish(self) -> Recorded:
         """Returns what the step showed, once it is over; it was watched."""
-        custody, record = self._custody, self._custody.executor.state.record
+        managed, record = self._managed, self._managed.executor.state.record
         keys, recorder = tuple(record.keys), self._recorder
         subjects = self._subjects(is_updated=is_updated(keys))
-        recorder.stands(one.tensor.untyped_storage() for one in unmanaged(custody))
-        if advice := "; ".join(filter(None, (advice_of(custody.model), custody.executor.shards.advice))):
+        recorder.stands(one.tensor.untyped_storage() for one in unmanaged(managed))
+        if advice := "; ".join(filter(None, (advice_of(managed.model), managed.executor.shards.advice))):
             recorder.meta["advice"] = advice
-        if custody.stepper is not None and custody.stepper.host.evidence.is_possible:
-            recorder.meta[UPDATED_ON_HOST] = type(custody.stepper.optimizer).__name__
-        if sliced := [item for item in custody.executor.homes.states.values() if item.is_sliced]:
+        if managed.stepper is not None and managed.stepper.host.evidence.is_possible:
+            recorder.meta[UPDATED_ON_HOST] = type(managed.stepper.optimizer).__name__
+        if sliced := [item for item in managed.executor.homes.states.values() if item.is_sliced]:
             recorder.meta[BYTES_BELOW] = _bytes_below(sliced)
-        trace = recorder.finish(subjects, [0] * len(keys), type(custody.model).__name__)
+        trace = recorder.finish(subjects, [0] * len(keys), type(managed.model).__name__)
         trace = mark_recomputed(self._spans.name(trace) if self._spans is not None else trace, keys)
         trace, buffers = with_communication(trace, keys)
         index = {subject.key: i for i, subject in enumerate(subjects)}
@@ -109,7 +109,7 @@ class TracedStep:
         below = recorder.written_below & parameters.keys()
         hooked = recorder.written_in_backward & index.keys() - parameters.keys()
         used = _used_below(trace, recorder, index, keys)
-        asked = custody.executor.scaled.asked
+        asked = managed.executor.scaled.asked
         norms = {key: frozenset() if key in hooked else frozenset(norms) for key, norms in asked.items() if key in index}
         self._learn(trace, list(index), written | below)
         return Recorded(
@@ -127,7 +127,7 @@ class TracedStep:
         )
 
     def _subjects(self, *, is_updated: bool) -> list[Subject]:
-        homes, gradients = self._custody.executor.homes, self._custody.executor.gradients
+        homes, gradients = self._managed.executor.homes, self._managed.executor.gradients
         persistent = (*homes.parameters.values(), *(homes.states.values() if is_updated else ()))
         persistent = tuple(item for item in persistent if not item.is_sliced)
         subjects = [Subject(item.key, item.name, item.size_bytes, item.kind, is_persistent=True) for item in persistent]
@@ -137,8 +137,8 @@ class TracedStep:
         """Keeps what the step says about steps that run without a plan."""
         read = {keys[t] for op in trace.ops if op.phase in _PASSES for t in op.reads}
         room_bytes = self._plans.spare_bytes(trace)
-        self._custody.executor.on_demand.experience.add(read, written, self.shapes, room_bytes)
-        stepper = self._custody.stepper
+        self._managed.executor.on_demand.experience.add(read, written, self.shapes, room_bytes)
+        stepper = self._managed.stepper
         lacking = self._plans.lacks_for_updates(trace)
         if stepper is not None and lacking is not None:
             stepper.host.evidence.lacking = lacking

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tieroff.parts import parts_of
-from tieroff.runtime.custody.model import Custody
-from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.items.offloaded import untouched
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.movable import tensors_in
 
 
@@ -28,10 +28,10 @@ class Unmanaged:
     tensor: torch.Tensor
 
 
-def unmanaged(custody: Custody) -> Iterator[Unmanaged]:
+def unmanaged(managed: ManagedModel) -> Iterator[Unmanaged]:
     """Yields the parameters, buffers and optimizer state that stay on the device whatever a plan says; none twice."""
-    device_type, seen = custody.backend.device.type, set[int]()
-    for name, why, tensor in _standing(custody):
+    device_type, seen = managed.backend.device.type, set[int]()
+    for name, why, tensor in _standing(managed):
         with untouched():
             parts = [*parts_of(tensor)]
         for path, part in parts:
@@ -43,17 +43,17 @@ def unmanaged(custody: Custody) -> Iterator[Unmanaged]:
                 yield Unmanaged(f"{path} of {name}" if path else name, why, part)
 
 
-def _standing(custody: Custody) -> Iterator[tuple[str, str, torch.Tensor]]:
-    parameters = dict(custody.model.named_parameters())
-    for name, why in custody.unmoved.items():
+def _standing(managed: ManagedModel) -> Iterator[tuple[str, str, torch.Tensor]]:
+    parameters = dict(managed.model.named_parameters())
+    for name, why in managed.unmoved.items():
         if name in parameters:
             yield name, why, parameters[name]
-    for name, buffer in custody.model.named_buffers():
+    for name, buffer in managed.model.named_buffers():
         yield name, "a buffer", buffer
-    if custody.stepper is not None:
-        yield from custody.stepper.state.unmanaged()
-    for optimizer in custody.unattached.optimizers():
-        why, names = f"state of {type(optimizer).__name__}, which is not attached", custody.executor.homes.names
+    if managed.stepper is not None:
+        yield from managed.stepper.state.unmanaged()
+    for optimizer in managed.unattached.optimizers():
+        why, names = f"state of {type(optimizer).__name__}, which is not attached", managed.executor.homes.names
         for parameter, values in optimizer.state.items():
             if isinstance(values, dict):
                 owner = names.get(id(parameter), "a parameter outside the model")

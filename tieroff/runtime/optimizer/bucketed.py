@@ -14,7 +14,6 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tieroff.errors import StateError
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.hooks.unattached import has_pre_hooks
@@ -24,6 +23,7 @@ from tieroff.runtime.optimizer.in_backward import AppliedGradient, EarlyUpdates
 from tieroff.runtime.optimizer.state import OptimizerState
 from tieroff.runtime.optimizer.update import BucketUpdate
 from tieroff.runtime.settings import Settings
+from tieroff.runtime.signal_safety import runs_user_code
 from tieroff.runtime.step.mode import PASS
 from tieroff.uncompiled import refusal
 
@@ -128,7 +128,7 @@ class BucketedStep:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    @calls_user_code
+    @runs_user_code
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own `step`: that of its class, or the one that this instance had before."""
         if self._previous is not None:
@@ -157,7 +157,7 @@ class BucketedStep:
             raise
         return out
 
-    @calls_user_code
+    @runs_user_code
     def _step_with_hooks(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Does what torch does around each optimizer's step."""
         pre = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
@@ -172,7 +172,7 @@ class BucketedStep:
             hook(optimizer, (optimizer, *args), kwargs)
         return out
 
-    @calls_user_code
+    @runs_user_code
     def _step_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = closure_of(args, kwargs)
         if closure is None:
@@ -306,7 +306,7 @@ class BucketedStep:
             self._tick(0)
             return self._update_one.run(bucket, lambda _: step(*args, **kwargs), [])
 
-    @calls_user_code
+    @runs_user_code
     def _evaluate(self, bucket: list[torch.Tensor], closure: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a closure in the middle of an update: forward and backward find parameters where they expect them."""
         context = self._context

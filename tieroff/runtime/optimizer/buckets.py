@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tieroff.core.buckets import buckets_of
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.offloaded import PLAIN
 from tieroff.runtime.movable import local_of
 from tieroff.runtime.optimizer.known import TRIED, Known, known_of
 from tieroff.runtime.optimizer.trial import Trial

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.items.hollow import guarded, own_class, untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.joint import apart
+from tieroff.runtime.items.offloaded import guarded, own_class, untouched
 from tieroff.runtime.movable import is_wrapper, plain_parts, with_parts
+from tieroff.runtime.signal_safety import is_interrupting
 from tieroff.runtime.tensors import storage_of
 
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from tieroff.errors import StateError
-from tieroff.runtime.items.hollow import own_class
+from tieroff.runtime.items.offloaded import own_class
 from tieroff.runtime.movable import is_wrapper, plain_parts, tensors_in
 from tieroff.runtime.optimizer.coupling import Watch, WatchReads
 from tieroff.runtime.optimizer.shared import SharedValues, is_plain

@@ -79,12 +79,12 @@ class BucketUpdate:
         context = self._context
         context.clock.pause()
         bucket, moved = self._lifted[-1]
-        self._let_go_replaced(moved)
+        self._unmanage_replaced(moved)
         adopted = self._state.adopt(bucket, are_current=True)
         moved = moved + adopted
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
         may_write_gradients = self.may_write_gradients
-        for item in context.runner.looked_after(moved):
+        for item in context.runner.not_resident(moved):
             # Fused kernels write without a trace in any version; only gradients are usually left alone.
             if item.kind is not TensorClass.GRADIENT or may_write_gradients:
                 item.touch(context.traffic)
@@ -100,10 +100,10 @@ class BucketUpdate:
             if item.index < 0:  # made late, in a step that its plan has no room for
                 item.leave(context.traffic)
 
-    def _let_go_replaced(self, moved: list[HomeItem]) -> None:
+    def _unmanage_replaced(self, moved: list[HomeItem]) -> None:
         """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
         context = self._context
-        for item in context.runner.looked_after(moved):
+        for item in context.runner.not_resident(moved):
             if item.is_lifted and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
@@ -198,7 +198,7 @@ class BucketUpdate:
             return None
         if known is None or known[0] is not settled:
             needed = self._items_of(bucket, with_gradients=False)
-            moving = self._context.runner.looked_after(needed)
+            moving = self._context.runner.not_resident(needed)
             ids = {id(item) for item in moving}
             known = self._moving[id(bucket)] = settled, moving, [item for item in needed if id(item) not in ids]
         # An evaluation before the update, or `tieroff.sleep`, sends below what the plan has on the device.
@@ -242,7 +242,7 @@ class BucketUpdate:
         needed = self._items_of(bucket)
         context.on_demand.claim(*needed)
         lifted += needed  # before the first is: an exception may come between any two lines
-        left = context.runner.looked_after(needed)
+        left = context.runner.not_resident(needed)
         # All fetches begin before the first is awaited.
         for known in left:
             known.refresh(context.traffic)

@@ -7,10 +7,10 @@ plan, and why: user code runs at moments that no op of a trace stands for.
 What the CPU updates has to lie below while user code runs before the update, and is submitted there as it lies. Its loads that
 cross the step's end begin with the next step: user code between two steps finds such parameters below, whatever was loaded.
 
-[Note: left alone]
-An activation or gradient that comes new in each step, and that the plan never moves, needs no item: the program's own tensor is
-all there is of it, and its bytes count as those of the trace. Should a step leave its plan, or a gradient outlive it, the
-engine takes it over then.
+[Note: resident tensors]
+An activation or gradient that comes new in each step, and that the plan never moves, is resident. It needs no item: the
+program's own tensor is all there is of it, and its bytes count as those of the trace. Should a step leave its plan, or a
+gradient outlive it, the engine takes it over then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tieroff.core.schedule import make_schedule
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.runtime.step.program import Program, make_program
-from tieroff.runtime.step.quiet import Alone, Quiet, make_quiet
+from tieroff.runtime.step.quiet import Quiet, Residents, make_quiet
 from tieroff.runtime.step.recorded import Recorded
 
 # Before every transfer of the plan that is issued at the same tick.
@@ -40,10 +40,10 @@ class Executable:
         tiers: tensors that move -> their lower tier.
         copied: tensors that are copied out -> per copy, its tick and the next op that writes the tensor. A gradient that was
             cleared since the last backward is another tensor to the runtime, and to the trace the same one written again.
-        births: per op, bytes of activations and gradients that come to life in it and are not left alone.
-        transients: per op, bytes that it takes for itself, and those that are left alone.
-        alone_activations: see [Note: left alone]; by ordinal.
-        alone_gradients: the same, by position of their parameter.
+        births: per op, bytes of activations and gradients that come to life in it and are not resident.
+        transients: per op, bytes that it takes for itself, and those of resident tensors.
+        resident_activations: see [Note: resident tensors]; by ordinal.
+        resident_gradients: the same, by position of their parameter.
         quiet: see [Note: quiet events] in step/quiet.py.
         update_at: the tick at which the update begins.
         stays_after_backward: see `stays_for_update`.
@@ -56,8 +56,8 @@ class Executable:
     copied: Mapping[int, Sequence[tuple[int, int]]]
     births: tuple[int, ...]
     transients: tuple[int, ...]
-    alone_activations: frozenset[int]
-    alone_gradients: frozenset[int]
+    resident_activations: frozenset[int]
+    resident_gradients: frozenset[int]
     quiet: Quiet
     update_at: int
     stays_after_backward: frozenset[int]
@@ -81,12 +81,12 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
             if transfer.source is Tier.DEVICE:
                 later = (op for op in trace.lifetimes[transfer.tensor].writes if op >= at)
                 copied.setdefault(transfer.tensor, []).append((at, next(later, plan.op_count)))
-    alone, program = _left_alone(trace, recorded, tiers), make_program(ticks, tiers)
-    births, transients = tuple(_births(trace, alone.values())), tuple(_transients(trace, alone.values()))
-    there = Alone(
+    residents, program = _residents(trace, recorded, tiers), make_program(ticks, tiers)
+    births, transients = tuple(_births(trace, residents.values())), tuple(_transients(trace, residents.values()))
+    there = Residents(
         parameters=frozenset(_parameters_that_stay(trace, recorded, tiers)),
-        activations=frozenset(key for kind, key in alone if kind == "activation"),
-        gradients=frozenset(key for kind, key in alone if kind == "gradient"),
+        activations=frozenset(key for kind, key in residents if kind == "activation"),
+        gradients=frozenset(key for kind, key in residents if kind == "gradient"),
         buckets=frozenset(_buckets_that_stay(trace, recorded.keys, tiers)),
     )
     return Executable(
@@ -95,8 +95,8 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         copied=copied,
         births=births,
         transients=transients,
-        alone_activations=there.activations,
-        alone_gradients=there.gradients,
+        resident_activations=there.activations,
+        resident_gradients=there.gradients,
         quiet=make_quiet(recorded.keys, program, there, births, transients, _free_bytes(plan, trace)),
         update_at=update_at,
         stays_after_backward=frozenset(r.tensor for r in stays),
@@ -195,18 +195,18 @@ def brought_back_for_update(plan: Plan, stays: tuple[Residency, ...], tiers: Map
     return replace(plan, transfers=(*back, *plan.transfers))
 
 
-def _left_alone(trace: Trace, recorded: Recorded, tiers: Mapping[int, Tier]) -> dict[tuple[str, int], int]:
-    """Returns the key and the number of each tensor that is left alone: see [Note: left alone]."""
+def _residents(trace: Trace, recorded: Recorded, tiers: Mapping[int, Tier]) -> dict[tuple[str, int], int]:
+    """Returns the key and the number of each resident tensor: see [Note: resident tensors]."""
     sums = not sums_no_gradients(trace, recorded.keys)
-    alone = dict[tuple[str, int], int]()
+    residents = dict[tuple[str, int], int]()
     for key, index in recorded.index.items():
         tensor = trace.tensors[index]
         is_summed = tensor.kind is TensorClass.GRADIENT and sums
         if index in tiers or tensor.is_persistent or is_summed or not isinstance(key, tuple):
             continue
         if tensor.kind in (TensorClass.ACTIVATION, TensorClass.GRADIENT):
-            alone[key] = index
-    return alone
+            residents[key] = index
+    return residents
 
 
 def _parameters_that_stay(trace: Trace, recorded: Recorded, tiers: Mapping[int, Tier]) -> Iterator[int]:
@@ -247,9 +247,9 @@ def sums_no_gradients(trace: Trace, keys: Sequence[Hashable]) -> bool:
     return is_new and not is_summed
 
 
-def _transients(trace: Trace, alone: Collection[int]) -> list[int]:
+def _transients(trace: Trace, residents: Collection[int]) -> list[int]:
     change = [0] * (len(trace.ops) + 1)
-    for index in alone:
+    for index in residents:
         life, size_bytes = trace.lifetimes[index], trace.tensors[index].size_bytes
         change[life.birth] += size_bytes
         change[life.death] -= size_bytes
@@ -257,15 +257,15 @@ def _transients(trace: Trace, alone: Collection[int]) -> list[int]:
     return [op.transient_bytes + held_bytes for op, held_bytes in zip(trace.ops, held, strict=False)]
 
 
-def _births(trace: Trace, alone: Collection[int]) -> list[int]:
-    """Returns per op the bytes of tensors that are not persistent, nor left alone, and first exist in it."""
+def _births(trace: Trace, residents: Collection[int]) -> list[int]:
+    """Returns per op the bytes of tensors that are neither persistent nor resident, and first exist in it."""
     births = [0] * len(trace.ops)
     first: dict[int, int] = {}
     for i, op in enumerate(trace.ops):
         for tensor in (*op.reads, *op.writes):
             first.setdefault(tensor, i)
     for tensor, value in enumerate(trace.tensors):
-        if value.is_persistent or tensor in alone:
+        if value.is_persistent or tensor in residents:
             continue
         starts = [first[tensor]] if tensor in first else []
         starts += [value.holds[0][0]] if value.holds else []

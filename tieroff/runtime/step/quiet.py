@@ -19,8 +19,8 @@ from tieroff.runtime.step.program import Program
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """What a plan has on the device for the whole step.
+class Residents:
+    """What a plan has on the device for the whole step: resident tensors.
 
     Attributes:
         parameters, gradients: by position.
@@ -68,7 +68,7 @@ NOTHING = Quiet()
 def make_quiet(
     keys: Sequence[Hashable],
     program: Program,
-    alone: Alone,
+    residents: Residents,
     births: Sequence[int],
     transients: Sequence[int],
     free_bytes: Sequence[int],
@@ -78,19 +78,19 @@ def make_quiet(
     Args:
         keys: its events.
         program: what is due at each.
-        alone: what it leaves where it is.
+        residents: what it leaves where it is.
         births, transients: per op, as `Executable` has them.
         free_bytes: per op, what the plan's peak leaves besides all that there is.
     """
     names = _names_of(keys)
     due = {name for name, actions in zip(names, program, strict=False) if actions is not None}  # one tick more: the end
     may_be = {
-        "param": alone.parameters,
-        "saved": alone.parameters,
-        "pack": alone.activations,
-        "unpack": alone.activations,
-        "grad": alone.gradients,
-        "bucket": alone.buckets,
+        "param": residents.parameters,
+        "saved": residents.parameters,
+        "pack": residents.activations,
+        "unpack": residents.activations,
+        "grad": residents.gradients,
+        "bucket": residents.buckets,
     }
     quiet = {name for name in set(names) - due if name is not None and name[1] in may_be[name[0]]}
     following = list(range(len(keys) + 1))

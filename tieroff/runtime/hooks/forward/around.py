@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tieroff.recomputation import CHECKPOINTED, CHECKPOINTS, Pack, Unpack, hooks_here, origin_of
-from tieroff.runtime.at_work import calls_user_code
+from tieroff.runtime.signal_safety import runs_user_code
 
 _GIVE_WAY = ((CHECKPOINTS, CHECKPOINTED), ("torch.autograd.graph", "save_on_cpu"))
 
@@ -34,12 +34,12 @@ def with_hooks_around(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
         return pack, unpack
     outer_pack, outer_unpack = around
 
-    @calls_user_code
+    @runs_user_code
     def pack_both(tensor: torch.Tensor) -> Any:
         kept = outer_pack(tensor)
         return pack(kept) if isinstance(kept, torch.Tensor) else _Opaque(kept)
 
-    @calls_user_code
+    @runs_user_code
     def unpack_both(packed: Any) -> torch.Tensor:
         return outer_unpack(packed.value if isinstance(packed, _Opaque) else unpack(packed))
 

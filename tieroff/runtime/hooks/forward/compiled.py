@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from tieroff.core.seams import Recorder
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.forward.inputs import leaves_of, storages_in
 from tieroff.runtime.hooks.forward.slot import ForwardSlot, behind_slots
 from tieroff.runtime.hooks.parameters.access import QuietDict
-from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.items.hollow import unwatch
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
+from tieroff.runtime.items.offloaded import unwatch
+from tieroff.runtime.signal_safety import runs_user_code
 
 
 def find_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -70,8 +70,8 @@ def compiled_count() -> int:
 class CompiledCall:
     """Stands round the calls of one compiled module."""
 
-    def __init__(self, module: torch.nn.Module, gate: Gate, context: StepContext) -> None:
-        self._module, self._gate, self._context = module, gate, context
+    def __init__(self, module: torch.nn.Module, reads: ParameterReads, context: StepContext) -> None:
+        self._module, self._reads, self._context = module, reads, context
         self._plain: dict[torch.nn.Module, dict[str, Any]] = {}
         self._turn = threading.RLock()
         self._slot: ForwardSlot | None = None
@@ -95,31 +95,31 @@ class CompiledCall:
         elif self.is_current:
             self._module._compiled_call_impl = self._inner
 
-    @calls_user_code
+    @runs_user_code
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         assert self._inner is not None
         return self._around(self._inner, args, kwargs)
 
-    @calls_user_code
+    @runs_user_code
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if functorch_is_active():
             return inner(*args, **kwargs)
         # A signal handler that interrupted the engine cannot wait: another thread may wait for what it interrupted.
-        has_turn = self._turn.acquire(blocking=not self._gate.is_interrupting())
+        has_turn = self._turn.acquire(blocking=not self._reads.is_interrupting())
         try:
             return self._with_plain_dicts(inner, args, kwargs) if has_turn else inner(*args, **kwargs)
         finally:
             if has_turn:
                 self._turn.release()
 
-    @calls_user_code
+    @runs_user_code
     def _with_plain_dicts(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        gate, recorder = self._gate, self._context.state.record.recorder
-        is_outside = not gate.depth and current_graph_task() == -1
+        reads, recorder = self._reads, self._context.state.record.recorder
+        is_outside = not reads.depth and current_graph_task() == -1
         own = {m: p for m in self._module.modules() if isinstance(p := m.__dict__.get("_parameters"), QuietDict)}
         homes = [home for parameters in own.values() for home in dict.values(parameters) if home is not None]
         given: dict[torch.nn.Module, dict[str, Any]] = {}
-        is_beside = bool(gate.beside.count) or gate.is_apart()
+        is_beside = bool(reads.beside.count) or reads.is_apart()
         stays = contextlib.ExitStack()
         try:
             if not is_beside:
@@ -145,12 +145,12 @@ class CompiledCall:
                 if item is not None:
                     item.watch(self._context.traffic)
 
-    @calls_user_code
+    @runs_user_code
     def _recorded(
         self, recorder: Recorder, homes: list[torch.Tensor], inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Runs compiled code, which reads its parameters and makes tensors that no recorder sees; so does its backward."""
-        parameters, casts = self._context.homes.parameters, self._gate.casts
+        parameters, casts = self._context.homes.parameters, self._reads.casts
         for item in (parameters.get(id(home)) for home in homes if not casts.applies_to(home)):  # a cast is there by itself
             if item is not None:
                 recorder.read(item.key)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.offloaded import PLAIN
 
 Signature = tuple[Any, ...]
 

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.errors import StateError
 from tieroff.runtime.hooks.packed import is_plain, take_writes
-from tieroff.runtime.items.hollow import set_data
+from tieroff.runtime.items.offloaded import set_data
 from tieroff.runtime.tensors import alias_of, probe_of, unseen, view_of
 
 

@@ -13,7 +13,7 @@ import torch
 from tieroff.recomputation import Pack, Unpack
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.hooks.forward.around import with_hooks_around
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.step.mode import DEMAND, PASS, PLANNED
 from tieroff.uncompiled import left_to_python
@@ -27,15 +27,15 @@ class OwnHooks:
             would compile what they call instead.
     """
 
-    def __init__(self, state: StepState, gate: Gate, saved: SavedTensors) -> None:
-        self._state, self._gate, self._saved = state, gate, saved
+    def __init__(self, state: StepState, reads: ParameterReads, saved: SavedTensors) -> None:
+        self._state, self._reads, self._saved = state, reads, saved
         self.has_compiled = False
 
     @property
     def are_wanted(self) -> bool:
         """True in a step in which something moves, or casts of parameters are made again in backward."""
         mode = self._state.mode
-        return mode is DEMAND or mode is PLANNED or (mode is PASS and self._gate.casts.dtype is not None)
+        return mode is DEMAND or mode is PLANNED or (mode is PASS and self._reads.casts.dtype is not None)
 
     def pair(self) -> tuple[Pack, Unpack]:
         """Returns the pair, which calls the pair of user code that is in force here, if there is one."""

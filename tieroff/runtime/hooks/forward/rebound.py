@@ -29,8 +29,8 @@ from tieroff.runtime.execution.fetch import ParameterFetch
 from tieroff.runtime.hooks.forward.on_ctx import OnCtx, Packs
 from tieroff.runtime.hooks.packed import ParameterView
 from tieroff.runtime.hooks.parameters.live import LiveValues
-from tieroff.runtime.items.hollow import leaves
 from tieroff.runtime.items.joined.items import JoinedParameter
+from tieroff.runtime.items.offloaded import leaves
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.movable import is_wrapper
 from tieroff.runtime.step.mode import DEMAND, PLANNED

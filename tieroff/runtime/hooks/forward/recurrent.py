@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
+from tieroff.runtime.signal_safety import runs_user_code
 
 
 class RecurrentWeights:
     """`nn.RNNBase` reads its weights from a list made at construction: the list holds fetched ones while it runs."""
 
-    def __init__(self, module: torch.nn.RNNBase, gate: Gate) -> None:
+    def __init__(self, module: torch.nn.RNNBase, reads: ParameterReads) -> None:
         self._slot = ForwardSlot(module, self._around)
-        self._module, self._gate = module, gate
+        self._module, self._reads = module, reads
 
-    @calls_user_code
+    @runs_user_code
     def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module
-        is_outside = not self._gate.depth and current_graph_task() == -1
-        if not self._gate.is_open or is_outside or functorch_is_active():
+        is_outside = not self._reads.depth and current_graph_task() == -1
+        if not self._reads.is_open or is_outside or functorch_is_active():
             return inner(*args, **kwargs)
         held = module.__dict__["_flat_weights"]
         module.__dict__["_flat_weights"] = [

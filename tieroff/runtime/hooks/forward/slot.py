@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.at_work import calls_user_code
+from tieroff.runtime.signal_safety import runs_user_code
 from tieroff.uncompiled import refusal
 
 # The two ways that are right, in the order of how small a budget they allow.
@@ -49,7 +49,7 @@ class ForwardSlot:
             self.__code__ = self.inner.__code__  # torch.export says by it what was exported
         module.__dict__[method] = self
 
-    @calls_user_code
+    @runs_user_code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_removed:  # somebody else's forward has it inside
             return self.inner(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.hooks.forward.compiled import is_compiled
 from tieroff.runtime.hooks.forward.inputs import modules_in, storages_in
-from tieroff.runtime.items.hollow import own_class, untouched
+from tieroff.runtime.items.offloaded import own_class, untouched
 
 _DICTS = ("_modules", "_parameters")
 _CHILDREN, _PARAMETERS = map(itemgetter, _DICTS)

@@ -10,16 +10,16 @@ import torch
 
 from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task
-from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.hooks.parameters.mint import home_of
+from tieroff.runtime.hooks.parameters.cast_nodes import home_of
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.uncompiled import left_to_python
 
 
 class QuietDict(dict[str, Any]):
     """A module's `_parameters` while every access gives the home; a copy or a pickle of it is a plain dict."""
 
-    __slots__ = ("gate",)
-    gate: Gate
+    __slots__ = ("reads",)
+    reads: ParameterReads
 
     def __setitem__(self, name: str, value: Any) -> None:
         dict.__setitem__(self, name, home_of(value))
@@ -42,29 +42,29 @@ class FetchingDict(QuietDict):
     @left_to_python
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        gate = self.gate
-        if id(value) in gate.quiet:
+        reads = self.reads
+        if id(value) in reads.quiet:
             if current_graph_task() != -1:
-                gate.note_recomputation()
+                reads.note_recomputation()
             return value
-        if gate.updated and id(value) in gate.updated and current_graph_task() != -1:
+        if reads.updated and id(value) in reads.updated and current_graph_task() != -1:
             raise StateError(
                 f"{name} is read in backward (by a checkpoint's recomputation, or a hook) after it was updated there: set "
                 "[plan] update_in_backward = false for this model, and go on from a checkpoint"
             )
-        return value if value is None or not gate.is_open else gate.value_for(value)
+        return value if value is None or not reads.is_open else reads.value_for(value)
 
 
-def install(model: torch.nn.Module, gate: Gate) -> None:
+def install(model: torch.nn.Module, reads: ParameterReads) -> None:
     """Replaces every module's `_parameters`."""
     for module in model.modules():
         parameters = module._parameters
         if type(parameters) not in (dict, OrderedDict) and not isinstance(parameters, QuietDict):
             continue  # a scripted module: its parameters are not Python's
-        if isinstance(parameters, QuietDict) and parameters.gate is gate:
+        if isinstance(parameters, QuietDict) and parameters.reads is reads:
             continue
         fetching = FetchingDict(parameters.items())
-        fetching.gate = gate
+        fetching.reads = reads
         module.__dict__["_parameters"] = fetching
 
 

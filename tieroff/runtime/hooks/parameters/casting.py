@@ -1,4 +1,4 @@
-"""Casts: parameters that are computed with in another type. See [Note: computed in another type] in gate.py."""
+"""Casts: parameters that are computed with in another type. See [Note: computed in another type] in reads.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tieroff.runtime.items.parameter import ParameterItem
 is_expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, without two calls in Python for each
 
 
-class Stays:
+class UnmovedParameter:
     """Stands for the item of a parameter that stays on the device; only its casts come and go."""
 
     __slots__ = ("dtype", "name", "tensor")
@@ -37,16 +37,16 @@ class LiveValues:
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[StorageWeakRef, ParameterItem | Stays]] = {}
+        self.found: dict[int, tuple[StorageWeakRef, ParameterItem | UnmovedParameter]] = {}
 
-    def add(self, item: ParameterItem | Stays, value: torch.Tensor) -> None:
+    def add(self, item: ParameterItem | UnmovedParameter, value: torch.Tensor) -> None:
         """Remembers that `value` is a device value of the item."""
         key = value.untyped_storage()._cdata
         known = self.found.get(key)
         if known is None or known[1] is not item or is_expired(known[0].cdata):
             self.found[key] = (StorageWeakRef(value.untyped_storage()), item)
 
-    def on(self, storage: torch.UntypedStorage) -> ParameterItem | Stays | None:
+    def on(self, storage: torch.UntypedStorage) -> ParameterItem | UnmovedParameter | None:
         """Returns the item whose value lies on a storage, or None."""
         found = self.found.get(storage._cdata)
         if found is None or is_expired(found[0].cdata):
@@ -62,7 +62,9 @@ class LiveValues:
     def keep_only(self, items: Iterable[ParameterItem]) -> None:
         """Forgets the memory of parameters whose items are gone: another one, without an item, may lie there now."""
         known = {id(item) for item in items}
-        self.found = {k: entry for k, entry in self.found.items() if isinstance(entry[1], Stays) or id(entry[1]) in known}
+        self.found = {
+            k: entry for k, entry in self.found.items() if isinstance(entry[1], UnmovedParameter) or id(entry[1]) in known
+        }
 
     def sweep(self) -> None:
         """Forgets values that died."""

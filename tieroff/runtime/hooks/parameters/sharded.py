@@ -26,8 +26,8 @@ from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.parameters.fsdp2 import HeldByFsdp2, fsdp_roots, gathering_advice, held_by_fsdp2
-from tieroff.runtime.hooks.parameters.gate import Gate
-from tieroff.runtime.items.hollow import own_class, set_data, untouched
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
+from tieroff.runtime.items.offloaded import own_class, set_data, untouched
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem
 from tieroff.runtime.movable import local_of
 
@@ -228,8 +228,8 @@ class Shards:
         is_beginning: a step has begun, and the root's shards are gathered before its forward.
     """
 
-    def __init__(self, context: StepContext, gate: Gate) -> None:
-        self._context, self._gate = context, gate
+    def __init__(self, context: StepContext, reads: ParameterReads) -> None:
+        self._context, self._reads = context, reads
         self.gathered = Gathered(self._follow)
         self.is_beginning = False
         self._held: dict[int, HeldByFsdp2] = {}
@@ -332,7 +332,7 @@ class Shards:
 
     def is_in_step(self) -> bool:
         """Returns whether what FSDP2 gathers now is for a step."""
-        return self._gate.depth > 0 or self.is_beginning or current_graph_task() != -1
+        return self._reads.depth > 0 or self.is_beginning or current_graph_task() != -1
 
     def show(self) -> None:
         """Every shard lies on its own memory again, also after an exception in FSDP2's first forward."""
@@ -352,7 +352,7 @@ class Shards:
         is_in_step = self.is_in_step()
         with self._context.state.lock:
             with self._context.traffic.backend.computing():
-                value = self._gate.fetch.shard(item) if is_in_step else self._gate.fetch.outside(item)
+                value = self._reads.fetch.shard(item) if is_in_step else self._reads.fetch.outside(item)
             if item.arrival is not None:
                 item.arrival.wait()  # FSDP2's stream for all-gathers
         return value

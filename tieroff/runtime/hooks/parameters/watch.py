@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tieroff.runtime.hooks.forward.walk import Walk
-from tieroff.runtime.items.hollow import untouched
+from tieroff.runtime.items.offloaded import untouched
 
 
 class Watch:

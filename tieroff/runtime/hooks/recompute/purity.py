@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.offloaded import PLAIN
 
 # Entries of a module's `__dict__` that are compared elsewhere (buffers are put back), or are not the layer's own.
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "forward"})

@@ -12,7 +12,7 @@ import torch
 from tieroff.errors import TraceMismatchError
 from tieroff.runtime.execution.clock import Clock
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.recompute.rerun import recompute
 
 
@@ -24,8 +24,8 @@ class Recomputation:
         spent_ns: compute of their second runs in this step, without waits and the engine's own work.
     """
 
-    def __init__(self, model: torch.nn.Module, gate: Gate, clock: Clock) -> None:
-        self._model, self._gate, self._clock = model, gate, clock
+    def __init__(self, model: torch.nn.Module, reads: ParameterReads, clock: Clock) -> None:
+        self._model, self._reads, self._clock = model, reads, clock
         self.slots: dict[str, ForwardSlot] = {}
         self.spent_ns = 0
 
@@ -40,7 +40,7 @@ class Recomputation:
         if missing := [path for path in wanted if path not in modules]:
             raise TraceMismatchError(f"the plan has {missing[0]} run again, and the model has no module of that name")
         for path in wanted:
-            self.slots[path] = recompute(modules[path], self._gate, partial(self._timed, path))
+            self.slots[path] = recompute(modules[path], self._reads, partial(self._timed, path))
         return bool(wanted)
 
     @contextmanager

@@ -10,12 +10,12 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tieroff.errors import StateError
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.execution.autograd import functorch_is_active
 from tieroff.runtime.hooks.forward.inputs import leaves_of
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
-from tieroff.runtime.hooks.parameters.gate import Gate
+from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.recompute.purity import attributes_of, has_hooks, random_state
+from tieroff.runtime.signal_safety import runs_user_code
 
 
 class _Buffers:
@@ -50,7 +50,7 @@ class _Buffers:
                 owner._buffers[name] = buffer
 
 
-def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> ForwardSlot:
+def recompute(module: torch.nn.Module, reads: ParameterReads, timed: Callable[[], Any]) -> ForwardSlot:
     """Makes a module recompute its activations in backward instead of keeping them: non-reentrant, random state preserved.
 
     The second run is a whole one, since code that ends in the middle leaves the module as it is there. Changes that would
@@ -58,9 +58,9 @@ def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> 
     """
     buffers = _Buffers(module)
 
-    @calls_user_code
+    @runs_user_code
     def around(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or gate.depth == 0 or functorch_is_active() or has_hooks(module):
+        if not torch.is_grad_enabled() or reads.depth == 0 or functorch_is_active() or has_hooks(module):
             return inner(*args, **kwargs)
 
         has_run = False
@@ -68,7 +68,7 @@ def recompute(module: torch.nn.Module, gate: Gate, timed: Callable[[], Any]) -> 
         inputs = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in inputs]
 
-        @calls_user_code
+        @runs_user_code
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             is_again, has_run = has_run, True

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.runtime.items.hollow import Guard, address_of
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.joined.joint import Joint
+from tieroff.runtime.items.offloaded import Guard, address_of
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ON_DEVICE
 from tieroff.runtime.items.traffic import Traffic
@@ -44,17 +44,17 @@ class _Joined(_Home):
     def adopt(self, traffic: Traffic) -> None:
         self.joint.gather(traffic.backend.empty(self.size_bytes))
         super().adopt(traffic)
-        if self.hollow is not None:
+        if self.placeholder is not None:
             message = f"{self.name} lies below the device: tieroff has its bytes"
-            self.joint.make_hollow(lambda value: traffic.backend.hollow(value, message))
+            self.joint.make_placeholders(lambda value: traffic.backend.placeholder(value, message))
 
     def _follow_first(self) -> None:
         """The others lie where the first does."""
-        if self.is_let_go:
+        if self.is_unmanaged:
             return
         if self.is_lifted and self.value is not None:
             self.joint.follow(self.value)
-        elif self.hollow is not None and not self.is_lifted:
+        elif self.placeholder is not None and not self.is_lifted:
             self.joint.hide()
         elif self.lower is not None and not self.is_lifted:
             self.joint.follow(self.lower)
@@ -66,8 +66,8 @@ class _Joined(_Home):
         super().lift(traffic)
         self._follow_first()
 
-    def freed(self) -> None:
-        super().freed()
+    def before_free(self) -> None:
+        super().before_free()
         self._follow_first()
 
     def hide(self) -> None:
@@ -83,7 +83,7 @@ class _Joined(_Home):
 
     def is_as_left(self) -> bool:
         tensor = self.ref()
-        if tensor is None or self.hollow is not None or self.may_be_written or self.is_let_go:
+        if tensor is None or self.placeholder is not None or self.may_be_written or self.is_unmanaged:
             return False
         at = self.value_address if self.is_lifted else self.lower_address
         if address_of(tensor) != at or not self.joint.lies_at(at):
@@ -100,14 +100,14 @@ class _Joined(_Home):
     def may_take(self, value: torch.Tensor) -> bool:
         return False  # the others do not lie on it
 
-    def let_go(self, traffic: Mover) -> None:
+    def unmanage(self, traffic: Mover) -> None:
         traffic.settle(self)
         # Where the first went the others do not go: each gets its bytes back, since what the engine has of them ends here.
         memory = self.device if self.state in ON_DEVICE else self.lower
         if memory is not None and self.value is not None:
             memory = memory.to(self.value.device)
         self.joint.part(memory)
-        super().let_go(traffic)
+        super().unmanage(traffic)
 
     def detach(self, traffic: Traffic) -> None:
         super().detach(traffic)

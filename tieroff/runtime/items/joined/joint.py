@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tieroff.runtime.items.hollow import address_of, set_data, untouched, version_of
+from tieroff.runtime.items.offloaded import address_of, set_data, untouched, version_of
 from tieroff.runtime.movable import is_dense, is_whole
 from tieroff.runtime.tensors import bytes_of, storage_of, unseen, view_of
 
@@ -43,15 +43,15 @@ class Piece:
         dtype, size, stride: its geometry.
         region: on which it lies.
         first_byte: where it begins in the joint memory.
-        hollow: what it lies on while its bytes lie below a device.
+        placeholder: what it lies on while its bytes lie below a device.
     """
 
-    __slots__ = ("_on", "dtype", "first_byte", "hollow", "region", "size", "stride", "tensor", "version")
+    __slots__ = ("_on", "dtype", "first_byte", "placeholder", "region", "size", "stride", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, region: _Region, first_byte: int) -> None:
         self.tensor, self.region, self.first_byte = tensor, region, first_byte
         self.dtype, self.size, self.stride = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride())
-        self.hollow: torch.Tensor | None = None
+        self.placeholder: torch.Tensor | None = None
         self._on = _storage_of(tensor)
         self.version = version_of(tensor)
 
@@ -117,21 +117,21 @@ class Joint:
             if piece._on != address and not piece.is_elsewhere:
                 piece.lie_on(piece.view(memory))
 
-    def make_hollow(self, make: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def make_placeholders(self, make: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Makes what the others lie on while their bytes lie below a device."""
         for piece in self._pieces[1:]:
-            piece.hollow = make(piece.tensor.detach())
+            piece.placeholder = make(piece.tensor.detach())
 
     def hide(self) -> None:
-        """The first is hollow: so are the others."""
+        """The first is offloaded: so are the others."""
         for piece in self._pieces[1:]:
-            if piece.hollow is not None and not piece.is_elsewhere:
-                piece.lie_on(piece.hollow)
+            if piece.placeholder is not None and not piece.is_elsewhere:
+                piece.lie_on(piece.placeholder)
 
     @property
     def is_hidden(self) -> bool:
-        """True while all the others lie on what is hollow."""
-        return all(piece.hollow is not None and piece._on == storage_of(piece.hollow) for piece in self._pieces[1:])
+        """True while all the others lie on what is offloaded."""
+        return all(piece.placeholder is not None and piece._on == storage_of(piece.placeholder) for piece in self._pieces[1:])
 
     def lies_at(self, first_byte: int) -> bool:
         """True when all the others lie on the joint memory that begins there."""

@@ -31,8 +31,8 @@ from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.forked import settle_before_forks
 from tieroff.runtime.items.gradient import GradientItem
-from tieroff.runtime.items.hollow import owners_of
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import owners_of
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import LOWER
 from tieroff.runtime.optimizer.buckets import Buckets
@@ -290,7 +290,7 @@ class HostUpdates:
         for item, place in submission.moves:
             if item.place is not None and item.place is not place:
                 item.place.note(job)  # which reads there
-                traffic.took(item.lie_in(place))
+                traffic.register_memory(item.lie_in(place))
                 item.place = place
         torch.autograd.graph.increment_version(submission.written)  # as the optimizer's own ops would
         for item in submission.items:

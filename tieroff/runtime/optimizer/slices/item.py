@@ -9,8 +9,8 @@ import torch
 
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.backend.place import HomePlace
-from tieroff.runtime.items.hollow import Guard, set_data
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import Guard, set_data
 from tieroff.runtime.items.residency import LOWER, State
 from tieroff.runtime.items.traffic import Traffic
 
@@ -36,11 +36,11 @@ class SlicedState(HomeItem):
     def begin(self, traffic: Traffic, place: HomePlace) -> torch.Tensor:
         """Returns the tensor, whose value is what the place holds; the caller has somebody keep it."""
         backend, like = traffic.backend, self.living
-        self.hollow = backend.hollow(like, f"{self.name} lies below the device: tieroff has its bytes")
+        self.placeholder = backend.placeholder(like, f"{self.name} lies below the device: tieroff has its bytes")
         tensor = torch.empty(0, dtype=self.dtype, device=backend.device)
         self.ref, self.place, self.is_lifted = weakref.ref(tensor), place, False
-        traffic.took(lower := self.lie_in(place))
-        set_data(tensor, lower if self.hollow is None else self.hollow)
+        traffic.register_memory(lower := self.lie_in(place))
+        set_data(tensor, lower if self.placeholder is None else self.placeholder)
         self.hide()
         self.note()
         return tensor

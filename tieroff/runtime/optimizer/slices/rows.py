@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
-from tieroff.runtime.items.hollow import own_class
+from tieroff.runtime.items.offloaded import own_class
 from tieroff.runtime.optimizer.buckets import Narrowed
 from tieroff.runtime.optimizer.trial import is_same
 

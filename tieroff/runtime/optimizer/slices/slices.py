@@ -21,8 +21,8 @@ from tieroff.core.tensor import TensorClass, Tier
 from tieroff.device_budget import DeviceBudget
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.hollow import own_class, owners_of
 from tieroff.runtime.items.homes import HomeItem
+from tieroff.runtime.items.offloaded import own_class, owners_of
 from tieroff.runtime.optimizer.buckets import Buckets, Narrowed, raw_step
 from tieroff.runtime.optimizer.shared import is_plain
 from tieroff.runtime.optimizer.slices.proof import Trial, Verdict
@@ -166,7 +166,7 @@ class _RowsBelow(RowsOfState):
         """What a state dict was given stays as it is: the item goes on in another place, with the same value."""
         traffic, old = self._context.traffic, item.lower
         place = HomePlace(traffic.stores[item.tier], item.size_bytes)
-        traffic.took(new := item.lie_in(place))
+        traffic.register_memory(new := item.lie_in(place))
         item.place = place
         if old is not None:
             new.copy_(old)

@@ -1,6 +1,6 @@
-"""Mints: casts of a parameter through which gradients reach it. See [Note: computed in another type] in gate.py.
+"""Cast nodes: casts of a parameter through which gradients reach it. See [Note: computed in another type] in reads.py.
 
-A minted tensor carries the edge of one autograd node that belongs to the parameter and lives as long as its item, so gradients
+A cast carries the edge of one autograd node that belongs to the parameter and lives as long as its item, so gradients
 of all uses are summed in the order of the plain run. One node per access would sum them in another order.
 """
 
@@ -21,7 +21,7 @@ class _Identity(torch.autograd.Function):
     def forward(ctx: Any, home: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         ctx.home_dtype = home.dtype
         ctx.set_materialize_grads(False)
-        # Only shape, type and device matter: the minted tensors bring their own memory.
+        # Only shape, type and device matter: the casts bring their own memory.
         return torch.empty((), dtype=like.dtype, device=like.device).expand(home.shape)
 
     @staticmethod
@@ -43,7 +43,7 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing flows through a node that only keeps a tensor")
 
 
-class Mint:
+class CastNode:
     """Makes tensors on any memory that all carry the one autograd edge of a home."""
 
     def __init__(self, home: torch.Tensor, like: torch.Tensor, item: ParameterItem | None) -> None:
@@ -64,37 +64,37 @@ class Mint:
         """Returns a tensor on the value's memory through which gradients reach the home."""
         self._value.append(value)
         try:
-            minted: torch.Tensor = self._node.saved_tensors[0]
+            cast: torch.Tensor = self._node.saved_tensors[0]
         finally:
             self._value.clear()
-        minted.__dict__.update(self.home.__dict__)
-        minted._is_param = True  # isinstance(w, nn.Parameter) holds, as for the home
-        minted._tieroff_home = self.home  # type: ignore[attr-defined]
-        return minted
+        cast.__dict__.update(self.home.__dict__)
+        cast._is_param = True  # isinstance(w, nn.Parameter) holds, as for the home
+        cast._tieroff_home = self.home  # type: ignore[attr-defined]
+        return cast
 
 
-class Mints:
-    """The one node of each home that was minted on."""
+class CastNodes:
+    """The one node of each home that casts were made of."""
 
     def __init__(self, homes: HomeTable) -> None:
         self._homes = homes
-        self._mints: dict[int, Mint] = {}
+        self._nodes: dict[int, CastNode] = {}
 
     def on(self, value: torch.Tensor, home: torch.Tensor, item: ParameterItem | None) -> torch.Tensor:
         """Returns a tensor on the value's memory through which gradients, if any are needed, reach the home."""
         if not (home.requires_grad and torch.is_grad_enabled()):
             return value
-        mint = self._mints.get(id(home))
-        if mint is None or mint.home is not home or mint.item is not item:
-            mint = self._mints[id(home)] = Mint(home, value, item)
-        return mint.on(value)
+        node = self._nodes.get(id(home))
+        if node is None or node.home is not home or node.item is not item:
+            node = self._nodes[id(home)] = CastNode(home, value, item)
+        return node.on(value)
 
     def sweep(self) -> None:
         """Drops the nodes of homes whose item is gone or another one: each would keep its home alive."""
         items = self._homes.parameters
-        self._mints = {k: mint for k, mint in self._mints.items() if mint.item is not None and items.get(k) is mint.item}
+        self._nodes = {k: node for k, node in self._nodes.items() if node.item is not None and items.get(k) is node.item}
 
 
 def home_of(value: object) -> object:
-    """Returns the home of a minted tensor that somebody stores as a parameter, or the value itself."""
+    """Returns the home of a cast that somebody stores as a parameter, or the value itself."""
     return getattr(value, "_tieroff_home", value) if isinstance(value, torch.Tensor) else value

@@ -1,10 +1,10 @@
-"""Hollow tensors: what people hold while its bytes lie below a device.
+"""Offloaded tensors: what people hold while its bytes lie below a device.
 
-[Note: hollow leaves]
+[Note: offloaded leaves]
 A parameter of a model on an accelerator stays one leaf on that device for its whole life, so that gradients, hooks, DDP's
-reducer and `autograd.grad` find what they find without tieroff. While its bytes lie below, its storage is hollow: of true size
-and without memory, and any access of its data raises; and its class is one of the two here, whose `__torch_function__` has
-the engine bring the bytes up for the call. So user code may do with it what it likes, at any time, and sees a tensor of
+reducer and `autograd.grad` find what they find without tieroff. While its bytes lie below it is offloaded: its storage has the
+true size and no memory, and any access of its data raises; and its class is one of the two here, whose `__torch_function__`
+has the engine bring the bytes up for the call. So user code may do with it what it likes, at any time, and sees a tensor of
 the device.
 Gradients and optimizer state are treated alike. Of a `DTensor` both objects have such a class: the local tensor, on which the
 engine works, and the `DTensor` itself, whose functions reach its local tensor without asking anybody. While something holds its
@@ -35,9 +35,9 @@ import torch
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tieroff.runtime.at_work import calls_user_code
 from tieroff.runtime.items.data_functions import asks_no_data
 from tieroff.runtime.movable import local_of, package_of
+from tieroff.runtime.signal_safety import runs_user_code
 from tieroff.runtime.tensors import is_storage_held, owners_by, storage_of
 from tieroff.uncompiled import uncompiled
 
@@ -67,7 +67,7 @@ class SubclassCalls:
 
 
 class Guarded(Protocol):
-    """What is known of a tensor that may be hollow: its item."""
+    """What is known of a tensor that may be offloaded: its item."""
 
     @property
     def tensor(self) -> torch.Tensor | None: ...
@@ -121,12 +121,12 @@ def guarded(tensor: object) -> Any:
     return item if is_one else None
 
 
-class _Below:
+class _Offloaded:
     """The `__torch_function__` of both classes."""
 
     @classmethod
     @uncompiled  # compiled code breaks its graph here: where bytes lie is no part of it
-    @calls_user_code  # a backward, which calls hooks
+    @runs_user_code  # a backward, which calls hooks
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -135,7 +135,7 @@ class _Below:
             with untouched():
                 return func(*args, **kwargs)
         # Each guard sees to what it looks after, and the function comes here again for what others do.
-        below = (leaf for leaf in leaves((args, kwargs)) if is_below(leaf))
+        below = (leaf for leaf in leaves((args, kwargs)) if is_offloaded(leaf))
         found = next((item for leaf in below if (item := guarded(leaf)) is not None), None)
         if found is None:  # nobody looks after it any more
             with untouched():
@@ -169,11 +169,11 @@ def _copy_apart(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     return copied
 
 
-class BelowParameter(_Below, torch.nn.Parameter):
+class OffloadedParameter(_Offloaded, torch.nn.Parameter):
     """The class of a parameter whose bytes lie below, or that only user code has brought up."""
 
 
-class BelowTensor(_Below, torch.Tensor):
+class OffloadedTensor(_Offloaded, torch.Tensor):
     """The same for a gradient or a tensor of optimizer state."""
 
 
@@ -215,7 +215,7 @@ def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> An
 
     `Parameter.__new__` asks for the tensor's class before it calls any function of it. Weight norm does this, for one.
     """
-    if isinstance(data, _Below):
+    if isinstance(data, _Offloaded):
         return data.__torch_function__(functools.partial(_new, cls), (), (data, requires_grad))
     if type(data) is WatchedParameter:
         data = data.data  # whoever has the new one may write
@@ -239,8 +239,16 @@ def _watched_on(tensor: torch.Tensor) -> Any:
 
 # Classes without a `__torch_function__` of anybody's.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, WatchedParameter})
-_BELOW: dict[type, type] = {torch.nn.Parameter: BelowParameter, WatchedParameter: BelowParameter, torch.Tensor: BelowTensor}
-_OWN: dict[type, Any] = {BelowParameter: torch.nn.Parameter, WatchedParameter: torch.nn.Parameter, BelowTensor: torch.Tensor}
+_OFFLOADED: dict[type, type] = {
+    torch.nn.Parameter: OffloadedParameter,
+    WatchedParameter: OffloadedParameter,
+    torch.Tensor: OffloadedTensor,
+}
+_OWN: dict[type, Any] = {
+    OffloadedParameter: torch.nn.Parameter,
+    WatchedParameter: torch.nn.Parameter,
+    OffloadedTensor: torch.Tensor,
+}
 _taken_in_lists: list[Any] = _foreach_utils._foreach_supported_types
 
 
@@ -253,22 +261,24 @@ def _take_in_lists(kind: type) -> None:
         _taken_in_lists.append(kind)
 
 
-_take_in_lists(BelowTensor)
+_take_in_lists(OffloadedTensor)
 
 
-def _below(kind: type) -> type | None:
+def _offloaded_class(kind: type) -> type | None:
     """Returns the class of such a tensor while its bytes lie below; None for a class of somebody else's."""
-    if kind not in _BELOW:
+    if kind not in _OFFLOADED:
         distributed = sys.modules.get("torch.distributed.tensor")
         is_known = distributed is not None and kind is distributed.DTensor
         is_known = is_known or bool(package_of(kind)) or hasattr(kind, "__tensor_flatten__")
-        if not is_known or issubclass(kind, _Below):
+        if not is_known or issubclass(kind, _Offloaded):
             return None
         # Libraries tell their classes by name.
-        _BELOW[kind] = type(kind.__name__, (_Below, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-        _OWN[_BELOW[kind]] = kind
-        _take_in_lists(_BELOW[kind])
-    return _BELOW[kind]
+        _OFFLOADED[kind] = type(
+            kind.__name__, (_Offloaded, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        )
+        _OWN[_OFFLOADED[kind]] = kind
+        _take_in_lists(_OFFLOADED[kind])
+    return _OFFLOADED[kind]
 
 
 def own_class(tensor: Any) -> Any:
@@ -276,9 +286,9 @@ def own_class(tensor: Any) -> Any:
     return _OWN.get(type(tensor), type(tensor))
 
 
-def is_below(tensor: object) -> bool:
+def is_offloaded(tensor: object) -> bool:
     """True for a tensor whose functions go through a guard."""
-    return isinstance(tensor, _Below)
+    return isinstance(tensor, _Offloaded)
 
 
 def may_be_watched(item: Guarded) -> None:
@@ -308,7 +318,7 @@ def guard_class(item: Guarded) -> None:
     """From now on, functions that get this item's tensor go through its guard."""
     tensor: Any
     for tensor in (item.tensor, item.outer, *item.others):
-        below = _below(type(tensor))
+        below = _offloaded_class(type(tensor))
         if below is not None:
             _items[id(tensor)] = item
             tensor.__class__ = below

@@ -50,7 +50,7 @@ def hooked(model: nn.Module) -> int:
     return sum(bool(getattr(p, "_post_accumulate_grad_hooks", None)) for p in model.parameters())
 
 
-def is_aside(model: nn.Module) -> bool:
+def is_bypassed(model: nn.Module) -> bool:
     kinds = {type(module.__dict__["_parameters"]) for module in model.modules()}
     assert kinds in ({QuietDict}, {FetchingDict}), kinds
     assert (hooked(model) <= 1) == (kinds == {QuietDict})
@@ -65,7 +65,7 @@ def run(change: Change | None, tmp_path: Path | None, steps: int = 10) -> list[d
     seen = []
     for index in range(steps):
         if index == BEFORE and change is not None:
-            assert tmp_path is None or is_aside(model)
+            assert tmp_path is None or is_bypassed(model)
             change(model, optimizer)
         seen.append(look(model, optimizer, step(model, optimizer, index)))
     if tmp_path is not None:
@@ -78,10 +78,10 @@ def test_hooks_are_gone_once_nothing_moves_and_unwrap_leaves_a_plain_model(tmp_p
     model, optimizer, engine = wrapped(tmp_path)
     for index in range(2):
         step(model, optimizer, index)
-        assert not is_aside(model)
+        assert not is_bypassed(model)
     for index in range(2, 6):
         step(model, optimizer, index)
-        assert is_aside(model) and hooked(model) == 1
+        assert is_bypassed(model) and hooked(model) == 1
         assert engine.stats().phase == "nothing moved" and engine.stats().step_s > 0
     assert len(engine.history.steps) == 6
     assert [seen.phase for seen in engine.history.steps[2:]] == ["nothing moved"] * 4
@@ -236,7 +236,7 @@ def test_a_buffer_that_each_forward_replaces_keeps_the_engine_aside(tmp_path: Pa
         if folder is not None:
             Setting(folder).wrap(model, optimizer, policy="auto")
         seen.append([look(model, optimizer, step(model, optimizer, index)) for index in range(6)])
-        assert folder is None or is_aside(model)
+        assert folder is None or is_bypassed(model)
     assert_same(*seen)
     tieroff.unwrap(model)
 
@@ -259,7 +259,7 @@ def test_everything_comes_back_when_a_kind_of_step_moves(tmp_path: Path) -> None
     def note(batch: int) -> None:
         stats = engine.stats()
         phases[batch].append(stats.phase)
-        assert is_aside(model) == (stats.phase == "nothing moved")
+        assert is_bypassed(model) == (stats.phase == "nothing moved")
         assert (sum(stats.moved_bytes.values()) > 0) == (stats.phase != "nothing moved")
         assert stats.fallbacks == 0
 
@@ -292,7 +292,7 @@ def test_interrupted_on_the_way_it_is_whole_again(tmp_path: Path, batch: int, pa
         for index in range(3):
             step(model, optimizer, index, size)
         assert engine.stats().phase == phase
-        assert is_aside(model) == (size == 4) and (hooked(model) == 10 or size == 4)
+        assert is_bypassed(model) == (size == 4) and (hooked(model) == 10 or size == 4)
     tieroff.unwrap(model)
     assert hooked(model) == 0
     assert {type(module.__dict__["_parameters"]) for module in model.modules()} == {dict}
@@ -310,7 +310,7 @@ def test_two_forwards_before_one_backward_are_one_step(tmp_path: Path) -> None:
     for index in range(8):
         pair(model, optimizer, index)
         assert len(engine.history.steps) == index + 1
-    assert is_aside(model)
+    assert is_bypassed(model)
     plain, its = made()
     for index in range(8):
         pair(plain, its, index)

@@ -5,7 +5,7 @@ A module's `_parameters` becomes a dict whose item access, while a wrapped forwa
 whoever reads it; other uses are seen as hooks/user_access.py says, on every device but the host.
 
 [Note: computed in another type]
-With a compute type every read of a floating parameter gives its value cast to that type, minted (mint.py), also
+With a compute type every read of a floating parameter gives its value cast to that type (cast_nodes.py), also
 where the home stays on the device. The copy in the home's own type may go as soon as the cast is made. Autograd keeps no casts,
 also where nothing moves: they are made again in backward, which sees a home that was written meanwhile. Gradients of one
 backward are summed in the compute type and reach the home in its own, which is what FSDP2 does on one rank. The cast belongs
@@ -14,7 +14,7 @@ to nobody: a write to it would be lost, so it is an error (of one through `.data
 [Note: threads beside the step]
 One thread runs the steps. What others read, they read where it lies: parameters do not move while a forward of theirs runs,
 and what they read in a forward of the step's thread (branches in a pool of threads) does not move before the next step. They
-make no events, so the step follows its plan. Signal handlers: see [Note: handlers] in at_work.py.
+make no events, so the step follows its plan. Signal handlers: see [Note: handlers] in signal_safety.py.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Protocol
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from tieroff.runtime.at_work import is_interrupting
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.execution.fetch import ParameterFetch
 from tieroff.runtime.hooks.forward.rebound import Rebound
+from tieroff.runtime.hooks.parameters.cast_nodes import CastNodes
 from tieroff.runtime.hooks.parameters.casting import Casts
-from tieroff.runtime.hooks.parameters.live import LiveValues, Stays
-from tieroff.runtime.hooks.parameters.mint import Mints
-from tieroff.runtime.items.hollow import is_below, restore_class
+from tieroff.runtime.hooks.parameters.live import LiveValues, UnmovedParameter
 from tieroff.runtime.items.joined.items import JoinedParameter
+from tieroff.runtime.items.offloaded import is_offloaded, restore_class
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, nothing_shown
+from tieroff.runtime.signal_safety import is_interrupting
 from tieroff.runtime.step.quiet import NOTHING, Quiet
 from tieroff.runtime.tensors import bytes_of
 
@@ -53,7 +53,7 @@ class InBackward(Protocol):
         """A saved tensor is asked for in a backward, by autograd or by code in Python; may it be saved again?"""
 
 
-class Gate:
+class ParameterReads:
     """Says whether item access fetches, and how. One per engine, shared by all its dicts.
 
     Attributes:
@@ -64,7 +64,7 @@ class Gate:
         live: device values by their storage.
         rebound: what Functions keep of parameters beside what they save.
         casts: of the running forward.
-        mints: tensors through which gradients reach homes.
+        cast_nodes: tensors through which gradients reach homes.
         beside: how many wrapped forwards the calling thread runs beside the step.
         quiet: ids of parameters that are read as they are; see [Note: quiet events] in step/quiet.py.
         in_backward: is told of reads in backward.
@@ -81,7 +81,7 @@ class Gate:
         self.live = LiveValues()
         self.rebound = Rebound(context, self.fetch, self.live)
         self.casts = Casts(compute_dtype)
-        self.mints = Mints(context.homes)
+        self.cast_nodes = CastNodes(context.homes)
         self.beside = _Depth()
         self._lent: list[ParameterItem] = []
         self.quiet: frozenset[int] = frozenset()
@@ -122,7 +122,7 @@ class Gate:
     def value_for(self, home: torch.Tensor) -> torch.Tensor:
         """Returns what item access gives for a home: itself, lifted, or its value in the type that is computed with."""
         item = self._context.homes.parameter(home)
-        if item is not None and item.stays_up and self._is_plain_read(item):
+        if item is not None and item.stays_resident and self._is_plain_read(item):
             value = self.fetch.home(item)
             if item.shown() is not item.value:
                 self._note(item, value)
@@ -173,7 +173,7 @@ class Gate:
         if item.lower is not None and item.is_shown_below:
             # Of many that are read before they are used (a recurrent layer's), the first lie below again by then.
             self.live.add(item, item.lower)
-        stays = self._context.runner.leaves_alone(item) and item.value is not None
+        stays = self._context.runner.is_resident(item) and item.value is not None
         item.shown = weakref.ref(item.value) if stays else nothing_shown
 
     def is_apart(self) -> bool:
@@ -187,7 +187,7 @@ class Gate:
 
     def _where_it_lies(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
         """Returns what a thread beside the step gets for a home: itself, which is not moved while the thread may use it."""
-        if item is not None and item.is_shown_below and is_below(home):
+        if item is not None and item.is_shown_below and is_offloaded(home):
             with self._context.state.lock:  # between two passes; compiled code is guarded by the class
                 item.reaches_data(self._context.traffic)
                 restore_class(item)
@@ -199,7 +199,7 @@ class Gate:
         if dtype is None or not self.casts.applies_to(home):
             return home
         with self._context.state.lock:
-            return self.mints.on(home.detach().to(dtype), home, item)
+            return self.cast_nodes.on(home.detach().to(dtype), home, item)
 
     def _fetched(self, item: ParameterItem | None, home: torch.Tensor) -> torch.Tensor:
         dtype = self.casts.dtype
@@ -212,12 +212,12 @@ class Gate:
         return home
 
     def _cast(self, item: ParameterItem | None, home: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        kept: ParameterItem | Stays = item if item is not None else Stays(home, dtype)
-        value = kept.cast() if isinstance(kept, Stays) else self._as_computed(kept, self.fetch.home)
+        kept: ParameterItem | UnmovedParameter = item if item is not None else UnmovedParameter(home, dtype)
+        value = kept.cast() if isinstance(kept, UnmovedParameter) else self._as_computed(kept, self.fetch.home)
         self.live.add(kept, value)
         if self.depth and not value.is_inference():
             self.casts.give(kept.name, value, self._context.state.record.recorder)
-        return self.mints.on(value, home, item)
+        return self.cast_nodes.on(value, home, item)
 
     def _as_computed(self, item: ParameterItem, fetch: Callable[[ParameterItem], torch.Tensor]) -> torch.Tensor:
         """Returns what is fetched in the type that is computed with; the copy that the cast was made from may leave."""
@@ -231,9 +231,9 @@ class Gate:
         self.fetch.dismiss(item)
         return cast
 
-    def saved_bytes(self, item: ParameterItem | Stays) -> torch.Tensor:
+    def saved_bytes(self, item: ParameterItem | UnmovedParameter) -> torch.Tensor:
         """Returns, as a 1-d uint8 tensor, the device bytes of a parameter that autograd saved and backward asks for."""
-        if isinstance(item, Stays):
+        if isinstance(item, UnmovedParameter):
             return bytes_of(item.cast())
         computed = self._as_computed(item, self.fetch.saved) if self.casts.dtype is not None else self.fetch.saved(item)
         self.live.add(item, computed)

@@ -20,7 +20,7 @@ log = logging.getLogger("tieroff")
 NEWS = "tieroff.news"
 
 
-class Told:
+class BudgetMessages:
     """Says that a budget was raised, for the first kind of step and for a later one that needs still more, or lowered.
 
     Args:

@@ -13,7 +13,7 @@ from tieroff.runtime.backend.cpu import CpuBackend
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.spill import Spill
-from tieroff.runtime.items.table import Standing
+from tieroff.runtime.items.table import ResidentSnapshot
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.storage.engines.native import NativeEngine
 from tieroff.storage.host.pool import HostStore
@@ -36,7 +36,7 @@ class Model:
         ]
         for item in self.items:
             item.adopt(traffic)
-            item.stays_up = True
+            item.stays_resident = True
 
 
 @pytest.fixture
@@ -106,42 +106,42 @@ def copy_below(model: Model) -> None:
     ],
 )
 def test_what_does_not_stand_as_it_stood_is_noticed(change: Callable[[Model], None], model: Model) -> None:
-    standing = Standing(model.items, PLAN)
-    assert standing.others == [] and standing.holds()
+    snapshot = ResidentSnapshot(model.items, PLAN)
+    assert snapshot.others == [] and snapshot.holds()
     change(model)
-    assert not standing.holds()
+    assert not snapshot.holds()
 
 
 def test_values_may_be_written(model: Model) -> None:
-    standing = Standing(model.items, PLAN)
+    snapshot = ResidentSnapshot(model.items, PLAN)
     with torch.no_grad():
         model.weight.add_(1)
     model.state.fill_(2)
-    assert standing.holds()
+    assert snapshot.holds()
 
 
 def test_no_second_look_at_the_same_items_of_the_same_plan(model: Model) -> None:
-    standing = Standing(model.items, PLAN)
-    assert standing.is_of([*model.items], PLAN)
-    assert not standing.is_of(model.items, object())
-    assert not standing.is_of(model.items[:-1], PLAN)
-    assert not standing.is_of([*model.items, model.items[0]], PLAN)
+    snapshot = ResidentSnapshot(model.items, PLAN)
+    assert snapshot.is_of([*model.items], PLAN)
+    assert not snapshot.is_of(model.items, object())
+    assert not snapshot.is_of(model.items[:-1], PLAN)
+    assert not snapshot.is_of([*model.items, model.items[0]], PLAN)
     again = HomeItem(("state", 0, "x"), "x", TensorClass.OPTIMIZER, model.state, Tier.HOST)
-    assert not standing.is_of([*model.items[:-1], again], PLAN), "optimizer state that was loaded has a new item"
+    assert not snapshot.is_of([*model.items[:-1], again], PLAN), "optimizer state that was loaded has a new item"
 
 
 @pytest.mark.parametrize("change", [send_below, give_state_memory])
 def test_what_stays_and_is_away_is_looked_at_until_it_is_back(change: Callable[[Model], None], model: Model) -> None:
     change(model)
-    standing = Standing(model.items, PLAN)
-    assert standing.others == model.items[2:] and standing.holds()
-    assert not standing.is_of(model.items, PLAN)
+    snapshot = ResidentSnapshot(model.items, PLAN)
+    assert snapshot.others == model.items[2:] and snapshot.holds()
+    assert not snapshot.is_of(model.items, PLAN)
 
 
 def test_what_the_plan_moves_is_looked_at_each_time(model: Model) -> None:
     """Wherever it is, it is none of those that stand, which are looked at once."""
-    model.items[0].stays_up = False
-    standing = Standing(model.items, PLAN)
+    model.items[0].stays_resident = False
+    snapshot = ResidentSnapshot(model.items, PLAN)
     model.items[0].leave(model.traffic)
-    assert standing.others == model.items[:1]
-    assert standing.holds() and standing.is_of(model.items, PLAN)
+    assert snapshot.others == model.items[:1]
+    assert snapshot.holds() and snapshot.is_of(model.items, PLAN)

@@ -8,7 +8,7 @@ from itertools import chain
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.items.homes import HomeItem
-from tieroff.runtime.items.table import Standing, bytes_elsewhere, is_leaving, leave_place, lies_in
+from tieroff.runtime.items.table import ResidentSnapshot, bytes_elsewhere, is_leaving, leave_place, lies_in
 from tieroff.runtime.step.kinds import Planned, Recording, StepKind
 
 
@@ -23,11 +23,11 @@ class Placement:
     def __init__(self, executor: Executor, allocator_threshold_bytes: int | None) -> None:
         self._executor, self._backend = executor, executor.traffic.backend
         self._allocator_threshold_bytes = allocator_threshold_bytes
-        self._standing = Standing(())
+        self._snapshot = ResidentSnapshot(())
 
     def forget(self) -> None:
         """Everything was given back."""
-        self._standing = Standing(())
+        self._snapshot = ResidentSnapshot(())
 
     def place_for(self, kind: StepKind, *, is_looked_at: bool = False) -> None:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
@@ -46,7 +46,7 @@ class Placement:
         kept = homes.gradients.values() if kind.moves_nothing or not is_same else ()
         below: Iterable[HomeItem] = chain(homes.parameters.values(), homes.states.values())
         if is_same:
-            below = self.not_standing(is_looked_at=is_looked_at)  # few: the step before left most where they are to be
+            below = self.not_resident(is_looked_at=is_looked_at)  # few: the step before left most where they are to be
         items = chain(below, kept)
         between = _TiersBetweenSteps(kind)
         targets = [
@@ -75,10 +75,10 @@ class Placement:
 
     def _bytes_elsewhere(self, planned: Planned) -> int:
         """Returns the bytes that lie on the device in memory which the backend did not give, right after `place_for`."""
-        gave, homes, standing = self._backend.gave, self._executor.homes, self._standing
-        if standing.plan is not planned:
+        gave, homes, snapshot = self._backend.gave, self._executor.homes, self._snapshot
+        if snapshot.plan is not planned:
             return bytes_elsewhere(homes, gave)
-        return standing.bytes_elsewhere(gave) + bytes_elsewhere(chain(standing.others, homes.gradients.values()), gave)
+        return snapshot.bytes_elsewhere(gave) + bytes_elsewhere(chain(snapshot.others, homes.gradients.values()), gave)
 
     def _send_below(self, item: HomeItem, tier: Tier) -> None:
         if item.tensor is None:
@@ -90,13 +90,13 @@ class Placement:
             item.tier = tier
         item.leave(self._executor.traffic)
 
-    def not_standing(self, *, is_looked_at: bool = False) -> list[HomeItem]:
+    def not_resident(self, *, is_looked_at: bool = False) -> list[HomeItem]:
         """Returns the parameters and optimizer state that the plan moves, or that are not where it has them all the time."""
         items = (*self._executor.homes.parameters.values(), *self._executor.homes.states.values())
         plan = self._executor.runner.planned
-        if not self._standing.is_of(items, plan) or not (is_looked_at or self._standing.holds()):
-            self._standing = Standing(items, plan)
-        return self._standing.others
+        if not self._snapshot.is_of(items, plan) or not (is_looked_at or self._snapshot.holds()):
+            self._snapshot = ResidentSnapshot(items, plan)
+        return self._snapshot.others
 
 
 class _TiersBetweenSteps:

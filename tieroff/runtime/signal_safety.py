@@ -36,7 +36,7 @@ _is_own = _Files()
 _calls_out: set[CodeType] = set()  # filled as the modules are imported, and only read afterwards
 
 
-def calls_user_code(function: _Function) -> _Function:
+def runs_user_code(function: _Function) -> _Function:
     """Marks a function of the engine that runs user code, a forward or a hook say: what it calls interrupts nothing."""
     _calls_out.add(function.__code__)
     return function

@@ -14,17 +14,17 @@ from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.collectives import collectives_here
-from tieroff.runtime.custody.model import Custody
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.lifecycle.unmanaged import unmanaged
+from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.kinds import StepKind
 
 
-class Telling:
+class Reporting:
     """Words and documents on the steps of one engine."""
 
-    def __init__(self, custody: Custody, steps: Steps, plans: PlanSource) -> None:
-        self._custody, self._steps, self._plans = custody, steps, plans
+    def __init__(self, managed: ManagedModel, steps: Steps, plans: PlanSource) -> None:
+        self._managed, self._steps, self._plans = managed, steps, plans
 
     def explain(self, *, detail: bool) -> str:
         """Returns the text of `Engine.explain`."""
@@ -34,8 +34,8 @@ class Telling:
             if kind.planned is not None:
                 return self._explain(kind, kind.planned.trace, kind.planned.plan, detail=detail)
         text = "The first two steps are traced and measured, with everything moved out; the plan is made beside the next ones."
-        if self._custody.stepper is not None and not self._custody.stepper.has_stepped:
-            name = type(self._custody.stepper.optimizer).__name__
+        if self._managed.stepper is not None and not self._managed.stepper.has_stepped:
+            name = type(self._managed.stepper.optimizer).__name__
             text += f" No step has ended yet: one ends with step() of the {name} that was given to tieroff.wrap."
         return text
 
@@ -48,13 +48,13 @@ class Telling:
     def _explain(self, kind: StepKind, trace: Trace, plan: Plan, *, detail: bool) -> str:
         stats = self._steps.readings.last
         measured = stats.figures() if stats is not None else None
-        is_cpu, dtype = self._custody.backend.device.type == "cpu", self._custody.settings.compute_dtype
+        is_cpu, dtype = self._managed.backend.device.type == "cpu", self._managed.settings.compute_dtype
         compute_type = "bf16" if dtype is torch.bfloat16 else ""
-        stepper = self._custody.stepper
+        stepper = self._managed.stepper
         leaves_gradients = kind.recorded is not None and kind.recorded.leaves_gradients
         may_update = leaves_gradients and stepper is not None and stepper.could_update_in_backward
-        allocator = self._custody.backend.allocated_most()
-        unmoved = self._custody.unmoved_by_reason()
+        allocator = self._managed.backend.allocated_most()
+        unmoved = self._managed.unmoved_by_reason()
         planned = kind.feedback.plan_count, kind.feedback.replanned_since
         updates = stepper.host.evidence.words() if stepper is not None else ""
         step = Explained(
@@ -65,7 +65,7 @@ class Telling:
     def _unmanaged(self) -> dict[str, int]:
         """Returns the bytes that stay on the device whatever a plan says, by why."""
         found: dict[str, int] = {}
-        for one in unmanaged(self._custody):
+        for one in unmanaged(self._managed):
             found[one.why] = found.get(one.why, 0) + one.tensor.untyped_storage().nbytes()
         return found
 
@@ -88,7 +88,7 @@ class Telling:
                 trace,
                 plan,
                 timeline,
-                self._custody.settings.config_toml,
+                self._managed.settings.config_toml,
                 tuple(self._steps.readings.history),
                 machine,
                 explanation,

@@ -22,7 +22,7 @@ from tieroff.core.tensor import Tensor, TensorClass, Tier
 from tieroff.core.trace import Op, Trace
 from tieroff.planner.least import Least
 from tieroff.runtime.backend.cpu import CpuBackend
-from tieroff.runtime.resident import Resident
+from tieroff.runtime.process_memory import ProcessMemory
 from tieroff.session.budgets import Budgets
 from tieroff.session.ranks import Ranks
 
@@ -48,7 +48,7 @@ def test_resident_takes_parameters_for_tensors_when_they_are_whole_or_shards(is_
     model = nn.Module()
     model.weight = nn.Parameter(value)
     # No engine holds the parameter yet, so all of it is memory that nobody accounts for.
-    overhead_bytes = Resident(model, CpuBackend()).overhead_bytes()
+    overhead_bytes = ProcessMemory(model, CpuBackend()).overhead_bytes()
     assert overhead_bytes == pytest.approx(SIZE_BYTES, abs=SIZE_BYTES // 8)
 
 
@@ -59,7 +59,7 @@ def test_resident_leaves_out_what_the_heap_has_kept_of_freed_memory() -> None:
     blocks = [torch.ones(SMALL_BYTES, dtype=torch.uint8) for _ in range(SIZE_BYTES // SMALL_BYTES)]
     last = torch.ones(SMALL_BYTES, dtype=torch.uint8)  # holds the end of the heap, which would be returned by itself
     del blocks
-    resident = Resident(nn.Module(), backend)
+    resident = ProcessMemory(nn.Module(), backend)
     backend.return_freed()  # as after planning
     taken = torch.ones(SIZE_BYTES, dtype=torch.uint8)
     assert resident.overhead_bytes() == pytest.approx(SIZE_BYTES, abs=SIZE_BYTES // 8)

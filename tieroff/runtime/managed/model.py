@@ -1,4 +1,4 @@
-"""Custody of a model: which parameters have homes below, whether they are as the engine left them, how they are given back."""
+"""A managed model: which parameters have homes below, whether they are as the engine left them, how it is given back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tieroff.core.seams import Foresight
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
-from tieroff.runtime.custody.placement import Placement
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forked import guard_forks_of
 from tieroff.runtime.hooks.forward.walk import Walk
@@ -20,13 +19,14 @@ from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
 from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.unattached import Unattached
-from tieroff.runtime.items.hollow import untouched
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.items import JoinedParameter
+from tieroff.runtime.items.offloaded import untouched
 from tieroff.runtime.items.parameter import ParameterItem, ShardItem, part_from_others
 from tieroff.runtime.items.spill import Spill
 from tieroff.runtime.items.table import bring_home, settle_below
 from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.managed.placement import Placement
 from tieroff.runtime.movable import is_alone, local_of, parts_of, refuse_lazy, why_kept, why_unmovable
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.optimizer.state_dicts import GivenOut
@@ -36,8 +36,8 @@ from tieroff.runtime.step.kinds import StepKind
 from tieroff.storage.nvme.pages import MappedFiles
 
 
-class Custody:
-    """The tensors of one model that the engine looks after.
+class ManagedModel:
+    """One model as the engine manages it: which of its tensors may move, from `wrap` to `unwrap`.
 
     Attributes:
         backend, stores: the device and the tiers below it.
@@ -45,7 +45,7 @@ class Custody:
         stepper: the optimizer's stand-in, once one is attached.
         unattached: knows of optimizers that are not.
         unmoved: name of a parameter that stays where it is -> why.
-        may_be_hollow: some parameter or buffer lay on the meta device when last checked.
+        may_be_on_meta: some parameter or buffer lay on the meta device when last checked.
         is_closed: everything was given back, or is about to be.
         is_asleep: everything that can move was sent below, and no step began since.
     """
@@ -61,7 +61,7 @@ class Custody:
         self.executor = Executor(traffic, settings, foresight)
         self.stepper: BucketedStep | None = None
         self.unmoved, self.given_out, self.unattached = dict[str, str](), GivenOut(), Unattached(model)
-        self.may_be_hollow = self.is_closed = self.is_asleep = False
+        self.may_be_on_meta = self.is_closed = self.is_asleep = False
         self._pid = os.getpid()
         self._placement = Placement(self.executor, settings.allocator_threshold_bytes)
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
@@ -134,7 +134,7 @@ class Custody:
 
     def register(self) -> None:
         """Makes an item of every parameter that can have a home below."""
-        homes, gate, traffic, shards = self.executor.homes, self.executor.gate, self.executor.traffic, self.executor.shards
+        homes, reads, traffic, shards = self.executor.homes, self.executor.reads, self.executor.traffic, self.executor.shards
         shards.look(self.model)
         known = {id(item.leaf): item for item in homes.parameters.values()}
         homes.parameters.clear()
@@ -156,15 +156,15 @@ class Custody:
             if not self._gradient_hooks.still_hang_on(parameter):  # it was elsewhere, or of another type, meanwhile
                 self._gradient_hooks.hang_on(parameter)
             self._take(position, name, parameter, mapped)
-        self.may_be_hollow = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
+        self.may_be_on_meta = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         for gone in known.values():
             gone.detach(traffic)
         shards.keep_only(homes.parameters.values())
-        gate.live.keep_only(homes.parameters.values())
+        reads.live.keep_only(homes.parameters.values())
         self._gradient_hooks.keep_only(homes.names)
-        gate.mints.sweep()
-        gate.rebound.watch(self.model, homes.parameters.values())
-        gate.intercept(bool(homes.parameters))
+        reads.cast_nodes.sweep()
+        reads.rebound.watch(self.model, homes.parameters.values())
+        reads.intercept(bool(homes.parameters))
         self._fingerprint, self._count = self._fingerprint_of(self.walk()), len(homes.parameters)
         self._known_as = None
         self.hook_gradients(self.walk())
@@ -215,7 +215,7 @@ class Custody:
         self._take(position, name, parameter, MappedFiles.none())
         if name in self.unmoved and parameter.device != self.backend.device:
             self._bring(parameter)
-        self.executor.gate.intercept(bool(self.executor.homes.parameters))
+        self.executor.reads.intercept(bool(self.executor.homes.parameters))
         self._count = len(self.executor.homes.parameters)
 
     def check_filled(self) -> None:
@@ -225,12 +225,12 @@ class Custody:
             StateError: some lie on the meta device.
         """
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        hollow = [name for name, tensor in named if tensor.is_meta]
-        self.may_be_hollow = bool(hollow)
-        if hollow:
-            shown = ", ".join(hollow[:5]) + (f" and {len(hollow) - 5} more" if len(hollow) > 5 else "")
+        on_meta = [name for name, tensor in named if tensor.is_meta]
+        self.may_be_on_meta = bool(on_meta)
+        if on_meta:
+            shown = ", ".join(on_meta[:5]) + (f" and {len(on_meta) - 5} more" if len(on_meta) > 5 else "")
             raise StateError(
-                f"expected parameters and buffers with values, got {len(hollow)} on the meta device: {shown}; give them some "
+                f"expected parameters and buffers with values, got {len(on_meta)} on the meta device: {shown}; give them some "
                 "with tieroff.load_weights, or by hand what no checkpoint holds (buffers that are not persistent)"
             )
 
@@ -282,7 +282,7 @@ class Custody:
             is_looked_at: `has_changed` was asked, and nobody but the engine ran since.
         """
         self._placement.place_for(kind, is_looked_at=is_looked_at)
-        self.executor.gate.intercept(not kind.moves_nothing)
+        self.executor.reads.intercept(not kind.moves_nothing)
 
     def keep_freed(self, kind: StepKind) -> None:
         """Lets the backend keep freed memory for reuse in the step that begins."""
@@ -298,22 +298,22 @@ class Custody:
                 if item.device is not None:
                     item.leave(executor.traffic)
             # Also where the plan moves nothing: forwards fetch what they use, until the next step.
-            executor.gate.intercept(bool(executor.homes.parameters))
+            executor.reads.intercept(bool(executor.homes.parameters))
         self.backend.keep_freed(0)
         self.is_asleep = True
 
-    def may_stand_aside(self) -> bool:
+    def may_be_bypassed(self) -> bool:
         """True where steps in which nothing moves need none of the engine's hooks."""
         needs_hooks = self.settings.compute_dtype or self.settings.update_in_backward or self.executor.shards
         return not needs_hooks and not (self.stepper and self.stepper.state.sliced) and self.walk().is_readable
 
-    def stand_aside(self, kind: StepKind | None) -> Watch:
+    def bypass(self, kind: StepKind | None) -> Watch:
         """Takes the hooks off the model, all of which lies on the device for this kind of step, and watches it instead."""
         homes = {item.position: item.tensor for item in self.executor.homes.parameters.values()}
         keys = kind.recorded.keys if kind is not None and kind.recorded is not None else ()
         arrived = [key[1] for key in keys if isinstance(key, tuple) and key[0] == "grad"]
         if arrived:
-            self._gradient_hooks.stand_aside(homes.get(arrived[-1]))  # else all stay: none is known to get a gradient
+            self._gradient_hooks.bypass(homes.get(arrived[-1]))  # else all stay: none is known to get a gradient
         quieten(self.model, is_quiet=True)
         return Watch(self.walk(), [tensor for tensor in homes.values() if tensor is not None])
 
@@ -335,7 +335,7 @@ class Custody:
                 continue  # swapped with another one, which gets its gradients in another order
             if item.may_take(tensor) and tuple(tensor.stride()) == item.stride and not why_unmovable(tensor):
                 item.refresh(self.executor.traffic)
-                self.executor.gate.live.follow(item)
+                self.executor.reads.live.follow(item)
         return not self.has_changed(walk)
 
     def has_changed(self, walk: Walk) -> bool:
@@ -346,7 +346,7 @@ class Custody:
         self._known_as = walk
         if len(self.executor.homes.parameters) != self._count:
             return True
-        return not all(item.is_current() for item in self._placement.not_standing() if isinstance(item, ParameterItem))
+        return not all(item.is_current() for item in self._placement.not_resident() if isinstance(item, ParameterItem))
 
     def give_back(self) -> None:
         """Makes every parameter, gradient and living activation ordinary memory again."""
@@ -358,7 +358,7 @@ class Custody:
         self._placement.forget()
         self.executor.shards.close()
         self.executor.communication.close(self.model)
-        self.executor.gate.mints.sweep()
-        self.executor.gate.rebound.close()
-        self.executor.gate.is_open = False
+        self.executor.reads.cast_nodes.sweep()
+        self.executor.reads.rebound.close()
+        self.executor.reads.is_open = False
         self.executor.saved_tensors.bring_home()

@@ -11,13 +11,13 @@ import torch
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.items.hollow import PLAIN
+from tieroff.runtime.items.offloaded import PLAIN
 from tieroff.runtime.movable import local_of
 
 _STATM = Path("/proc/self/statm")
 
 
-class Resident:
+class ProcessMemory:
     """Memory of the process that holds no tensor, on the CPU backend: library code and scratch, heap, thread stacks."""
 
     def __init__(self, model: torch.nn.Module, backend: Backend, others: Collection[Engine] = ()) -> None:
