@@ -109,6 +109,10 @@ class HooksInBackward(abc.ABC):
     def begin_again(self) -> None:
         """A checkpoint is about to compute again."""
 
+    @abc.abstractmethod
+    def has_run_again(self) -> None:
+        """It has computed what it was asked for."""
+
     def put_in_force(self) -> bool:
         """Puts the pair in force in the place of the one that is, so that who put that there takes ours off.
 
@@ -136,7 +140,7 @@ class HooksInBackward(abc.ABC):
         frame = _frame_that_asks(caller)
         if frame is not None:
             if not isinstance(frame.recompute_fn, _Recompute):
-                frame.recompute_fn = _Recompute(frame.recompute_fn, self.begin_again)
+                frame.recompute_fn = _Recompute(frame.recompute_fn, self.begin_again, self.has_run_again)
             return True
         node = torch._C._current_autograd_node()
         if isinstance(node, BackwardCFunction):
@@ -146,14 +150,17 @@ class HooksInBackward(abc.ABC):
 
 
 class _Recompute:
-    """Stands in for the function by which a checkpoint computes again, and calls `before` first."""
+    """Stands in for the function by which a checkpoint computes again, and calls `before` and `after` round it."""
 
-    def __init__(self, inner: Callable[..., None], before: Callable[[], object]) -> None:
-        self._inner, self._before = inner, before
+    def __init__(self, inner: Callable[..., None], before: Callable[[], object], after: Callable[[], object]) -> None:
+        self._inner, self._before, self._after = inner, before, after
 
     def __call__(self, *args: Any) -> None:
         self._before()
-        self._inner(*args)
+        try:
+            self._inner(*args)
+        finally:
+            self._after()  # an exception says, too, that all has been computed that backward asks for
 
 
 class Recomputed(weakref.WeakKeyDictionary[Any, Any]):

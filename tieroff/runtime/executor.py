@@ -85,7 +85,7 @@ class Executor:
         self.saved_tensors.gathered = self.shards.gathered
         self.reads.rebound.packs = self.saved_tensors
         self.hooks = OwnHooks(state, self.reads, self.saved_tensors)
-        self.reads.in_backward = ModulesInBackward(self.hooks)
+        self.reads.in_backward = ModulesInBackward(self.hooks, self.on_demand)
         self.guard.serve(self.context, self.reads, self.saved_tensors, self.scaled)
 
     def begin(self, kind: StepKind, recorder: Recorder | None, *, may_be_quiet: bool = False) -> None:

@@ -38,6 +38,9 @@ class DryHooks(HooksInBackward):
     def begin_again(self) -> None:
         self.put_in_force()
 
+    def has_run_again(self) -> None:
+        """Nothing was put in force that is left."""
+
     def take_part(self, here: tuple[Pack, Unpack]) -> None:
         outer_pack = here[0]
         kept = Recomputed.of(outer_pack, self._unpack, lambda packed: packed)

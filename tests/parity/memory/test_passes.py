@@ -52,11 +52,12 @@ def test_a_pass_in_each_step_is_planned_and_equal(name: str, budget: str, tmp_pa
     assert all(map(torch.equal, plain, wrapped))
 
 
-@pytest.mark.parametrize("when", ["before", "between", "after"])
-def test_a_pass_needs_a_layer_at_a_time(when: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("when", "held"), [("before", 1), ("between", 1), ("after", 2)])
+def test_a_pass_needs_a_layer_at_a_time(when: str, held: int, tmp_path: Path) -> None:
     _, without = train(Recipe(is_frozen=True), 6, tmp_path, "min")
     _, within = train(Recipe(is_frozen=True, passes=frozenset({when})), 6, tmp_path, "min")
-    assert within <= GROWTH * without
+    held_bytes = held * 4 * ROWS * WIDTH  # the program has the batch until its last pass, and the outputs
+    assert within - held_bytes <= GROWTH * without
 
 
 def run(passes: Passes, folder: Path, budget: str = "") -> tuple[list[Tensor], list[tuple[str, int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import tieroff
 from tests.support.parity import BACKENDS, HOST, NVME, Trainer, Workload, check_parity, config_for, plain_step
 from tieroff.core.tensor import Tier
 
-WIDTH, LAYERS, ROWS = 64, 5, 16
+WIDTH, WIDE, LAYERS, ROWS = 64, 256, 5, 16
 
 
 class Block(nn.Module):
@@ -34,9 +34,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, use_reentrant: bool | None) -> None:
+    def __init__(self, use_reentrant: bool | None, block: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,13 +45,26 @@ class Net(nn.Module):
         return x
 
 
-def least_bytes(use_reentrant: bool | None, folder: Path) -> int:
+class Merged(nn.Module):
+    """A frozen weight, of which backward needs the sum with its adapters' product alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(WIDE, 2) / WIDE), nn.Parameter(torch.randn(2, WIDE) / WIDE)
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE) / WIDE, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a, self.b
+        return x + F.linear(x, torch.addmm(self.weight, a, b))
+
+
+def least_bytes(use_reentrant: bool | None, folder: Path, block: Callable[[], nn.Module] = Block, width: int = WIDTH) -> int:
     def batch() -> tuple[Tensor, ...]:
-        return (torch.randn(ROWS, WIDTH).requires_grad_(),)
+        return (torch.randn(ROWS, width).requires_grad_(),)
 
     # Each checkpoint keeps the state of the CPU's generator, and one that computes again the present one: no operator makes it.
     kept_bytes = 0 if use_reentrant is None else (LAYERS + 1) * torch.get_rng_state().nbytes
-    workload = Workload("adapters", partial(Net, use_reentrant), batch, unseen_bytes=kept_bytes)
+    workload = Workload("adapters", partial(Net, use_reentrant, block), batch, unseen_bytes=kept_bytes)
     engine = check_parity(workload, HOST, BACKENDS["cpu"], folder, policy="auto", device="min")
     return engine.plan.peak_bytes[Tier.DEVICE]
 
@@ -59,6 +72,12 @@ def least_bytes(use_reentrant: bool | None, folder: Path) -> int:
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_a_checkpoint_needs_no_more_than_its_block_does(use_reentrant: bool, tmp_path: Path) -> None:
     assert least_bytes(use_reentrant, tmp_path) <= 1.1 * least_bytes(None, tmp_path)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_what_a_layer_read_last_is_away_in_its_backward(use_reentrant: bool | None, tmp_path: Path) -> None:
+    # In forward a weight and the sum, in backward that and its gradient.
+    assert least_bytes(use_reentrant, tmp_path, Merged, WIDE) < 2.6 * 4 * WIDE * WIDE
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -24,6 +24,18 @@ def training_phase() -> str:
     return "forward" if current_graph_task() == -1 else "backward"
 
 
+NO_NODE = (-1, -1)
+
+
+def node_here() -> tuple[int, int]:
+    """Returns the running graph task and which of its nodes is evaluated, `NO_NODE` outside a backward; keeps no node alive."""
+    task = current_graph_task()
+    if task == -1:
+        return NO_NODE
+    node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+    return task, node._sequence_nr() if node is not None else -1
+
+
 def reader_may_write() -> bool:
     """True where what autograd saved goes to somebody who may write it: a Function of one's own, or code outside of backward.
 

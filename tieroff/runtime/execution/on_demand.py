@@ -27,6 +27,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from tieroff.core.seams import Foresight
+from tieroff.runtime.execution.autograd import NO_NODE, node_here
 from tieroff.runtime.execution.experience import Experience
 from tieroff.runtime.execution.refusals import Refusals
 from tieroff.runtime.execution.runner import PlanRunner
@@ -62,6 +63,7 @@ class OnDemand:
         self.room_bytes = 0
         self.experience = Experience()
         self._read: deque[HomeItem] = deque()
+        self._reader = NO_NODE
         self.refusals = Refusals(state, traffic, runner)
         self._incomplete: deque[tuple[ActivationItem, int]] = deque()
         self._ticks = 0
@@ -95,6 +97,7 @@ class OnDemand:
         if item in self._read:
             self._read.remove(item)
         self._read.append(item)
+        self._reader = node_here()
         self._keep_few()
 
     def _keep_few(self, count: int = _READ_KEPT) -> None:
@@ -102,8 +105,17 @@ class OnDemand:
             self._put_away(self._read.popleft())
 
     def make_way(self) -> None:
-        """Frees what stays for a moment only: its room is needed."""
-        self._keep_few(0)
+        """Frees what stays for a moment only: that is over, or its room is needed."""
+        with self._state.lock:
+            self._keep_few(0)
+
+    def unpacks(self) -> None:
+        """Autograd asks for what was saved: what was read before the node that it evaluates has been used.
+
+        Else the last that a layer's recomputation reads would stay for all of that layer's backward, in which nothing is read.
+        """
+        if self._read and not self._calls and node_here() != self._reader:
+            self.make_way()
 
     @contextlib.contextmanager
     def in_call(self) -> Iterator[None]:

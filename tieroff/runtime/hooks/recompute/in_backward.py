@@ -32,6 +32,7 @@ from tieroff.recomputation import (
     replace_hooks,
 )
 from tieroff.runtime.execution.autograd import functorch_is_active, unseen_by_the_program
+from tieroff.runtime.execution.on_demand import OnDemand
 from tieroff.runtime.hooks.forward.own_hooks import OwnHooks
 from tieroff.runtime.hooks.packed import is_packed, looks_of
 
@@ -39,8 +40,8 @@ from tieroff.runtime.hooks.packed import is_packed, looks_of
 class ModulesInBackward(HooksInBackward):
     """Puts the engine's hooks in force where modules run in backward; see [Note: modules in backward]."""
 
-    def __init__(self, hooks: OwnHooks) -> None:
-        self._hooks = hooks
+    def __init__(self, hooks: OwnHooks, on_demand: OnDemand) -> None:
+        self._hooks, self._on_demand = hooks, on_demand
 
     def pair(self) -> tuple[Pack, Unpack]:
         return self._hooks.pair()
@@ -54,12 +55,16 @@ class ModulesInBackward(HooksInBackward):
             self.put_in_force()
 
     def unpacked(self, caller: FrameType | None) -> bool:
+        self._on_demand.unpacks()
         return self._hooks.are_wanted and not functorch_is_active() and super().unpacked(caller)
 
     def begin_again(self) -> None:
         here = hooks_here()
         if here is not None and self._hooks.are_wanted and is_of_checkpoint(here, RECOMPUTED):
             self.take_part(here)
+
+    def has_run_again(self) -> None:
+        self._on_demand.make_way()  # what it read was used, by ops that the node comes after
 
     def take_part(self, here: tuple[Pack, Unpack]) -> None:
         outer_pack, (own_pack, own_unpack) = here[0], self._hooks.plain_pair()
