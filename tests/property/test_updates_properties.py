@@ -19,7 +19,8 @@ from tieroff.planner.auto.greedy import plan_greedy
 from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
 from tieroff.planner.auto.relaxed import plan_relaxed
 from tieroff.planner.bounds.bounds import lower_bound_ns, scope_of
-from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
+from tieroff.planner.extended.buckets import find_buckets
+from tieroff.planner.extended.host_updates import update, updated_problems
 from tieroff.planner.extended.recompute import find_candidates, remake
 from tieroff.planner.problem.problem import live_bytes, make_problem
 from tieroff.planner.simulate.simulator import simulate

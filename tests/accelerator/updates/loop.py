@@ -48,9 +48,9 @@ def machine_file(folder: Path) -> str:
     return str(folder / "machine.toml")
 
 
-def config(folder: Path, **plan: Any) -> dict[str, Any]:
+def config(folder: Path, budget: str = "45%", **plan: Any) -> dict[str, Any]:
     return {
-        "budget": {"device": "45%", "host": 16 << 20},
+        "budget": {"device": budget, "host": 16 << 20},
         "nvme": {"dirs": []},
         "plan": {"machine": machine_file(folder), "min_bytes": 0, "background": False, **plan},
     }

@@ -74,3 +74,18 @@ def test_without_a_machine_file_explain_says_what_is_missing(tmp_path: Path) -> 
     assert wrapped.engine is not None
     assert wrapped.engine.stats().host_updates == 0
     assert "tieroff probe --out machine.toml" in wrapped.engine.explain()
+
+
+def test_the_least_budget_has_updates_below_too(tmp_path: Path) -> None:
+    """Each gradient leaves at once: what waits for a link has no room there."""
+    plain, wrapped = Loop(None), Loop(tmp_path, budget="min")
+    plain.steps(10)
+    taken = DeviceBytes(target.device())
+    for index in range(10):
+        taken.begin()
+        wrapped.step()
+        if index >= 5:
+            wrapped.assert_updated_below()
+            assert wrapped.engine is not None
+            assert taken.peak_bytes <= wrapped.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(wrapped.parameters)
+    assert differing(plain.finish(), wrapped.finish()) == []

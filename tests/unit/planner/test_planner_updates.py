@@ -17,7 +17,8 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import InvalidPlanError
 from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.portfolio import GENERATORS, plan_auto, plan_with
-from tieroff.planner.extended.host_updates import find_buckets, update, updated_problems
+from tieroff.planner.extended.buckets import find_buckets
+from tieroff.planner.extended.host_updates import update, updated_problems
 from tieroff.planner.make_plan import default_capabilities
 from tieroff.planner.problem.assemble import build_plan, plan_from
 from tieroff.planner.problem.problem import Problem, live_bytes, make_problem
@@ -78,6 +79,26 @@ def test_the_device_updates_beside_a_frozen_parameter_that_only_stays_or_leaves_
     can = replace(RUNTIME_EXECUTOR, updates_on_host=True, updates_cross=True, min_bytes=0)
     assert find_buckets(_problem(trace)) and find_buckets(_problem(caps=can))
     assert not find_buckets(_problem(trace, caps=can))
+
+
+def test_gradients_leave_at_once_where_the_device_has_no_room_for_what_waits_for_a_link() -> None:
+    """Both gradients would be there while the first one's copy is under way, for 60 ns of which backward has 2."""
+    tensors = [Tensor(f"w{i}", 10, TensorClass.PARAMETER, is_persistent=True) for i in range(2)]
+    tensors += [Tensor(f"g{i}", 60, TensorClass.GRADIENT, owner=i, lives_until=5) for i in range(2)]
+    tensors += [Tensor(f"m{i}", 100, TensorClass.OPTIMIZER, is_persistent=True) for i in range(2)]
+    ops = [Op("forward", 1, (0, 1), (), phase="forward")]
+    ops += [Op(f"backward{i}", 1, (i,), (2 + i,), phase="backward") for i in (1, 0)]
+    ops += [Op(f"update{i}", 1, (i, 2 + i, 4 + i), (i, 4 + i), phase="optimizer") for i in range(2)]
+    trace = Trace(tuple(ops), tuple(tensors))
+    can = replace(RUNTIME_EXECUTOR, updates_on_host=True, updates_cross=True, min_bytes=0, granule_bytes=1)
+    for device_bytes, at_once in ((80, True), (150, False)):
+        problem = make_problem(trace, _MACHINE, {DEVICE: device_bytes, HOST: 1000, Tier.NVME: 0}, can)
+        plan = plan_auto(problem)
+        check(plan, trace, can)
+        assert len(plan.host_updates) == 2
+        assert plan.peak_bytes[DEVICE] <= device_bytes
+        copies = [t for t in plan.transfers if t.tensor == 3]
+        assert [t.issue_at == t.ready_by for t in copies] == [at_once]
 
 
 def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:

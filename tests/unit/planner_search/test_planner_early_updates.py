@@ -14,7 +14,8 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import InvalidPlanError
 from tieroff.planner.auto.floor import plan_floor
 from tieroff.planner.auto.portfolio import plan_auto
-from tieroff.planner.extended.host_updates import find_buckets, update
+from tieroff.planner.extended.buckets import find_buckets
+from tieroff.planner.extended.host_updates import update
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.simulator import simulate
 

@@ -25,7 +25,8 @@ from tieroff.planner.auto.relaxed import can_relax, fitted_windows, relaxed_wind
 from tieroff.planner.auto.select import Selection
 from tieroff.planner.auto.windows import make_moves
 from tieroff.planner.bounds.bounds import Scope, lower_bound_ns
-from tieroff.planner.extended.host_updates import can_update, updated_problems
+from tieroff.planner.extended.buckets import can_update
+from tieroff.planner.extended.host_updates import updated_problems
 from tieroff.planner.extended.improve import improve
 from tieroff.planner.extended.recompute import Remade, remade_problems
 from tieroff.planner.policy import policy

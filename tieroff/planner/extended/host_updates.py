@@ -29,42 +29,16 @@ import numpy.typing as npt
 
 from tieroff.core.lifetime import Lifetime
 from tieroff.core.plan import HostUpdate, Plan, Residency, Transfer
-from tieroff.core.tensor import Tensor, TensorClass, Tier
-from tieroff.core.trace import Queue, Trace
+from tieroff.core.tensor import Tensor, Tier
+from tieroff.core.trace import Trace
+from tieroff.planner.extended.buckets import Bucket, end_of_backward, find_buckets, uses_of
 from tieroff.planner.problem.assemble import peak_bytes
 from tieroff.planner.problem.problem import Problem, make_problem
 from tieroff.planner.simulate.options import rerank
 from tieroff.planner.simulate.simulator import simulate
-from tieroff.units import NS_PER_S
 
 # Of the time that may be updated on the host, in order of trial; the share that balances both sides comes after the third.
 _SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """An op of the optimizer that the CPU can run, and what it touches; see [Note: updated problems].
-
-    Attributes:
-        op: its index.
-        state, parameters, gradients: tensors.
-        cpu_ns: what the update takes with host memory to itself.
-        beside_ns: the same beside copies both ways.
-        moved_ns: what the busier link takes to move the state, to the device and back.
-    """
-
-    op: int
-    state: tuple[int, ...]
-    parameters: tuple[int, ...]
-    gradients: tuple[int, ...]
-    cpu_ns: int
-    beside_ns: int
-    moved_ns: int
-
-    @property
-    def tensors(self) -> tuple[int, ...]:
-        """All that it touches."""
-        return self.state + self.parameters + self.gradients
 
 
 @dataclass(frozen=True)
@@ -121,7 +95,7 @@ class Updated:
         """Per parameter that an update writes when it has to be back."""
         trace, n = self.original.trace, self.original.op_count
         index = {tensor: position for position, tensor in enumerate(self.origin)}
-        runs = _runs(trace)
+        runs = uses_of(trace)
         returns: dict[int, _Return] = {}
         for number, bucket in enumerate(self.buckets):
             for tensor in set(bucket.parameters).intersection(trace.ops[bucket.op].writes):
@@ -255,93 +229,22 @@ def _with_repeats(trace: Trace, plan: Plan) -> Trace:
     return replace(trace, ops=tuple(ops))
 
 
-def _runs(trace: Trace) -> list[list[int]]:
-    """Returns the ops that touch each tensor, in order."""
-    runs: list[list[int]] = [[] for _ in trace.tensors]
-    for index, op in enumerate(trace.ops):
-        for tensor in {*op.reads, *op.writes}:
-            runs[tensor].append(index)
-    return runs
-
-
-def can_update(problem: Problem) -> bool:
-    """True when the executor updates on the host, the machine says how fast, and there is host memory."""
-    can = problem.capabilities
-    returns = can.wraps or can.updates_cross  # parameters come back across the step's end
-    return can.updates_on_host and returns and problem.machine.cpu_update_bytes_per_s > 0 and Tier.HOST in problem.tiers
-
-
-def find_buckets(problem: Problem) -> list[Bucket]:
-    """Returns the buckets that the CPU can update, in order of op.
-
-    Also those that it updates in more time than the links take to move their state: it works beside them, so the fastest step
-    may give each side a share.
-    """
-    if not can_update(problem):
-        return []
-    runs = _runs(problem.trace)
-    found: list[Bucket] = []
-    backward_end = _backward_end(problem.trace)
-    for index, op in enumerate(problem.trace.ops):
-        if op.phase != "optimizer" or op.queue is Queue.COMMUNICATION:
-            continue
-        if index < backward_end and not problem.capabilities.updates_early:
-            continue
-        own = tuple(dict.fromkeys((*op.reads, *op.writes)))
-        kinds = {tensor: _kind(problem, tensor, runs[tensor], index) for tensor in own}
-        if "" in kinds.values():
-            continue
-        state, parameters, gradients = (
-            tuple(t for t in own if kinds[t] == kind) for kind in ("state", "parameter", "gradient")
-        )
-        counted = sum(problem.size_bytes(t) for t in own if problem.trace.tensors[t].kind is TensorClass.OPTIMIZER)
-        if counted and _has_its_gradients(problem, parameters, gradients):
-            machine = problem.machine
-            rates = machine.cpu_update_bytes_per_s, max(machine.update_bytes_per_s, 1)
-            cpu_ns, beside_ns = (-(-counted * NS_PER_S // rate) for rate in rates)
-            held = sum(map(problem.size_bytes, state))
-            moved_ns = max(link.transfer_ns(held) for link in problem.links(Tier.HOST))
-            found.append(Bucket(index, state, parameters, gradients, cpu_ns, beside_ns, moved_ns))
-    return found
-
-
-def _backward_end(trace: Trace) -> int:
-    """Returns the op after the last one of backward."""
-    return max((index + 1 for index, op in enumerate(trace.ops) if op.phase == "backward"), default=0)
-
-
-def _has_its_gradients(problem: Problem, parameters: tuple[int, ...], gradients: tuple[int, ...]) -> bool:
-    """True where gradients need not follow their parameters below, or do so by the bucket's own copies."""
-    if not problem.capabilities.gradient_follows_parameter:
-        return True
-    tensors, own = problem.trace.tensors, set(parameters)
-    owned = {i for i, tensor in enumerate(tensors) if tensor.kind is TensorClass.GRADIENT and tensor.owner in own}
-    return owned == {gradient for gradient in gradients if tensors[gradient].owner >= 0}
-
-
-def _kind(problem: Problem, tensor: int, runs: list[int], op: int) -> str:
-    """Returns what a tensor is to an update, or "" where the CPU cannot have it; see [Note: updated problems]."""
-    trace, own = problem.trace, problem.trace.tensors[tensor]
-    if own.kind is TensorClass.INPUT or not own.is_movable or own.size_bytes < problem.capabilities.min_bytes:
-        return ""
-    others = [run for run in runs if run != op]
-    if any(trace.ops[run].phase == "optimizer" for run in others):
-        return ""
-    if any(start == op and stop > op + 1 for start, stop in own.holds):
-        return ""  # the program wants it from the update on, which it would have to wait for at once
-    if not own.is_persistent:
-        return "gradient" if others and others[-1] < op else ""
-    if any(tensor in trace.ops[run].writes for run in others):
-        return ""
-    if others and tensor not in trace.ops[op].writes and not problem.capabilities.wraps:
-        return ""  # a frozen one, which a plan may keep on the device across the step's end, and nothing brings back
-    return "parameter" if others else "state"
-
-
 def update(problem: Problem, buckets: list[Bucket]) -> Updated:
     """Returns the problem in which the CPU updates these buckets, in order of op; the host must have room for them."""
+    hurried = set[int]()
+    while True:
+        updated = _update(problem, buckets, hurried)
+        over = np.flatnonzero(updated.problem.base > updated.problem.device_bytes)
+        late = {t for t, copy in updated.copies.items() if ((copy.issue_at <= over) & (over < copy.ready_by)).any()}
+        if late <= hurried:
+            return updated
+        hurried |= late
+
+
+def _update(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> Updated:
+    """Returns the same with copies of some gradients awaited where they begin: until links have time, there is no room."""
     trace = problem.trace
-    copies = _copies(problem, buckets)
+    copies = _copies(problem, buckets, hurried)
     by_op = {tensor: bucket.op for bucket in buckets for tensor in bucket.tensors}
     states = {tensor for bucket in buckets for tensor in bucket.state}
     tensors = dict(enumerate(trace.tensors))
@@ -386,8 +289,8 @@ def _taken_bytes(problem: Problem, buckets: list[Bucket]) -> int:
     return sum(problem.room_bytes(tensor) for bucket in buckets for tensor in bucket.tensors)
 
 
-def _copies(problem: Problem, buckets: list[Bucket]) -> dict[int, Transfer]:
-    """Returns the copy of each gradient to the host, from its last write on, one after the other."""
+def _copies(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> dict[int, Transfer]:
+    """Returns the copy of each gradient to the host, from its last write on, one after the other; of some awaited at once."""
     link, latest = problem.links(Tier.HOST)[0], _latest_issues(problem, buckets)
     starts_ns = np.array(problem.trace.with_durations(_left_ns(problem.trace, {b.op for b in buckets})).starts_ns, np.int64)
     made: list[tuple[int, int, int]] = []
@@ -398,7 +301,7 @@ def _copies(problem: Problem, buckets: list[Bucket]) -> dict[int, Transfer]:
     now_ns = 0
     for tick, op, tensor in sorted(made):
         now_ns = max(now_ns, int(starts_ns[tick])) + link.transfer_ns(problem.size_bytes(tensor))
-        ready = min(latest[op], int(np.searchsorted(starts_ns, now_ns)))
+        ready = tick if tensor in hurried else min(latest[op], int(np.searchsorted(starts_ns, now_ns)))
         copies[tensor] = Transfer(tensor, Tier.DEVICE, Tier.HOST, tick, ready, 0)
     return copies
 
@@ -409,7 +312,7 @@ def _latest_issues(problem: Problem, buckets: list[Bucket]) -> dict[int, int]:
     One that backward does not follow begins at its op: the ticks after it take no time for gradients to arrive in.
     """
     latest: dict[int, int] = {}
-    limit, backward_end = problem.op_count - 1, _backward_end(problem.trace)
+    limit, backward_end = problem.op_count - 1, end_of_backward(problem.trace)
     for bucket in reversed(buckets):
         lives = (problem.trace.lifetimes[tensor] for tensor in bucket.parameters)
         limit = min([limit, *(start - 1 for life in lives for start, _ in life.required if start > bucket.op)])
