@@ -125,6 +125,16 @@ class Recorder(Protocol):
     def end_unseen(self, made: Iterable[object] = ()) -> None:
         """That code has ended, and these storages are there now."""
 
+    def begin_bypassed(self) -> None:
+        """User code gets tensors that came up from below for this call alone, which count nowhere."""
+
+    def end_aside(self) -> None:
+        """That call is over."""
+
+    @property
+    def beside(self) -> Mapping[int, int]:
+        """Op with such calls -> the most bytes beside them, of no subject or of one that the op made; after `finish`."""
+
     def died(self, key: Hashable) -> None:
         """Nothing can use the subject's bytes any more."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.parts import is_wrapper, parts_of
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
-from tieroff.tracing.recording.life import End, Life, transient_bytes
+from tieroff.tracing.recording.life import Asides, End, Life, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
 from tieroff.tracing.recording.unseen import Unseen
@@ -67,6 +67,7 @@ class StepRecorder(TorchDispatchMode):
         self._counter = peak_counter(device)
         self._unseen = Unseen(self._counter)
         self._scratch: dict[int, int] = {}
+        self._asides = Asides()
         self._makers = Makers()
         self.meta: dict[str, str] = {}
         self._used: Callable[[Any, bool], None] | None = None
@@ -156,6 +157,7 @@ class StepRecorder(TorchDispatchMode):
             life.birth, life.birth_op = self._unseen.since
         if (is_new or is_below) and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
+            life.is_copy = True
             life.reads.clear()  # reads so far belong to the engine's making it
             life.writes.clear()
         if key not in life.keys:
@@ -208,6 +210,16 @@ class StepRecorder(TorchDispatchMode):
         scratch_bytes = self._unseen.end()
         if scratch_bytes is not None:
             self._scratch[self._now] = scratch_bytes
+
+    def begin_bypassed(self) -> None:
+        self._asides.begin(self._now)
+
+    def end_aside(self) -> None:
+        self._asides.end(self._now)
+
+    @property
+    def beside(self) -> Mapping[int, int]:
+        return self._asides.most_bytes
 
     def died(self, key: Hashable) -> None:
         self._deaths[key] = self._op
@@ -393,8 +405,10 @@ class StepRecorder(TorchDispatchMode):
         self._sweep()
         count = len(self._events)
         index = {subject.key: i for i, subject in enumerate(subjects)}
-        holds, reads, writes = self._uses(index, count)
-        transient = transient_bytes(self._lives, index, self._first_instant, self._scratch, self._now, self._device_type)
+        lives = [life for life in self._lives if not life.is_below]
+        holds, reads, writes = uses_of(lives, index, count, self._held)
+        ends = self._first_instant, self._now
+        transient = transient_bytes(lives, index, ends, self._scratch, self._device_type, self._asides)
         ops = tuple(
             Op(
                 name=self._events[i][0],
@@ -425,25 +439,6 @@ class StepRecorder(TorchDispatchMode):
         if self._tell is not None:
             self._tell(trace)
         return trace
-
-    def _uses(
-        self, index: dict[Hashable, int], count: int
-    ) -> tuple[list[list[tuple[int, int]]], list[set[int]], list[set[int]]]:
-        """Returns per subject the intervals in which the program held it, and per op what it reads and writes."""
-        holds: list[list[tuple[int, int]]] = [[] for _ in index]
-        reads: list[set[int]] = [set() for _ in range(count)]
-        writes: list[set[int]] = [set() for _ in range(count)]
-        for life in self._lives:
-            if life.is_below:
-                continue
-            held = self._held(life, count)
-            for tensor in (index[key] for key in life.keys if key in index):
-                holds[tensor] += held
-                for per_op, ops in ((reads, life.reads), (writes, life.writes)):
-                    for op in ops:
-                        if op < count:
-                            per_op[op].add(tensor)
-        return holds, reads, writes
 
     def _held(self, life: Life, count: int) -> list[tuple[int, int]]:
         """Returns the op intervals in which the program itself keeps a storage on the device."""

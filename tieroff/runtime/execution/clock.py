@@ -218,9 +218,12 @@ class Clock:
             if mode is PLANNED:
                 runner, activations = self._runner, self._activations
                 runner.measure()  # before what died in the op that ends is given back
-                is_still = not activations.dead and not refused
+                keeps_read = self._on_demand.keeps_read
+                is_still = not activations.dead and not refused and not keeps_read
                 if not is_still:
                     activations.drain()
+                    if keeps_read:
+                        self._on_demand.make_way()
                     if refused:
                         self._on_demand.refusals.ask()
                 if not runner.advance(key):

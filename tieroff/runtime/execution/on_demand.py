@@ -98,7 +98,7 @@ class OnDemand:
             self._read.remove(item)
         self._read.append(item)
         self._reader = node_here()
-        self._keep_few()
+        self._keep_few(_READ_KEPT if self._runner.has_room else 0)
 
     def _keep_few(self, count: int = _READ_KEPT) -> None:
         while len(self._read) > count and not self._calls:
@@ -116,6 +116,35 @@ class OnDemand:
         """
         if self._read and not self._calls and node_here() != self._reader:
             self.make_way()
+
+    @property
+    def keeps_read(self) -> bool:
+        """True while something stays that was read."""
+        return bool(self._read)
+
+    def make_room(self, size_bytes: int, limit_bytes: int, used: Collection[HomeItem]) -> None:
+        """Frees what stays for a moment, then what a plan has on the device, until so much more fits, or nothing can leave.
+
+        What a plan has there comes back as it is used, or as the plan brings it back.
+
+        Args:
+            size_bytes: wanted for user code.
+            limit_bytes: of the device.
+            used: what stays: it is used together with what is wanted.
+        """
+        limit_bytes -= size_bytes + self._runner.beside_bytes
+        if self._traffic.device_bytes <= limit_bytes:
+            return
+        self.refusals.ask()
+        for read in [item for item in self._read if item not in used] if not self._calls else ():
+            self._read.remove(read)
+            self._put_away(read)
+        self._runner.lower_late()
+        for item in self._runner.latest_first():
+            if self._traffic.device_bytes <= limit_bytes:
+                return
+            if not isinstance(item, HomeItem) or (item not in used and not item.is_held):
+                item.leave(self._traffic)
 
     @contextlib.contextmanager
     def in_call(self) -> Iterator[None]:

@@ -193,6 +193,46 @@ class PlanRunner:
             self.peak_bytes = count
 
     @property
+    def beside_bytes(self) -> int:
+        """What the running op has on the device besides the engine's copies, while user code has what came up for it."""
+        done, quiet = self.cursor - 1, self.quiet
+        if self.planned is None or done < 0 or self._state.mode is not PLANNED:
+            return 0
+        if quiet.following:
+            return max(self.unborn_bytes + quiet.peaks[done], quiet.transients[done])
+        return max(self.unborn_bytes, 0) + self.planned.executable.beside[done]
+
+    @property
+    def has_room(self) -> bool:
+        """True where what came up for user code may stay until the running op of a plan ends."""
+        done = self.cursor - 1
+        if self.planned is None or done < 0 or self._state.mode is not PLANNED:
+            return True
+        beside_bytes = max(self.unborn_bytes + self._births[done], 0) + self._transients[done]
+        return self._traffic.device_bytes + beside_bytes <= self.planned.plan.budget_bytes.get(Tier.DEVICE, 0)
+
+    def note_read(self) -> None:
+        """User code has what came up for it."""
+        if self.planned is not None and self._state.mode is PLANNED:
+            self.peak_bytes = max(self.peak_bytes, self._traffic.device_bytes + self.beside_bytes)
+
+    def latest_first(self) -> list[Item]:
+        """Returns what the plan moves and has on the device just now, those first that it uses last."""
+        planned, now, count = self.planned, self.cursor, len(self._keys)
+        if planned is None or self._state.mode is not PLANNED:
+            return []
+        incomplete = {id(item) for _, _, item in self._late}
+        moved = [i for i in planned.executable.tiers if (item := self._items[i]) is not None and id(item) not in incomplete]
+
+        def next_use(index: int) -> int:
+            starts = (start for start, _ in planned.trace.lifetimes[index].required)
+            return min((start if start >= now else start + count for start in starts), default=2 * count)
+
+        known = [item for i in sorted(moved, key=next_use, reverse=True) if (item := self._items[i]) is not None]
+        strangers = [item for item in self._movers if item.index < 0]
+        return [item for item in (*strangers, *known) if item.device is not None]
+
+    @property
     def is_at_end(self) -> bool:
         """True when every event of the plan went by."""
         if self.planned is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import Tier, allocated_bytes
 from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
@@ -225,10 +225,11 @@ class UserAccess:
         is_outside = threading.get_ident() != self._thread and current_graph_task() == -1
         is_in_pass = self._is_in_pass and not is_outside and (not keeps or self._is_in_model)
         computing = context.traffic.backend.computing  # FSDP2 adds to gradients under a stream of its own
+        recorder = context.state.record.recorder if not is_in_pass and not is_outside else None
         with lock, as_the_engine(), computing():
             raised = [item for item in items if is_offloaded(item.tensor)]
             unplanned = [i for i in raised if i.state not in ON_DEVICE or not (is_in_pass or i.is_lifted)]
-            self._check_room([item for item in raised if item.device is None])
+            self._check_room([item for item in raised if item.device is None], items)
             try:
                 for item in items:
                     if item in raised:
@@ -239,9 +240,14 @@ class UserAccess:
             except BaseException:
                 self._unpin(items[: items.index(item)], raised, is_in_pass)
                 raise
+        context.runner.note_read()
+        if recorder is not None:
+            recorder.begin_bypassed()
         try:
             yield
         finally:
+            if recorder is not None:
+                recorder.end_aside()
             with lock, as_the_engine(), computing():
                 if keeps:
                     for item in items:
@@ -253,19 +259,30 @@ class UserAccess:
                 for item in raised if context.state.mode is not PLANNED else unplanned:
                     if item.device is not None and not is_outside:
                         context.on_demand.keep_read(item)  # the plan says when the others leave
+                if recorder is not None:
+                    context.on_demand.make_way()  # a use by an op is another one, and counts
 
-    def _check_room(self, items: list[HomeItem]) -> None:
-        """Returns when these fit the device's budget, beside what user code holds on the device already."""
+    def _check_room(self, items: list[HomeItem], used: list[HomeItem]) -> None:
+        """Makes room for items that are about to come up, as far as anything can leave.
+
+        Args:
+            items: those.
+            used: all that the call uses.
+
+        Raises:
+            StateError: they do not fit the device's budget beside what user code holds there.
+        """
         assert self._context is not None
         context = self._context
-        planned, size_bytes = context.runner.planned, sum(item.size_bytes for item in items)
+        planned = context.runner.planned
         if planned is None or not items:
             return
+        device_type = context.traffic.backend.device.type
+        size_bytes = sum(allocated_bytes(item.size_bytes, device_type) for item in items)
         budget_bytes = planned.plan.budget_bytes[Tier.DEVICE]
+        context.on_demand.make_room(size_bytes, budget_bytes, used)
         if context.traffic.device_bytes + size_bytes <= budget_bytes:
             return
-        context.on_demand.make_way()  # what the calls before this one used
-        context.runner.lower_late()
         for item in context.homes:
             item.end_copy_out(context.traffic)
         held_bytes = sum(item.size_bytes for item in context.homes if item.device is not None and item.is_held)

@@ -163,7 +163,7 @@ class StepPlanning:
         kind.overs += 1
         strangers = self._managed.executor.runner.strangers(self._managed.executor.homes)
         # Where the plan knows all that there is, a copy was late, which says nothing of the next step.
-        if kind.stage is not stage or (not strangers and kind.overs < _OVERS_AT_MOST):
+        if kind.stage is not stage or (not strangers and (kind.overs < _OVERS_AT_MOST or kind.was_over)):
             return
         named = ", ".join(f"{item.name} ({format_bytes(item.size_bytes)})" for item in strangers[:_NAMED])
         if not self._has_told_over:
@@ -176,7 +176,7 @@ class StepPlanning:
                 format_bytes(budget_bytes),
                 f": its plan does not know {named}, or of another size" if named else "",
             )
-        kind.overs = 0
+        kind.overs, kind.was_over = 0, not strangers
         if self._plans.machine_at({}) is not None:  # else the plan was given, and stays
             kind.advance(Recording())
 

@@ -124,6 +124,7 @@ class TracedStep:
             scratch_bytes=recorder.scratch_bytes,
             norms=norms,
             places=tuple(record.places),
+            beside=recorder.beside,
         )
 
     def _subjects(self, *, is_updated: bool) -> list[Subject]:

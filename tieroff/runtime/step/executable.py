@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from tieroff.core.plan import Plan, Residency, Transfer
 from tieroff.core.schedule import make_schedule
@@ -42,6 +43,7 @@ class Executable:
             cleared since the last backward is another tensor to the runtime, and to the trace the same one written again.
         births: per op, bytes of activations and gradients that come to life in it and are not resident.
         transients: per op, bytes that it takes for itself, and those of resident tensors.
+        beside: per op, bytes of both kinds while user code has what came up for it alone, as far as the recorded step showed.
         resident_activations: see [Note: resident tensors]; by ordinal.
         resident_gradients: the same, by position of their parameter.
         quiet: see [Note: quiet events] in step/quiet.py.
@@ -56,6 +58,7 @@ class Executable:
     copied: Mapping[int, Sequence[tuple[int, int]]]
     births: tuple[int, ...]
     transients: tuple[int, ...]
+    beside: tuple[int, ...]
     resident_activations: frozenset[int]
     resident_gradients: frozenset[int]
     quiet: Quiet
@@ -83,6 +86,10 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
                 copied.setdefault(transfer.tensor, []).append((at, next(later, plan.op_count)))
     residents, program = _residents(trace, recorded, tiers), make_program(ticks, tiers)
     births, transients = tuple(_births(trace, residents.values())), tuple(_transients(trace, residents.values()))
+    beside = list(map(add, births, transients))
+    for op, size_bytes in recorded.beside.items():
+        made_bytes = sum(trace.tensors[index].size_bytes for index in residents.values() if trace.lifetimes[index].birth == op)
+        beside[op] = transients[op] - trace.ops[op].transient_bytes - made_bytes + size_bytes
     there = Residents(
         parameters=frozenset(_parameters_that_stay(trace, recorded, tiers)),
         activations=frozenset(key for kind, key in residents if kind == "activation"),
@@ -95,6 +102,7 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
         copied=copied,
         births=births,
         transients=transients,
+        beside=tuple(beside),
         resident_activations=there.activations,
         resident_gradients=there.gradients,
         quiet=make_quiet(recorded.keys, program, there, births, transients, _free_bytes(plan, trace)),

@@ -123,6 +123,7 @@ class StepKind:
         foreseen: steps that it still runs on demand, by what traces of other kinds say, before it is traced itself.
         mismatches: steps in a row that left their plan.
         overs: steps in a row that followed their plan and took more than its budget.
+        was_over: it was traced again for that, though the plan knew all tensors; it is not again.
         passes_vary: passes without gradients come in some of its steps only: they make no events.
         strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
@@ -142,10 +143,11 @@ class StepKind:
         "retraces",
         "stage",
         "strangers",
+        "was_over",
     )
 
     def __init__(self, *, is_passed_through: bool = False) -> None:
-        self.is_passed_through, self.passes_vary = is_passed_through, False
+        self.is_passed_through, self.passes_vary, self.was_over = is_passed_through, False, False
         self.stage: Stage = Recording()
         self.recorded: Recorded | None = None
         self.planned: Planned | None = None

@@ -49,6 +49,8 @@ class Recorded:
         norms: gradients that user code measured or scaled where they lay below -> the norms that it took.
         places: per activation, how many tensors autograd had saved before it: a smaller step may have one that is too small to
             move in such a place.
+        beside: op in which tensors came up for user code alone -> the most bytes that such a call had beside them, of what is
+            no tensor of the trace, or was made in that op.
     """
 
     keys: tuple[Hashable, ...]
@@ -62,6 +64,7 @@ class Recorded:
     scratch_bytes: int
     norms: Mapping[Hashable, frozenset[Norm]] = field(default_factory=dict)
     places: tuple[int, ...] = ()
+    beside: Mapping[int, int] = field(default_factory=dict)
 
     @functools.cached_property  # asked in every step
     def update_at(self) -> int:

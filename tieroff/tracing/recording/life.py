@@ -24,16 +24,29 @@ class Life:
 
     Attributes:
         is_next: it is the next step's, whose like the recorded step had too: its inputs.
+        is_copy: the engine made it, of a tensor that was elsewhere.
     """
 
-    __slots__ = ("birth", "birth_op", "death", "death_op", "is_below", "is_next", "keys", "reads", "size_bytes", "writes")
+    __slots__ = (
+        "birth",
+        "birth_op",
+        "death",
+        "death_op",
+        "is_below",
+        "is_copy",
+        "is_next",
+        "keys",
+        "reads",
+        "size_bytes",
+        "writes",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, now: int, op: int) -> None:
         self.size_bytes = storage.nbytes()
         self.birth, self.birth_op = now, op
         self.death, self.death_op = -1, -1
         self.keys: list[Hashable] = []
-        self.is_below = self.is_next = False
+        self.is_below = self.is_copy = self.is_next = False
         self.reads: set[int] = set()
         self.writes: set[int] = set()
 
@@ -60,29 +73,83 @@ class End(weakref.ref[torch.UntypedStorage]):
         return end
 
 
+class Asides:
+    """When user code had tensors that came up for it alone, and what else there was by then.
+
+    Attributes:
+        most_bytes: op -> the most of what is no subject's, or a subject's that the op has made; `transient_bytes` fills it.
+    """
+
+    def __init__(self) -> None:
+        self._began: list[int] = []  # of the calls that are under way
+        self._instants: set[int] = set()
+        self.most_bytes: dict[int, int] = {}
+
+    def begin(self, now: int) -> None:
+        """A call begins."""
+        self._began.append(now)
+
+    def end(self, now: int) -> None:
+        """The call that began last is over."""
+        self._instants.update(range(self._began.pop(), now + 1))
+
+    def note(self, instant: int, op: int, size_bytes: int) -> None:
+        """There were so many bytes at an instant of an op."""
+        if instant in self._instants:
+            self.most_bytes[op] = max(self.most_bytes.get(op, 0), size_bytes)
+
+
+def uses_of(
+    lives: Iterable[Life], index: Mapping[Hashable, int], count: int, held: Callable[[Life, int], list[tuple[int, int]]]
+) -> tuple[list[list[tuple[int, int]]], list[set[int]], list[set[int]]]:
+    """Returns per subject the intervals in which the program held it, and per op what it reads and writes.
+
+    Args:
+        lives: of storages on the device.
+        index: key of a subject -> its number.
+        count: of the step's ops.
+        held: gives the intervals of one.
+    """
+    holds: list[list[tuple[int, int]]] = [[] for _ in index]
+    reads: list[set[int]] = [set() for _ in range(count)]
+    writes: list[set[int]] = [set() for _ in range(count)]
+    for life in lives:
+        intervals = held(life, count)
+        for tensor in (index[key] for key in life.keys if key in index):
+            holds[tensor] += intervals
+            for per_op, ops in ((reads, life.reads), (writes, life.writes)):
+                for op in ops:
+                    if op < count:
+                        per_op[op].add(tensor)
+    return holds, reads, writes
+
+
 def transient_bytes(
     lives: Iterable[Life],
     subjects: Collection[Hashable],
-    starts: Sequence[int],
+    ends: tuple[Sequence[int], int],
     scratch: Mapping[int, int],
-    now: int,
     device_type: str,
+    asides: Asides,
 ) -> list[int]:
     """Returns per op the peak of live bytes that belong to no subject.
 
     Args:
-        lives: of all storages of the step.
+        lives: of all storages of the step on the device.
         subjects: the keys of those that count by themselves.
-        starts: the instant at which each op begins.
+        ends: the instant at which each op begins, and the last instant.
         scratch: what ops took for themselves, by the instant at which they ended.
-        now: the last instant.
         device_type: whose allocator gave the memory.
+        asides: is told what there was at each instant.
     """
-    born, dead = defaultdict[int, int](int), defaultdict[int, int](int)
+    starts, now = ends
+    born, dead, made = defaultdict[int, int](int), defaultdict[int, int](int), defaultdict[int, int](int)
     for life in lives:
-        if life.is_below or any(key in subjects for key in life.keys):
-            continue
         size_bytes = allocated_bytes(life.size_bytes, device_type)
+        if any(key in subjects for key in life.keys):
+            if not life.is_copy:
+                made[life.birth] += size_bytes
+            continue
         born[life.birth] += size_bytes
         if life.death >= 0:
             dead[life.death] += size_bytes
@@ -90,13 +157,15 @@ def transient_bytes(
             born[0] += size_bytes
             dead[life.birth] += size_bytes
     peaks = [0] * len(starts)
-    total, op = 0, 0
+    total, op, made_bytes = 0, 0, 0
     for instant in range(now + 1):
         while op + 1 < len(starts) and instant >= starts[op + 1]:
-            op += 1
+            op, made_bytes = op + 1, 0
             peaks[op] = total
         # An op's results exist before its arguments are released.
         total += born.get(instant, 0)
         peaks[op] = max(peaks[op], total + scratch.get(instant, 0))
+        made_bytes += made.get(instant, 0) if instant else 0  # what is there as the step begins is made by no op
+        asides.note(instant, op, total + scratch.get(instant, 0) + made_bytes)
         total -= dead.get(instant, 0)
     return peaks
