@@ -67,6 +67,33 @@ class Rolling(Own):
         return gradient.roll(1)
 
 
+class Sized(Own):
+    """Large parameters learn more slowly, and no part of one that is tried or updated is large."""
+
+    def __init__(self, params: Any, size_of: Callable[[torch.Tensor], int]) -> None:
+        super().__init__(params)
+        self.size_of = size_of
+
+    def change(self, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (0.1 if self.size_of(param) > 10**9 else 1.0)
+
+
+SIZES: list[Callable[[torch.Tensor], int]] = [
+    lambda param: param.numel(),
+    lambda param: param.shape[0],
+    lambda param: param.data.size(0),
+    len,
+    torch.numel,
+    lambda param: param.grad.nbytes if param.grad is not None else 0,
+    lambda param: param.untyped_storage().nbytes(),
+]
+
+
+@pytest.mark.parametrize("size_of", SIZES)
+def test_an_optimizer_that_asks_for_sizes_is_refused(size_of: Callable[[torch.Tensor], int]) -> None:
+    assert tried(lambda params: Sized(params, size_of)).why_not == "its step asks how large a tensor is"
+
+
 def tried(make: Make, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (517, 67)) -> Verdict:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(shape).to(dtype))
@@ -100,8 +127,8 @@ def test_an_elementwise_update_may_be_made_in_slices(make: Make, state_bytes: in
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda params: torch.optim.Adafactor(params), "norm"),
-        (lambda params: torch.optim.Muon(params), "its step calls"),
+        (lambda params: torch.optim.Adafactor(params), "its step asks how large"),
+        (lambda params: torch.optim.Muon(params), "its step asks how large"),
         (Trusting, "norm"),
         (Clipping, "norm"),
         (Noisy, "rand_like"),

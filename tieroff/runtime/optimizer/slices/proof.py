@@ -1,12 +1,13 @@
 """Whether an optimizer's update is elementwise, and the same bit for bit when it is made in slices.
 
 [Note: elementwise]
-Two things are asked of copies of a part of the parameter, which are stepped a dozen times with gradients of all sizes. That
-every op of the step is pointwise, or makes or copies tensors: then no element reaches another one, whatever the values are.
-And that slices leave the bits that the whole leaves. A norm, a mean, a product of matrices, a random number, an index: all are
-refused by the first, whoever wrote the optimizer.
+Three things are asked of copies of a part of the parameter, which are stepped a dozen times with gradients of all sizes. That
+every op of the step is pointwise, or makes or copies tensors: then no element reaches another one, whatever the values are. A
+norm, a mean, a product of matrices, a random number, an index: all are refused, whoever wrote the optimizer. That the step does
+not ask how large a tensor is: one that does something else from so many rows on would do it neither in a trial nor in a slice.
+And that slices leave the bits that the whole leaves.
 
-The second is about kernels of the CPU that round the last elements of a vector otherwise than those before, as torch's fused
+The last is about kernels of the CPU that round the last elements of a vector otherwise than those before, as torch's fused
 SGD does in two elements of a thousand. Threads share a tensor out in parts that end anywhere, so such a kernel's results depend
 on their number, and slices cannot have the same. Only the kernels of `_CUT_AT_LINES` have each thread begin at a cache line,
 where slices do, too. So slices of an odd number of elements are tried first, in which nearly as many elements are last ones as
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +41,13 @@ _PLAIN_OPS = frozenset(
     for name in (
         *("copy_", "_to_copy", "clone", "detach", "alias", "lift_fresh", "zero_", "fill_"),
         *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_empty", "zeros", "empty"),
+    )
+)
+_ASK_FOR_SIZE = frozenset(
+    (
+        torch.numel,
+        *(getattr(torch.Tensor, name) for name in ("size", "numel", "nelement", "__len__", "untyped_storage")),
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "nbytes")),
     )
 )
 _REDUCE_LISTS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
@@ -88,6 +97,19 @@ class _WatchOps(TorchDispatchMode):
         self._made = [(storage, size_bytes) for storage, size_bytes in self._made if not storage.expired()]
         self.peak_bytes = max(self.peak_bytes, sum(size_bytes for _, size_bytes in self._made))
         return out
+
+
+class _WatchSizes(TorchFunctionMode):
+    """Looks whether a step asks for the size of a tensor of several elements."""
+
+    def __init__(self, watch: _WatchOps) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASK_FOR_SIZE and not self._watch.why and args[0].numel() > 1:
+            self._watch.why = "its step asks how large a tensor is"
+        return func(*args, **(kwargs or {}))
 
 
 def _is_elementwise(func: Any) -> bool:
@@ -165,7 +187,7 @@ class Trial:
         whole = self._copy(columns)
         for factor in FACTORS:
             whole.set_gradients(factor)
-            with watch:
+            with watch, _WatchSizes(watch):
                 self.step(whole.optimizer, *self.args, **self.kwargs)
             if watch.why:
                 break
