@@ -129,7 +129,6 @@ class Trainer:
         self.outcome = Outcome()
         self._clip = clip
         self.taken: DeviceBytes | None = None  # counts a wrapped run
-        self.before_look_bytes = 0
 
     def batch(self) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self.device) for tensor in self.workload.batch())
@@ -145,13 +144,9 @@ class Trainer:
     def update(self, *, set_to_none: bool = True, clips: bool = True, clears: bool = True) -> None:
         if clips:
             self.note(self._clip(self.model.parameters(), 1.0))
-        if self.taken is not None:  # the look brings up what lies below, and is no part of the user's program
-            self.before_look_bytes = max(self.before_look_bytes, self.taken.peak_bytes)
-        self.outcome.gradients.append(
-            {name: copy_of(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
-        )
-        if self.taken is not None:
-            self.taken.begin()
+        with tieroff.on_host(self.model) if self.taken is not None else contextlib.nullcontext():
+            gradients = {name: copy_of(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        self.outcome.gradients.append(gradients)
         self.optimizer.step()
         if clears:
             self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -365,12 +360,12 @@ def run_plain(workload: Workload, device: torch.device, **options: Any) -> Outco
 def unseen_bytes(trainer: Trainer, scratch_bytes: int) -> int:
     """Returns what a step takes that its trace does not have: little, and of a model of some KiB more than a hundredth.
 
-    On the CPU that is the scratch of ops on small tensors; on an accelerator a word for each norm that is taken of a gradient.
+    On the CPU that is the scratch of ops on small tensors; on an accelerator the memory of numbers that are kept of gradients.
     """
     own_bytes = trainer.workload.unseen_bytes
     if trainer.device.type == "cpu":
         return own_bytes + scratch_bytes
-    return own_bytes + UNIT_BYTES * len(list(trainer.model.parameters()))
+    return own_bytes + 2 * UNIT_BYTES
 
 
 def run_wrapped(
@@ -394,9 +389,9 @@ def run_wrapped(
     try:
         for index in range(workload.steps):
             taken.begin()
-            trainer.taken, trainer.before_look_bytes = taken, 0
+            trainer.taken = taken
             trainer.run(index)
-            peaks.append(max(trainer.before_look_bytes, taken.peak_bytes))
+            peaks.append(taken.peak_bytes)
             assert_accounts(engine)
             after_step(index, engine)
         before = state_of(trainer.optimizer)

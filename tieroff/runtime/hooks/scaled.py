@@ -18,7 +18,7 @@ import torch
 
 from tieroff.runtime.execution.autograd import as_the_engine
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.gradient import Factor, GradientItem
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.offloaded import guarded, version_of
 from tieroff.runtime.step.recorded import Norm, Recorded
@@ -35,6 +35,22 @@ class _Measured:
     norms: Mapping[Norm, torch.Tensor]
 
 
+class _Scalars:
+    """Keeps numbers of the device, many in one memory: an allocator gives each tensor hundreds of bytes."""
+
+    _COUNT = 64
+
+    def __init__(self) -> None:
+        self._rest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor of shape [], which nobody writes; the memory lives as long as one of its numbers."""
+        rest = self._rest.setdefault((value.device, value.dtype), [])
+        if not rest:
+            rest += torch.empty(self._COUNT, dtype=value.dtype, device=value.device).unbind()
+        return rest.pop().copy_(value)
+
+
 class ScaledGradients:
     """Answers functions of user code that measure or scale gradients which lie below.
 
@@ -49,10 +65,11 @@ class ScaledGradients:
         self.is_on = False
         self._wanted: Mapping[Hashable, frozenset[Norm]] = {}
         self._measured: dict[Hashable, _Measured] = {}
+        self._scalars = _Scalars()
 
     def begin(self, recorded: Recorded | None) -> None:
         """A step begins; `recorded`: what is known of its kind."""
-        self.asked, self._measured = {}, {}
+        self.asked, self._measured, self._scalars = {}, {}, _Scalars()
         self._wanted = recorded.norms if recorded is not None else {}
         self.is_on = bool(self._wanted) or self._context.state.record.recorder is not None
 
@@ -66,7 +83,7 @@ class ScaledGradients:
         if not wanted or item.value is None or item.tensor is None:
             return  # the program may have dropped it since: cleared between forward and backward, say
         with self._context.clock.computing(), as_the_engine():
-            norms = {norm: norm.of(item.value) for norm in wanted}
+            norms = {norm: self._scalars.keep(norm.of(item.value)) for norm in wanted}
         self._measured[item.key] = _Measured(version_of(item.living), norms)
 
     def used(self, item: HomeItem) -> None:
@@ -133,7 +150,8 @@ class ScaledGradients:
         with self._context.state.lock, as_the_engine():
             if self._context.state.record.recorder is not None:
                 self.asked.setdefault(item.key, set())
-            item.wait_with(_as_it_is_now(factor))
+            # As it is now: whether a tensor was written since the last call, no version would say.
+            item.wait_with(self._scalars.keep(factor.detach()) if isinstance(factor, torch.Tensor) else factor)
         return True
 
     def _below(self, tensor: object) -> GradientItem | None:
@@ -143,11 +161,6 @@ class ScaledGradients:
         if item.outer is not None or item.living.requires_grad:
             return None  # autograd would have to see the call
         return item if item.may_wait() else None
-
-
-def _as_it_is_now(factor: Any) -> Factor:
-    """Returns a number that nobody changes; whether a tensor was written since the last call, no version would say."""
-    return factor.detach().clone() if isinstance(factor, torch.Tensor) else factor
 
 
 def _is_number(factor: Any) -> bool:
