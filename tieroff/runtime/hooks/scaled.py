@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tieroff.runtime.execution.autograd import as_the_engine
+from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
@@ -147,6 +147,8 @@ class ScaledGradients:
         item = self._below(tensor)
         if item is None or not item.dtype.is_floating_point:
             return False
+        if current_graph_task() != -1:
+            return False  # a hook's, which writes: in a step with another plan the gradient is on the device then
         with self._context.state.lock, as_the_engine():
             if self._context.state.record.recorder is not None:
                 self.asked.setdefault(item.key, set())
