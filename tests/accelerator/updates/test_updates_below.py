@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.accelerator import target
-from tests.accelerator.updates.loop import Loop, Make, differing, fused_adamw, momentum
+from tests.accelerator.updates.loop import LAYERS, WIDTH, Loop, Make, differing, fused_adamw, momentum
 from tests.support.covering import in_turn
 from tests.support.oracles.bytes.device import DeviceBytes
 from tieroff.core.tensor import Tier
@@ -53,6 +53,30 @@ def test_updates_below_have_the_bits_of_the_plain_run(optimizer: Case, staying: 
             assert taken.peak_bytes <= wrapped.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(wrapped.parameters)
     assert wrapped.engine is not None
     assert "bit for bit: rounded as contracted" in wrapped.engine.explain()
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
+@pytest.mark.parametrize("budget", ["25%", "min"])
+def test_gradients_that_several_backwards_add_to_move_between_them(budget: str, tmp_path: Path) -> None:
+    """They have no room on the device until the last one. A hook that scales one writes it, while no copy reads it."""
+
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    plain, wrapped = Loop(None), Loop(tmp_path, budget=budget)
+    for loop in (plain, wrapped):
+        loop.model[4].weight.register_post_accumulate_grad_hook(halve)
+        taken = DeviceBytes(target.device())
+        for index in range(10):
+            taken.begin()
+            loop.backward()
+            loop.backward()
+            loop.step()
+            if index >= 5 and loop.engine is not None:
+                loop.assert_updated_below()
+                assert loop.engine.stats().moved_bytes_by_class["gradient"] > 3 * WIDTH * WIDTH * 4 * LAYERS
+                assert taken.peak_bytes <= loop.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(loop.parameters)
     assert differing(plain.finish(), wrapped.finish()) == []
 
 

@@ -101,6 +101,36 @@ def test_gradients_leave_at_once_where_the_device_has_no_room_for_what_waits_for
         assert [t.issue_at == t.ready_by for t in copies] == [at_once]
 
 
+@pytest.mark.parametrize("caps", [RUNTIME_EXECUTOR, IDEAL_EXECUTOR])
+def test_a_gradient_that_two_backwards_add_to_lies_in_the_host_between_them(caps: Capabilities) -> None:
+    """The second forward takes 200 bytes for itself: the gradient of 60 has no room beside that."""
+    tensors = (
+        *_TENSORS[:2],
+        replace(_TENSORS[2], size_bytes=60, lives_until=5),
+        _TENSORS[3],
+        Tensor("b", 100, TensorClass.ACTIVATION),
+    )
+    ops = (
+        *_OPS[:2],
+        Op("again", 50, (0,), (4,), transient_bytes=100, phase="forward"),
+        Op("add", 50, (0, 2, 4), (2,), phase="backward"),
+        _OPS[2],
+    )
+    trace = Trace(ops, tensors)
+    can = replace(caps, updates_on_host=True, updates_cross=True, min_bytes=0, granule_bytes=1)
+    slow = replace(_MACHINE, d2h_bytes_per_s=10**8, h2d_bytes_per_s=10**8)
+    for device_bytes, moves in ((215, True), (280, False)):
+        problem = make_problem(trace, slow, {DEVICE: device_bytes, HOST: 1000, Tier.NVME: 0}, can)
+        plan = plan_auto(problem)
+        check(plan, trace, can)
+        assert len(plan.host_updates) == 1
+        assert plan.peak_bytes[DEVICE] <= device_bytes
+        loads = [t for t in plan.transfers if t.tensor == 2 and t.target is DEVICE]
+        assert bool(loads) is moves
+        (stay,) = (r for r in plan.residencies if r.tensor == 2 and r.tier is HOST)
+        assert (stay.start < 3) is moves
+
+
 def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:
     machine = replace(_MACHINE, cpu_update_bytes_per_s=10**9 // 2)
     assert [bucket.cpu_ns for bucket in find_buckets(_problem(machine=machine))] == [200]

@@ -11,11 +11,12 @@ Its tensors are of three kinds:
 | parameter | persistent, written by no other op | always | as planned; loaded again after each update |
 | gradient | ends with the step, its last op is the update | from its last write on | until it is copied out |
 
-So the choice of buckets turns a problem into another one of the same kind: the op takes no time and touches nothing, its
-state is gone, its gradients end once they are copied out, its parameters are never written, and the host has so much less
-room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and memory of its
-plans are those of the first; `Updated.plan` adds the copies of gradients, the updates, and the loads of parameters, which may
-not begin before the update is awaited.
+Before its last write, a gradient that several backwards add to moves as any other tensor, but to the host alone, where
+there is room for it. So the choice of buckets turns a problem into another one of the same kind: the op takes no time and
+touches nothing, its state is gone, its gradients end once they are copied out, its parameters are never written, and the host
+has so much less room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and
+memory of its plans are those of the first; `Updated.plan` adds the copies of gradients, the updates, and the loads of
+parameters, which may not begin before the update is awaited.
 """
 
 from __future__ import annotations
@@ -78,9 +79,19 @@ class Updated:
             op = self.original.trace.ops[repeat.op]
             if any(written.get(tensor, repeat.at + 1) <= repeat.at for tensor in (*op.reads, *op.writes)):
                 return None
+        begun = self._begun(plan)
         durations = {tuple(b.cpu_ns for b in self.buckets), tuple(b.beside_ns for b in self.buckets)}
-        plans = [self._plan(plan, self._awaits(lasting)) for lasting in (None, *sorted(durations))]
+        plans = [self._plan(plan, self._awaits(lasting, begun), begun) for lasting in (None, *sorted(durations))]
         return min(plans, key=lambda p: simulate(p, self.original.trace, self.original.machine).step_ns)
+
+    def _begun(self, plan: Plan) -> dict[int, int]:
+        """Returns when the stay of each gradient in the host begins: with its copy, or with the first one between backwards."""
+        begun = {tensor: copy.issue_at for tensor, copy in self.copies.items()}
+        for transfer in plan.transfers:
+            tensor = self.origin[transfer.tensor]
+            if tensor in begun and transfer.source is Tier.DEVICE:
+                begun[tensor] = min(begun[tensor], transfer.issue_at)
+        return begun
 
     @cached_property
     def _issues(self) -> list[int]:
@@ -104,7 +115,7 @@ class Updated:
                 returns[tensor] = _Return(number, min(t if t > bucket.op else t + n for t in ticks))
         return returns
 
-    def _awaits(self, lasting_ns: tuple[int, ...] | None) -> list[int]:
+    def _awaits(self, lasting_ns: tuple[int, ...] | None, begun: dict[int, int]) -> list[int]:
         """Returns the tick at which each update is awaited, on the line [0, 2 n]: in order, before its parameters are due.
 
         With durations of the updates it is the tick by which each should be over, without them the first one. Where updates
@@ -115,7 +126,7 @@ class Updated:
         last = [b.op + n if crosses else n for b in self.buckets]
         for number, bucket in enumerate(self.buckets):
             # A copy that is awaited as it is issued comes before the room of the one before ends at the same tick.
-            last[number] = min([last[number], *(self.copies[g].issue_at + n - 1 for g in bucket.gradients)])
+            last[number] = min([last[number], *(begun[g] + n - 1 for g in bucket.gradients)])
         for back in self._returns.values():
             last[back.bucket] = min(last[back.bucket], back.due)
         # The last of a step is awaited before the first of the next one is served again.
@@ -136,20 +147,25 @@ class Updated:
         starts = self.problem.starts_ns
         return np.concatenate([starts, starts[1:] + starts[-1]])
 
-    def _plan(self, plan: Plan, awaits: list[int]) -> Plan:
+    def _plan(self, plan: Plan, awaits: list[int], begun: dict[int, int]) -> Plan:
         count = self.original.op_count
         parameters = {tensor for bucket in self.buckets for tensor in bucket.parameters}
         residencies = [
             replace(r, tensor=self.origin[r.tensor])
             for r in plan.residencies
-            if r.tier is Tier.DEVICE or self.origin[r.tensor] not in parameters
+            if r.tier is Tier.DEVICE or self.origin[r.tensor] not in (parameters | self.copies.keys())
         ]
         transfers: list[Transfer] = []
         loaded: dict[int, list[tuple[int, int]]] = {}
         later: dict[tuple[int, int, int, int], int] = {}
         for transfer in plan.transfers:
             tensor = self.origin[transfer.tensor]
-            if tensor not in parameters:
+            if tensor in self.copies:
+                # Between backwards it lies where it ends: the host has room for it all the time.
+                leads_in = transfer.target is Tier.DEVICE
+                ends = (Tier.HOST, Tier.DEVICE) if leads_in else (Tier.DEVICE, Tier.HOST)
+                transfers.append(replace(transfer, tensor=tensor, source=ends[0], target=ends[1]))
+            elif tensor not in parameters:
                 transfers.append(replace(transfer, tensor=tensor))
             elif transfer.target is Tier.DEVICE:  # there is always a copy in the host: none has to be made
                 load = replace(transfer, tensor=tensor, source=Tier.HOST)
@@ -163,7 +179,7 @@ class Updated:
                 transfers.append(load)
         residencies = [_begun_later(r, later, count) for r in residencies]
         transfers += self._returned(awaits, loaded)
-        residencies += self._held(awaits)
+        residencies += self._held(awaits, begun)
         transfers += self.copies.values()
         peaks = peak_bytes(replace(self.original, trace=_with_repeats(self.original.trace, plan)), residencies)
         windows = zip(self.buckets, self._issues, awaits, strict=True)
@@ -191,14 +207,14 @@ class Updated:
                     load = Transfer(tensor, Tier.HOST, Tier.DEVICE, 0, 0, rank, start, stop if stop < size else 0)
                     yield _load(load, awaits[back.bucket], back.due, self.original.op_count)
 
-    def _held(self, awaits: list[int]) -> Iterator[Residency]:
+    def _held(self, awaits: list[int], begun: dict[int, int]) -> Iterator[Residency]:
         """Yields the stays in host memory of all that updates touch."""
         for bucket, ready in zip(self.buckets, awaits, strict=True):
             for tensor in bucket.state + bucket.parameters:
                 yield Residency(tensor, Tier.HOST, 0, self.original.op_count)
             for tensor in bucket.gradients:
                 death = self.original.trace.lifetimes[tensor].death
-                yield Residency(tensor, Tier.HOST, self.copies[tensor].issue_at, max(death, ready))
+                yield Residency(tensor, Tier.HOST, begun[tensor], max(death, ready))
 
 
 def _load(load: Transfer, issue_at: int, due: int, op_count: int) -> Transfer:
@@ -252,8 +268,7 @@ def _update(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> Updat
         holds = tuple(hold for hold in trace.tensors[tensor].holds if hold != (op, op + 1))
         changed = replace(trace.tensors[tensor], holds=holds)
         if tensor in copies:
-            # It leaves on its own, whatever becomes of its parameter.
-            changed = replace(changed, is_movable=False, lives_until=copies[tensor].ready_by, owner=-1)
+            changed = _gradient(problem, changed, copies[tensor], op)
         elif tensor in states:
             changed = replace(changed, is_movable=False)
         tensors[tensor] = changed
@@ -265,6 +280,22 @@ def _update(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> Updat
     once = replace(problem.capabilities, updates_on_host=False)  # what the CPU updates is decided
     rest = make_problem(derived, problem.machine, budget, once, problem.effort)
     return Updated(problem, rest, origin, tuple(buckets), copies)
+
+
+def _gradient(problem: Problem, gradient: Tensor, copy: Transfer, op: int) -> Tensor:
+    """Returns a gradient as it is left: there until it is copied out, and movable before, between backwards that add to it.
+
+    It leaves on its own, whatever becomes of its parameter. One that is used again after it might have left stays until then.
+    """
+    life = problem.trace.lifetimes[copy.tensor]
+    written_at = copy.issue_at - 1
+    held_until = next(stop for start, stop in life.required if start <= written_at < stop)
+    is_used_again = any(held_until < stop <= op for _, stop in life.required)
+    is_movable = gradient.is_movable and not is_used_again and life.required[0][1] < held_until
+    holds = gradient.holds
+    if is_movable and copy.issue_at < copy.ready_by:
+        holds = (*holds, (copy.issue_at, copy.ready_by))
+    return replace(gradient, is_movable=is_movable, holds=holds, lives_until=copy.ready_by, owner=-1)
 
 
 def _renumbered(trace: Trace, tensors: dict[int, Tensor], on_host: set[int]) -> Trace:
