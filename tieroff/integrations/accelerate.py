@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tieroff.api import ConfigSource
 from tieroff.errors import ConfigError, StateError
-from tieroff.integrations.attaching import attach, with_budget
+from tieroff.integrations.attaching import attach, attach_all, torch_optimizer, with_budget
 from tieroff.runtime.engine import Engine
 
 try:
@@ -46,9 +47,14 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None
     return prepared
 
 
-def attach_accelerated(model: torch.nn.Module, optimizer: Any, config: ConfigSource, device: torch.device) -> Engine:
-    """Attaches a prepared optimizer: see `attach`, which raises the errors."""
-    engine = attach(model, optimizer, config, device)
+def attach_accelerated(
+    model: torch.nn.Module, optimizer: Any, config: ConfigSource, device: torch.device, frozen: Sequence[torch.nn.Module] = ()
+) -> Engine:
+    """Attaches a prepared optimizer, with models beside it that are not trained: see `attach`, which raises the errors."""
+    if frozen:
+        engine, *_ = attach_all([(model, torch_optimizer(optimizer)), *((one, None) for one in frozen)], config, device)
+    else:
+        engine = attach(model, optimizer, config, device)
     if isinstance(optimizer, AcceleratedOptimizer) and optimizer.scaler is not None:
         # With a loss scale it puts back, after every step, the `step` that it found when it was made: ours would be lost.
         # Unpickling makes it look again.

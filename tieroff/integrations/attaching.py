@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -79,11 +80,12 @@ def attach(model: torch.nn.Module, optimizer: object, config: ConfigSource, devi
 
 
 def attach_all(
-    parts: list[tuple[torch.nn.Module, torch.optim.Optimizer]], config: ConfigSource, device: torch.device
+    parts: Sequence[tuple[torch.nn.Module, torch.optim.Optimizer | None]], config: ConfigSource, device: torch.device
 ) -> list[Engine]:
-    """Has several models of a trainer train under one budget, as `tieroff.wrap` of lists does, and returns their engines.
+    """Has several models of a trainer share one budget, as `tieroff.wrap` of lists does, and returns their engines.
 
-    Models that are wrapped already with these very optimizers keep their engines; else all are wrapped anew.
+    One without an optimizer is not trained. Models that are wrapped already with these very optimizers keep their engines; else
+    all are wrapped anew.
 
     Raises:
         As `attach` does.

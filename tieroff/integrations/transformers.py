@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,17 +29,27 @@ class TieroffCallback(TrainerCallback):
     stays wrapped when training ends, because model and optimizer state need not fit the device: evaluate,
     predict and save work as before, and `tieroff.unwrap(model)` gives a plain model.
 
+    A model that the trainer calls and does not train takes device memory, too, as long as it is not managed. A trainer of TRL
+    makes it: `trainer.add_callback(TieroffCallback(budget="50%", frozen=[trainer.ref_model]))`.
+
     Attributes:
         engine: of the model, once training has begun; None before.
     """
 
-    def __init__(self, config: ConfigSource = None, *, budget: int | str | None = None) -> None:
+    def __init__(
+        self, config: ConfigSource = None, *, budget: int | str | None = None, frozen: Sequence[torch.nn.Module] = ()
+    ) -> None:
         """Takes config and budget as `tieroff.wrap` does.
+
+        Args:
+            config, budget: as for `tieroff.wrap`.
+            frozen: models that the trainer calls and does not train (a reference, a teacher, a judge); they share the budget.
 
         Raises:
             ConfigError: the budget has another form.
         """
         self.config = with_budget(config, budget)
+        self._frozen = tuple(frozen)
         self.engine: Engine | None = None
 
     def on_train_begin(
@@ -58,7 +69,7 @@ class TieroffCallback(TrainerCallback):
             )
         if args.torch_compile:
             raise StateError("torch_compile=True: calls of the compiled copy would bypass tieroff; set torch_compile=False")
-        self.engine = attach_accelerated(model, optimizer, self.config, args.device)
+        self.engine = attach_accelerated(model, optimizer, self.config, args.device, self._frozen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Logs what the plan did."""

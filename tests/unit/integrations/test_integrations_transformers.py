@@ -16,9 +16,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    BatchEncoding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import tieroff
+from tests.support.oracles.bytes.device import DeviceBytes
 from tests.support.parity import NVME, config_for, differing, state_of
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.errors import StateError
@@ -40,10 +50,10 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def gpt2() -> nn.Module:
+def gpt2(width: int = 32) -> nn.Module:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=width, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     )
 
 
@@ -68,7 +78,9 @@ def examples(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trainer_of(model: nn.Module, folder: Path, callback: TieroffCallback | None, **arguments: Any) -> Trainer:
+def trainer_of(
+    model: nn.Module, folder: Path, callback: TrainerCallback | None, kind: type[Trainer] = Trainer, **arguments: Any
+) -> Any:
     settings: dict[str, Any] = {
         "max_steps": 6,
         "per_device_train_batch_size": 2,
@@ -80,7 +92,7 @@ def trainer_of(model: nn.Module, folder: Path, callback: TieroffCallback | None,
         "use_cpu": True,
         **arguments,
     }
-    return Trainer(
+    return kind(
         model,
         TrainingArguments(str(folder / "out"), **settings),
         train_dataset=examples(24),
@@ -210,6 +222,50 @@ def test_frozen_weights_under_lora_are_never_written(tmp_path: Path) -> None:
     activations = sum(t.size_bytes for t in trace.tensors if t.kind is TensorClass.ACTIVATION)
     assert engine.stats().moved_bytes["nvme_write"] <= activations
     assert engine.stats().moved_bytes_by_class["parameter"] > 0
+
+
+class Distilled(Trainer):
+    """A trainer with a second model, which it calls and does not train, as TRL's have a reference."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        teacher = gpt2(width=128).requires_grad_(False)
+        self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        with torch.no_grad():
+            wanted = self.teacher(**inputs).logits.softmax(-1)
+        return -(wanted * model(**inputs).logits.log_softmax(-1)).sum(-1).mean()
+
+
+class Peak(TrainerCallback):
+    """Measures what a trainer takes of the device from its fifth step on."""
+
+    def __init__(self) -> None:
+        self.taken, self.step = DeviceBytes(torch.device("cpu")), 0
+
+    def on_step_begin(self, *args: Any, **others: Any) -> None:
+        self.step += 1
+        if self.step == 5:
+            self.taken.begin()
+
+
+def test_a_model_that_the_trainer_only_calls_shares_the_budget(tmp_path: Path) -> None:
+    """Left out, it lies on the device all the time, where a layer of it at a time is enough."""
+    found, peaks = dict[str, dict[str, Any]](), dict[str, int]()
+    for name in ("plain", "left out", "managed"):
+        peak, model = Peak(), gpt2()
+        trainer = trainer_of(model, tmp_path / name, peak, kind=Distilled, max_steps=8)
+        if name != "plain":
+            frozen = [trainer.teacher] if name == "managed" else []
+            trainer.add_callback(TieroffCallback(floor(tmp_path), frozen=frozen))
+        trainer.train()
+        found[name], peaks[name] = seen(trainer, model), peak.taken.peak_bytes
+        if name == "managed":
+            assert tieroff.engine(trainer.teacher).optimizer is None and tieroff.engine(model).stats().phase == "planned"
+    assert differing(found["plain"], found["left out"]) == [] and differing(found["plain"], found["managed"]) == []
+    teacher_bytes = sum(p.nbytes for p in gpt2(width=128).parameters())
+    assert peaks["managed"] < peaks["left out"] - teacher_bytes // 2
 
 
 def test_the_forward_of_a_wrapped_model_shows_its_own_arguments(tmp_path: Path) -> None:
