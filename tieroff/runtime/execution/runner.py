@@ -211,8 +211,8 @@ class PlanRunner:
         beside_bytes = max(self.unborn_bytes + self._births[done], 0) + self._transients[done]
         return self._traffic.device_bytes + beside_bytes <= self.planned.plan.budget_bytes.get(Tier.DEVICE, 0)
 
-    def note_read(self) -> None:
-        """User code has what came up for it."""
+    def note_more(self) -> None:
+        """There is more than the plan has: what came up for user code, or state that the running update made."""
         if self.planned is not None and self._state.mode is PLANNED:
             self.peak_bytes = max(self.peak_bytes, self._traffic.device_bytes + self.beside_bytes)
 

@@ -240,7 +240,7 @@ class UserAccess:
             except BaseException:
                 self._unpin(items[: items.index(item)], raised, is_in_pass)
                 raise
-        context.runner.note_read()
+        context.runner.note_more()
         if recorder is not None:
             recorder.begin_bypassed()
         try:

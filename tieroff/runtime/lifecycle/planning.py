@@ -155,7 +155,10 @@ class StepPlanning:
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
 
     def check_peak(self, kind: StepKind, stage: Planned) -> None:
-        """A step has followed its plan to the end: one that took more than the budget leaves the plan, and it is said once."""
+        """A step has followed its plan, if not to the end: of one that took more than the budget, it is said once.
+
+        Steps of its kind leave the plan.
+        """
         peak_bytes, budget_bytes = self._managed.executor.runner.peak_bytes, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
         if peak_bytes <= budget_bytes or stage.plan.moves_nothing:
             kind.overs = 0

@@ -361,10 +361,11 @@ class Steps:
         if self._is_stranger and kind.mismatches > self._mismatches:
             kind.mismatches = self._mismatches  # which says nothing of the kind's own steps
             kind.strangers += 1
-        if mode is PLANNED and isinstance(kind.stage, Planned) and self._is_updated:
-            stage = kind.stage
+        stage = kind.stage
+        if isinstance(stage, Planned) and self._is_updated:
             self._planning.check_peak(kind, stage)
-            self.readings.observe(kind, stage)
+            if mode is PLANNED:
+                self.readings.observe(kind, stage)
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
         is_whole = self._managed.stepper is None or ("end",) in keys or kind.is_passed_through

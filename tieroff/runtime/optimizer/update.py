@@ -96,9 +96,12 @@ class BucketUpdate:
             for item in moved:
                 context.state.record.bind(item)
             return
-        for item in adopted:
-            if item.index < 0:  # made late, in a step that its plan has no room for
+        if late := context.runner.strangers(adopted):  # the plan has no room for it, nor for that of the next buckets
+            context.runner.note_more()
+            for item in late:
                 item.leave(context.traffic)
+            context.lower_all()
+            context.clock.leave_plan()
 
     def _unmanage_replaced(self, moved: list[HomeItem]) -> None:
         """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
