@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.accelerator import target
 from tests.support.covering import in_turn
 from tests.support.parity import HOST, NVME, OptimizerFactory, Tiers
-from tests.support.recipes.sliced import EMBEDDING_BYTES, check, config, workload
+from tests.support.recipes.sliced import EMBEDDING_BYTES, ROWS, WIDTH, check, config, workload
 from tieroff.core.buckets import BYTES_BELOW
 from tieroff.core.tensor import Tier
 from tieroff.runtime.engine import Engine
@@ -31,3 +33,26 @@ def assert_sliced(engine: Engine) -> None:
 @pytest.mark.parametrize(("name", "tiers"), in_turn(tuple(OPTIMIZERS), (HOST, NVME)))
 def test_state_comes_and_goes_in_slices(name: str, tiers: Tiers, tmp_path: Path) -> None:
     check(workload(OPTIMIZERS[name]), tiers, target.backend(), config(tiers, tmp_path), assert_sliced)
+
+
+class OnlyEmbedded(nn.Module):
+    """An embedding, and next to nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(self.embedding(tokens)))
+
+
+def assert_nothing_else_moves(engine: Engine) -> None:
+    assert int(engine.trace.meta[BYTES_BELOW].partition("=")[2]) >= 2 * EMBEDDING_BYTES
+    assert engine.plan.moves_nothing
+    assert "is there and unused" not in engine.explain()
+
+
+@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
+def test_it_is_updated_in_slices_where_nothing_else_has_to_move(tiers: Tiers, tmp_path: Path) -> None:
+    trained = replace(workload(OPTIMIZERS["adamw"]), build=OnlyEmbedded)
+    check(trained, tiers, target.backend(), config(tiers, tmp_path), assert_nothing_else_moves, "nothing moved")

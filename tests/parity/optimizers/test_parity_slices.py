@@ -45,6 +45,20 @@ def test_a_large_parameter_is_updated_in_slices(name: str, tiers: Tiers, tmp_pat
     check(workload(OPTIMIZERS[name]), tiers, CpuBackend(), config(tiers, tmp_path), assert_sliced)
 
 
+def without_clipping(trainer: Trainer) -> None:
+    trainer.loss().backward()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tiers", [HOST, NVME], ids=lambda tiers: tiers.name)
+def test_it_is_updated_in_slices_in_backward(tiers: Tiers, tmp_path: Path) -> None:
+    found = config(tiers, tmp_path)
+    found["plan"]["update_in_backward"] = True
+    trained = workload(OPTIMIZERS["adamw-foreach"], step=without_clipping)
+    check(trained, tiers, CpuBackend(), found, assert_sliced)
+
+
 def uses_state(trainer: Trainer) -> None:
     """Reads and writes optimizer state, keeps state dicts and loads one."""
     plain_step(trainer)

@@ -42,6 +42,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from tieroff.core.buckets import bytes_below
 from tieroff.core.machine import LINK_NAMES, UPDATE_PASSES, Machine
 from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Transfer
 from tieroff.core.schedule import make_schedule
@@ -320,7 +321,10 @@ def simulate_reference(plan: Plan, trace: Trace, machine: Machine, options: Simu
         ops=tuple(OpSpan(o.start_ns - begin, o.stop_ns - begin) for o in step.ops),
         transfers=tuple(sorted(transfers, key=lambda span: (span.start_ns, span.stop_ns))),
         stalls=tuple(step.stalls),
-        memory=memory_per_op_reference(plan, trace),
+        memory={
+            tier: tuple(held + bytes_below(trace.meta).get(tier, 0) for held in line)
+            for tier, line in memory_per_op_reference(plan, trace).items()
+        },
         step_ns=-(-(ends_ns[-1] - ends_ns[-1 - rounds]) // rounds),
         repeats=tuple(RunSpan(r.op, r.start_ns - begin, r.stop_ns - begin) for r in step.repeats),
         host_updates=tuple(

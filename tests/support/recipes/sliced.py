@@ -66,7 +66,14 @@ def config(tiers: Tiers, folder: Path, device: int | str = BUDGET_BYTES) -> dict
     return found
 
 
-def check(trained: Workload, tiers: Tiers, backend: Backend, config: dict[str, Any], look: Callable[[Engine], None]) -> None:
+def check(
+    trained: Workload,
+    tiers: Tiers,
+    backend: Backend,
+    config: dict[str, Any],
+    look: Callable[[Engine], None],
+    phase: str = "planned",
+) -> None:
     """Asserts that a run has the bits of the plain one and stays within its budget by a count that is not the engine's.
 
     Args:
@@ -74,14 +81,15 @@ def check(trained: Workload, tiers: Tiers, backend: Backend, config: dict[str, A
         tiers: below the device.
         backend: the device.
         config: of the wrapped run.
-        look: looks at the engine after each of the last steps, which are planned ones.
+        look: looks at the engine after each of the last steps.
+        phase: of those.
     """
     peaks: list[int] = []
 
     def after_step(index: int, engine: Engine) -> None:
         if index < STEPS - 3:
             return
-        assert (engine.stats().phase, engine.stats().fallbacks) == ("planned", 0)
+        assert (engine.stats().phase, engine.stats().fallbacks) == (phase, 0)
         look(engine)
         budget = engine.plan.budget_bytes[Tier.DEVICE]
         assert peaks[-1] <= budget * (1 + PEAK_TOLERANCE) + plain.unseen_bytes

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieroff.core.buckets import BYTES_BELOW
+from tieroff.core.explain.describe import describe
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Plan
 from tieroff.core.tensor import Tensor, TensorClass, Tier
@@ -15,6 +17,7 @@ from tieroff.core.trace import Op, Trace
 from tieroff.planner.policies import all_policies
 from tieroff.study.compare.advice import advice, explain, questions, reliefs
 from tieroff.study.compare.rows import Result, Row, plan_row
+from tieroff.units import format_bytes
 
 GB = 10**9
 MS = 10**6
@@ -111,6 +114,29 @@ def test_explanation_gives_bytes_time_and_share_of_each_link() -> None:
     assert "953.67 MiB per step host to device: 25.0% of the step" in text
     assert "It needs 3.73 GiB of host." in text
     assert "estimated" not in text
+
+
+def test_what_is_needed_below_includes_state_that_is_updated_in_slices() -> None:
+    trace, budget = chain(), {Tier.DEVICE: 3 * GB, Tier.HOST: 8 * GB}
+    sliced = replace(trace, meta={**trace.meta, BYTES_BELOW: f"host={GB}"})
+    without, found = (plan_row(one, machine(), budget) for one in (trace, sliced))
+    assert found.plan is not None and found.timeline is not None and without.timeline is not None
+    assert (found.row.peak_host_bytes or 0) - (without.row.peak_host_bytes or 0) == GB
+    assert max(found.timeline.memory[Tier.HOST]) == found.row.peak_host_bytes
+    needed = f"{format_bytes(found.row.peak_host_bytes or 0)} of host, 953.67 MiB of it for state that is updated in slices."
+    assert f"It needs {needed}" in explain(sliced, machine(), budget, found)
+    of = format_bytes(found.plan.budget_bytes[Tier.HOST] + GB)
+    line = f"host holds at most {needed.replace('of host', f'of {of}')}"
+    assert line in describe(sliced, found.plan)
+
+
+def test_host_memory_that_holds_nothing_but_such_state_is_not_said_to_be_unused() -> None:
+    budget = {Tier.DEVICE: 8 * GB, Tier.HOST: 8 * GB}
+    found = plan_row(chain(), machine(), budget)
+    assert found.plan is not None and found.plan.moves_nothing
+    sliced = replace(chain(), meta={BYTES_BELOW: f"host={GB}"})
+    texts = [" ".join(explain(trace, machine(), budget, found)) for trace in (chain(), sliced)]
+    assert ["unused" in text for text in texts] == [True, False]
 
 
 def test_explanation_gives_the_life_of_the_drives() -> None:

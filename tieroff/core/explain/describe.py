@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tieroff.core.buckets import bytes_below
 from tieroff.core.explain.staying import held, not_managed
 from tieroff.core.history import StepFigures
 from tieroff.core.plan import Plan
@@ -152,12 +153,13 @@ def _moved(trace: Trace, plan: Plan) -> str:
         text = f"Moved: none of {count} tensors."
     else:
         text = f"Moved: none of {count} tensors; ops run again instead."
-    return " ".join([text, *unused(plan)])
+    return " ".join([text, *unused(plan, trace)])
 
 
-def unused(plan: Plan) -> list[str]:
+def unused(plan: Plan, trace: Trace) -> list[str]:
     """Returns a sentence per tier that has a budget and is not used, with the reason."""
-    used = [tier.value for tier in (Tier.HOST, Tier.NVME) if plan.peak_bytes.get(tier, 0)]
+    sliced = bytes_below(trace.meta)
+    used = [tier.value for tier in (Tier.HOST, Tier.NVME) if plan.peak_bytes.get(tier, 0) or sliced.get(tier, 0)]
     if plan.moves_nothing:
         reason = "everything fits without it"
     else:
@@ -251,6 +253,11 @@ def _time(ns: int) -> str:
     return format_seconds(ns / NS_PER_S)
 
 
+def of_slices(size_bytes: int) -> str:
+    """Returns what of the bytes below is state that no plan moves, as the rest of a sentence; "" for nothing."""
+    return f", {format_bytes(size_bytes)} of it for state that is updated in slices" if size_bytes else ""
+
+
 def describe(trace: Trace, plan: Plan) -> list[str]:
     """Returns the details: bytes per class and link, what is computed differently, the biggest that move; a line each."""
     ring, count = trace, len(trace.tensors) - _held_by_program(trace)
@@ -259,10 +266,12 @@ def describe(trace: Trace, plan: Plan) -> list[str]:
     if not plan.moves_nothing:
         lines += _by_class(ring, away)
         lines += _by_link(ring, plan)
+    sliced = bytes_below(trace.meta)
     for tier in (Tier.HOST, Tier.NVME):
-        if plan.peak_bytes.get(tier, 0):
-            sizes = (format_bytes(of.get(tier, 0)) for of in (plan.peak_bytes, plan.budget_bytes))
-            lines.append(f"{tier.value} holds at most {' of '.join(sizes)}.")
+        own = sliced.get(tier, 0)
+        if plan.peak_bytes.get(tier, 0) or own:
+            sizes = (format_bytes(of.get(tier, 0) + own) for of in (plan.peak_bytes, plan.budget_bytes))
+            lines.append(f"{tier.value} holds at most {' of '.join(sizes)}{of_slices(own)}.")
     lines += _compute(ring, plan)
     if away:
         biggest = sorted(away, key=lambda i: -ring.tensors[i].size_bytes)[:_BIGGEST]

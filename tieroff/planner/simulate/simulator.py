@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tieroff.core.buckets import bytes_below
 from tieroff.core.machine import LINK_NAMES, Machine
 from tieroff.core.plan import AllocationKind, HostUpdate, Plan, Repeat, Transfer
 from tieroff.core.tensor import Tier
@@ -65,7 +66,7 @@ def simulate(plan: Plan, trace: Trace, machine: Machine, options: SimulationOpti
         ops=tuple(OpSpan(start + begun_ns[op], stop) for op, start, stop in result.ops.tolist()),
         transfers=tuple(_transfer_span(plan.transfers[index], trace, start, stop) for index, start, stop in transfers.tolist()),
         stalls=tuple(_stall(plan, trace, *row) for row in result.stalls.tolist()),
-        memory=memory_per_op(plan, trace),
+        memory=_with_slices(memory_per_op(plan, trace), trace),
         step_ns=result.step_ns,
         repeats=tuple(RunSpan(plan.repeats[i].op, start, stop) for i, start, stop in result.repeats.tolist()),
         host_updates=tuple(RunSpan(plan.host_updates[i].op, start, stop) for i, start, stop in result.updates.tolist()),
@@ -118,6 +119,13 @@ def memory_per_op(plan: Plan, trace: Trace) -> dict[Tier, tuple[int, ...]]:
         _line(plan.allocation.addresses if plan.allocation.kind is AllocationKind.ADDRESSES else ()),
     )
     return {tier: tuple(line.tolist()) for tier, line in zip(Tier, memory, strict=True)}
+
+
+def _with_slices(memory: dict[Tier, tuple[int, ...]], trace: Trace) -> dict[Tier, tuple[int, ...]]:
+    """Returns the bytes of each tier with those that lie there all the time and are no tensors of the trace."""
+    for tier, own in bytes_below(trace.meta).items():
+        memory[tier] = tuple(size_bytes + own for size_bytes in memory[tier])
+    return memory
 
 
 def _run(

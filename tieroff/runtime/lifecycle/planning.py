@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tieroff.core.buckets import bytes_below
 from tieroff.core.explain.describe import ready
 from tieroff.core.plan import Plan
 from tieroff.core.seams import Fit, Made, PlanSource
@@ -78,7 +79,7 @@ class StepPlanning:
             if self._recomputation.begin(made.plan.recompute):
                 kind.advance(Recording())
                 return
-            self._reserve(made.plan)
+            self._reserve(made.plan, recorded.trace)
             self._adopt(kind, recorded, traces[made.index], made)
             self._tell(traces[made.index], made.plan)
 
@@ -230,7 +231,7 @@ class StepPlanning:
         def take() -> None:
             try:
                 made = pending.take()
-                self._reserve(made.plan)
+                self._reserve(made.plan, stage.recorded.trace)
             except (InfeasiblePlanError, StoreError) as error:
                 # The process, or the drive, has less room than when the plan was made, which still runs.
                 log.warning("%s, but the step could not be planned again, and keeps its plan: %s", reason, error)
@@ -252,9 +253,11 @@ class StepPlanning:
         kind.adopt(recorded, trace, made.plan)
         self._managed.backend.return_freed()  # holes that steps without a plan left in the heap, or planning
 
-    def _reserve(self, plan: Plan) -> None:
+    def _reserve(self, plan: Plan, trace: Trace) -> None:
+        sliced = bytes_below(trace.meta)
         for store in self._managed.stores.values():
-            store.reserve(plan.peak_bytes.get(store.tier, 0))  # a full drive is known now, not in mid-run
+            # A full drive is known now, not in mid-run.
+            store.reserve(plan.peak_bytes.get(store.tier, 0) + sliced.get(store.tier, 0))
 
 
 def _durations_ns(observed: Observed) -> list[int]:

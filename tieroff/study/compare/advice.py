@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tieroff.core.explain.describe import fit, unused
+from tieroff.core.buckets import bytes_below
+from tieroff.core.explain.describe import fit, of_slices, unused
 from tieroff.core.explain.wear import wear_of
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
@@ -73,9 +74,9 @@ def explain(trace: Trace, machine: Machine, budget: dict[Tier, int], result: Res
         lines.append(_certainty(trace, step_s))
     if machine.device_bytes and budget[Tier.DEVICE] > machine.device_bytes:
         lines.append(f"The budget is above the {format_bytes(machine.device_bytes)} of device memory of this machine.")
-    lines += unused(plan)
+    lines += unused(plan, trace)
     lines += _links(row, machine, step_s)
-    lines += _room(row)
+    lines += _room(row, trace)
     wear = wear_of(row.nvme_write_bytes or 0, step_s, machine.nvme_endurance_bytes)
     if wear is not None:
         lines.append(str(wear))
@@ -119,10 +120,11 @@ def _links(row: Row, machine: Machine, step_s: float) -> Iterator[str]:
             yield f"{format_bytes(moved_bytes)} per step {words}: {_share(busy_s, step_s)} of the step at full speed."
 
 
-def _room(row: Row) -> Iterator[str]:
-    for name, size_bytes in (("host", row.peak_host_bytes), ("NVMe", row.peak_nvme_bytes)):
+def _room(row: Row, trace: Trace) -> Iterator[str]:
+    sliced = bytes_below(trace.meta)
+    for name, tier, size_bytes in (("host", Tier.HOST, row.peak_host_bytes), ("NVMe", Tier.NVME, row.peak_nvme_bytes)):
         if size_bytes:
-            yield f"It needs {format_bytes(size_bytes)} of {name}."
+            yield f"It needs {format_bytes(size_bytes)} of {name}{of_slices(sliced.get(tier, 0))}."
 
 
 def questions(trace: Trace, machine: Machine, budget: dict[Tier, int]) -> Iterator[Question]:

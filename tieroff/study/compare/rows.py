@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from tieroff.core.buckets import bytes_below
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
 from tieroff.core.tensor import Tier
@@ -28,7 +29,7 @@ class Row:
         policy, status: name; "ok" or "infeasible".
         step_s, ideal_s, bound_s, stall_s: predicted step; sum of the op durations; best bound proven; step less ideal
             less recompute.
-        peak_*_bytes: predicted peak of each tier.
+        peak_*_bytes: predicted peak of each tier, with state below that is updated in slices.
         d2h_bytes, h2d_bytes, nvme_write_bytes, nvme_read_bytes: moved per step.
         recompute_s: time of recomputed ops.
         plan_s: time that planning and bounding took.
@@ -111,6 +112,7 @@ def plan_row(
     moved = timeline.moved_bytes
     recompute_ns = timeline.recompute_ns
     plan_s = time.perf_counter() - begin
+    sliced = bytes_below(trace.meta)
     faithful = timeline if declared.is_common else declared.faithful(plan, trace, machine)
     row = Row(
         policy=policy,
@@ -120,8 +122,8 @@ def plan_row(
         bound_s=bounds_ns[scope] / NS_PER_S,
         stall_s=(timeline.step_ns - trace.ideal_ns + trace.recompute_ns - recompute_ns - timeline.engine_ns) / NS_PER_S,
         peak_device_bytes=plan.peak_bytes[Tier.DEVICE],
-        peak_host_bytes=plan.peak_bytes[Tier.HOST],
-        peak_nvme_bytes=plan.peak_bytes[Tier.NVME],
+        peak_host_bytes=plan.peak_bytes[Tier.HOST] + sliced.get(Tier.HOST, 0),
+        peak_nvme_bytes=plan.peak_bytes[Tier.NVME] + sliced.get(Tier.NVME, 0),
         d2h_bytes=moved["d2h"],
         h2d_bytes=moved["h2d"],
         nvme_write_bytes=moved["nvme_write"],
