@@ -25,6 +25,7 @@ def two_groups(params: Any) -> optim.Optimizer:
     return optim.AdamW([{"params": [first], "lr": 1e-2, "weight_decay": 0.0}, {"params": others}], lr=1e-3)
 
 
+WEIGHT_BYTES = 32 * 32 * 4  # of the largest of `MLP_WORKLOAD`
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd_momentum": make(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd_fused": make(optim.SGD, lr=0.1, momentum=0.9, fused=True),
@@ -51,7 +52,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 @pytest.mark.parametrize(("backend", "tiers"), [("cpu", NVME), ("delayed", HOST)], ids=["cpu-nvme", "delayed-host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_makes_the_same_updates_wrapped(name: str, backend: str, tiers: Tiers, tmp_path: Path) -> None:
-    workload = replace(MLP_WORKLOAD, optimizer=OPTIMIZERS[name])
+    unseen_bytes = WEIGHT_BYTES if name == "asgd" else 0  # it averages from its third update on, which no trace has
+    workload = replace(MLP_WORKLOAD, optimizer=OPTIMIZERS[name], unseen_bytes=unseen_bytes)
     check_parity(workload, tiers, BACKENDS[backend], tmp_path)
 
 
