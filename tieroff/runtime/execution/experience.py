@@ -28,11 +28,15 @@ class Experience:
         self._read |= read
         self._written |= written
         self.clean = frozenset(self._read - self._written)
+        self.cover(shapes)
+        self.room_bytes = room_bytes
+
+    def cover(self, shapes: Iterable[Shapes]) -> None:
+        """Learns that forwards on these inputs need no more than what is known."""
         for shape in shapes:
             if not self.covers(shape):
                 self._elements = max(self._elements, _elements_of(shape))
                 self._shapes = {known for known in self._shapes if not _is_within(known, shape)} | {shape}
-        self.room_bytes = room_bytes
 
     def covers(self, shapes: Shapes) -> bool:
         """Returns whether some recorded input was at least as large in every dimension of every tensor."""

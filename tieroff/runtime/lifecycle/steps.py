@@ -69,6 +69,7 @@ class Steps:
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_stranger = False  # the step that runs has smaller inputs than its kind's
+        self._larger: list[Shapes] = []  # inputs of this step, than any of a recorded one
         self._is_void = False  # the model changed since the step began: it says nothing of later ones
         self._mismatches = self._steps_done = 0  # of its kind before it; of all
         self._is_updated = True  # the step that runs was updated, or there is none
@@ -167,6 +168,7 @@ class Steps:
         if self._traced is not None and self._traced.is_watched:
             self._traced.shapes.append(shapes)
         elif not on_demand.experience.covers(shapes):
+            self._larger.append(shapes)
             on_demand.room_bytes = 0  # what ops on these need is unknown
             self._managed.backend.keep_freed(0)
             on_demand.release_all()
@@ -216,6 +218,7 @@ class Steps:
             self._traced = TracedStep(managed, self._plans, recorder)
         self._kind = self.last = kind
         self._is_void = False
+        self._larger.clear()
         managed.executor.begin(kind, recorder, may_be_quiet=self._may_be_quiet(kind))
         managed.keep_freed(kind)
         self._begin_update()
@@ -365,6 +368,7 @@ class Steps:
         if isinstance(stage, Planned) and self._is_updated:
             self._planning.check_peak(kind, stage)
             if mode is PLANNED:
+                executor.on_demand.experience.cover(self._larger)  # all that they saved was as large as planned
                 self.readings.observe(kind, stage)
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.

@@ -106,20 +106,46 @@ class Keeping(CpuBackend):
         super().keep_freed(limit_bytes)
 
 
+def limits_of(inputs: list[Any], folder: Path, model: nn.Module) -> list[tuple[str, int]]:
+    """Returns the phase of each step, and the least that it could keep of freed memory."""
+    setting, backend, found = Setting(folder, policy="auto", device="60%"), Keeping(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    tieroff.wrap(model, optimizer, setting.config(), backend=backend)
+    for beside in inputs:
+        backend.limits.clear()
+        model(rows(32), beside).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((tieroff.engine(model).stats().phase, min(backend.limits)))
+    tieroff.unwrap(model)
+    return found
+
+
 @pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
 @pytest.mark.parametrize("name", ["sparse", "array", "dataclass", "loop"])
 def test_planned_steps_keep_freed_memory_whatever_the_inputs_are(name: str, tmp_path: Path) -> None:
     """To give it back, and to take it anew, is 155,000 page faults in a step of a graph network."""
-    setting, backend = Setting(tmp_path, policy="auto", device="60%"), Keeping()
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    tieroff.wrap(model, optimizer, setting.config(), backend=backend)
-    for step in range(8):
-        backend.limits.clear()
-        model(rows(32), HOLDERS[name](rows(32))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step >= 4:
-            assert tieroff.engine(model).stats().phase == "planned"
-            assert min(backend.limits) > 0
-    tieroff.unwrap(model)
+    limits = limits_of([HOLDERS[name](rows(32)) for _ in range(8)], tmp_path, Net())
+    assert all(phase == "planned" and limit > 0 for phase, limit in limits[4:])
+
+
+@pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
+def test_an_input_with_more_elements_is_known_once_a_planned_step_had_it(tmp_path: Path) -> None:
+    """Of batches of sparse rows, none has as many elements as the recorded one."""
+    counts = [8] * 5 + [20, 16, 20, 21, 21]
+    limits = limits_of([torch.diag((torch.arange(32) < count).float()).to_sparse() for count in counts], tmp_path, Net())
+    assert [phase for phase, _ in limits[4:]] == ["planned"] * 6
+    assert [limit > 0 for _, limit in limits[4:]] == [True, False, True, True, False, True]
+
+
+class Beside(Net):
+    def forward(self, x: torch.Tensor, beside: Any) -> Any:
+        return self.layers(beside.x)
+
+
+@pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
+def test_an_input_of_which_more_is_saved_than_planned_is_not_known(tmp_path: Path) -> None:
+    batches = [Batch(rows(32))] * 5 + [Batch(rows(64))]
+    limits = limits_of(batches, tmp_path, Beside())
+    assert limits[4][0] == "planned" and limits[4][1] > 0
+    assert limits[5][1] == 0
