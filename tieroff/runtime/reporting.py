@@ -58,15 +58,17 @@ class Reporting:
         planned = kind.feedback.plan_count, kind.feedback.replanned_since
         updates = stepper.host.evidence.words() if stepper is not None else ""
         step = Explained(
-            trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged(), planned, updates
+            trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged(kind), planned, updates
         )
         return "\n".join(explain(step, detail=detail))
 
-    def _unmanaged(self) -> dict[str, int]:
+    def _unmanaged(self, kind: StepKind) -> dict[str, int]:
         """Returns the bytes that stay on the device whatever a plan says, by why."""
         found: dict[str, int] = {}
         for one in unmanaged(self._managed):
             found[one.why] = found.get(one.why, 0) + one.tensor.untyped_storage().nbytes()
+        if grown_bytes := self._steps.growth.of(kind):
+            found["state of the optimizer that has come since its step was traced"] = grown_bytes
         return found
 
     def run(self) -> Run:

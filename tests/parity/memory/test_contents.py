@@ -266,3 +266,36 @@ def test_a_step_over_its_budget_is_told_once_and_leaves_its_plan(budget: str, tm
     assert over == [8]
     (message,) = messages
     assert "a planned step took" in message and "momentum of" in message
+
+
+@pytest.mark.filterwarnings("ignore:.*was raised:tieroff.errors.BudgetWarning")
+def test_a_history_that_outgrows_the_budget_while_nothing_moves_is_told_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=20)
+    rows = torch.randn(ROWS, WIDTH)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(rows).square().mean()
+        loss.backward()
+        return loss
+
+    config = config_for(NVME, tmp_path, policy="auto", device="100%")
+    config["plan"]["background"] = False
+    taken = DeviceBytes(CPU)
+    engine = tieroff.engine(tieroff.wrap(model, optimizer, {"device": "cpu", **config}))
+    over = []
+    with warnings_of_tieroff() as messages:
+        for _ in range(10):
+            taken.begin()
+            optimizer.step(evaluate)
+            is_bypassed = engine.stats().phase == "nothing moved"
+            over.append(is_bypassed and taken.peak_bytes > engine.plan.budget_bytes[Tier.DEVICE])
+    explained = engine.explain()
+    tieroff.unwrap(model)
+    assert sum(over) > 1
+    (message,) = messages
+    assert "the state of LBFGS has grown by" in message
+    assert "Not managed, and why: " in explained
+    assert "(state of the optimizer that has come since its step was traced)" in explained

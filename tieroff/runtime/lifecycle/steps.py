@@ -33,6 +33,7 @@ from tieroff.runtime.lifecycle.readings import Readings
 from tieroff.runtime.lifecycle.repair import is_torn, repair
 from tieroff.runtime.lifecycle.resting import Rest
 from tieroff.runtime.lifecycle.traced import TracedStep
+from tieroff.runtime.lifecycle.unmanaged import StateGrowth
 from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
@@ -57,6 +58,7 @@ class Steps:
         last: the kind that ran last.
         recomputation: modules that run again in backward.
         readings: figures of the steps that ended.
+        growth: of the optimizer's state while nothing moves.
     """
 
     def __init__(self, managed: ManagedModel, plans: PlanSource) -> None:
@@ -66,6 +68,7 @@ class Steps:
         self.recomputation = Recomputation(managed.model, managed.executor.reads, managed.executor.clock)
         self._planning = StepPlanning(managed, plans, self.recomputation, lambda: self._steps_done)
         self.readings = Readings(managed, self._planning)
+        self.growth = StateGrowth(managed)
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_stranger = False  # the step that runs has smaller inputs than its kind's
@@ -347,6 +350,8 @@ class Steps:
             self._traced.end_update()
         self._steps_done += 1
         self.readings.note(kind, self._steps_done, self.recomputation.spent_ns)
+        if self._managed.executor.state.mode is PASS:
+            self.growth.look(kind)
         if self._steps_done == _WARMUP_STEPS:
             for store in self._managed.stores.values():
                 store.end_warmup()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from tieroff.core.tensor import Tier
 from tieroff.parts import parts_of
 from tieroff.runtime.items.offloaded import untouched
 from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.movable import tensors_in
+from tieroff.runtime.step.kinds import Planned, StepKind
+from tieroff.units import format_bytes
+
+log = logging.getLogger("tieroff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +64,57 @@ def _standing(managed: ManagedModel) -> Iterator[tuple[str, str, torch.Tensor]]:
             if isinstance(values, dict):
                 owner = names.get(id(parameter), "a parameter outside the model")
                 yield from ((f"{key} of {owner}", why, part) for key, value in values.items() for part in tensors_in(value))
+
+
+class StateGrowth:
+    """Optimizer state that grows while nothing moves, such as a history, which no plan knows.
+
+    Looks at its size after 1, 2, 4, … steps in which nothing moves, since nothing else does. A look takes a while where there
+    are thousands of tensors, and what grows is found at the next one.
+    """
+
+    def __init__(self, managed: ManagedModel) -> None:
+        self._managed = managed
+        self._plan: object = None
+        self._steps = self._first_bytes = self._grown_bytes = 0
+        self._has_told = False
+
+    def of(self, kind: StepKind) -> int:
+        """Returns by how many bytes the state has grown while the plan of a kind was followed, as far as was seen."""
+        return self._grown_bytes if isinstance(kind.stage, Planned) and kind.stage.plan is self._plan else 0
+
+    def look(self, kind: StepKind) -> None:
+        """A step has ended in which nothing moves; says once that it takes more than its budget."""
+        stage, stepper = kind.stage, self._managed.stepper
+        if not isinstance(stage, Planned) or stepper is None:
+            return
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return
+        state_bytes = self._state_bytes()
+        if stage.plan is not self._plan:
+            self._plan, self._first_bytes = stage.plan, state_bytes
+        self._grown_bytes = state_bytes - self._first_bytes
+        budget_bytes, peak_bytes = (of.get(Tier.DEVICE, 0) for of in (stage.plan.budget_bytes, stage.plan.peak_bytes))
+        if peak_bytes + self._grown_bytes > budget_bytes and self._grown_bytes > 0 and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "the state of %s has grown by %s since its step was traced: with it, steps in which nothing moves take about "
+                "%s of the device, above their budget of %s; a shorter history would hold it",
+                type(stepper.optimizer).__name__,
+                format_bytes(self._grown_bytes),
+                format_bytes(peak_bytes + self._grown_bytes),
+                format_bytes(budget_bytes),
+            )
+
+    def _state_bytes(self) -> int:
+        stepper, device_type = self._managed.stepper, self._managed.backend.device.type
+        assert stepper is not None
+        sizes: dict[int, int] = {}
+        for values in stepper.optimizer.state.values():
+            for value in values.values() if isinstance(values, dict) else ():
+                for tensor in tensors_in(value):
+                    if tensor.device.type == device_type:
+                        storage = tensor.untyped_storage()
+                        sizes[storage._cdata] = storage.nbytes()
+        return sum(sizes.values())
