@@ -31,6 +31,7 @@ from tieroff.runtime.movable import plain_parts
 PAGE = Path(__file__).resolve().parents[3] / "docs/recipes.md"
 CONFIG = 'device = "cpu"\n[budget]\nhost = "256MiB"\n[plan]\nmin_bytes = 0\nbackground = false\n'
 """`tieroff.toml` beside each program: its tensors are small, and all of them may move."""
+_CHECKPOINTING = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
 _BLOCK = re.compile(r"^```python title=\"([\w.]+)\"\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -57,10 +58,32 @@ def programs() -> dict[str, str]:
     return dict(_BLOCK.findall(PAGE.read_text(encoding="utf-8")))
 
 
-def run(name: str, folder: Path, *, is_plain: bool = False, is_resumed: bool = False, budget: str | None = None) -> Ran:
-    """Runs a program in a folder, where a run before it may have left a checkpoint; `budget` replaces the program's own."""
+CHECKPOINTS = {"none": "pass", "reentrant": _CHECKPOINTING.replace("False", "True"), "non-reentrant": _CHECKPOINTING}
+"""What `checkpointed` of `tiny.py` does to a model."""
+
+
+def run(
+    name: str,
+    folder: Path,
+    *,
+    is_plain: bool = False,
+    is_resumed: bool = False,
+    budget: str | None = None,
+    checkpoints: str = "non-reentrant",
+) -> Ran:
+    """Runs a program in a folder, where a run before it may have left a checkpoint.
+
+    Args:
+        name: its file's.
+        folder: the one.
+        is_plain: without tieroff.
+        is_resumed: it goes on from the middle.
+        budget: replaces the program's own.
+        checkpoints: of `CHECKPOINTS`.
+    """
     texts = programs()
-    (folder / "tiny.py").write_text(texts["tiny.py"])
+    assert _CHECKPOINTING in texts["tiny.py"]
+    (folder / "tiny.py").write_text(texts["tiny.py"].replace(_CHECKPOINTING, CHECKPOINTS[checkpoints]))
     (folder / "tieroff.toml").write_text(CONFIG)
     (folder / name).write_text(texts[name])
     namespace: dict[str, Any] = {"__name__": "__main__"}

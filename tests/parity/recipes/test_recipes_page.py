@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.recipes.page import PAGE, Ran, programs, run
+from tests.parity.recipes.page import CHECKPOINTS, PAGE, Ran, programs, run
+from tests.support.covering import pairwise
 from tests.support.parity import differing
 
 NEEDS = {"row01.py": "bitsandbytes", "row02.py": "bitsandbytes", "row06.py": "bitsandbytes"}
 NEEDS |= {"row08.py": "torchao", "row11.py": "torchao"}
+BUDGETS = ("50%", "25%", "min")
 DEFAULT_TIER = ("row03.py", "row10.py")
 ROWS = sorted(set(programs()) - {"tiny.py"})
 
@@ -43,13 +45,17 @@ def same(plain: Ran, wrapped: Ran) -> bool:
     return differing(plain.values, wrapped.values) == []
 
 
+def skip_without_library(name: str) -> None:
+    library = NEEDS.get(name)
+    if library is not None and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} has no wheel for this machine")
+
+
 @pytest.mark.parametrize(
     "name", [name if name in DEFAULT_TIER else pytest.param(name, marks=pytest.mark.long) for name in ROWS]
 )
 def test_a_rows_program_computes_the_same_and_resumes(name: str, tmp_path: Path) -> None:
-    library = NEEDS.get(name)
-    if library is not None and importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} has no wheel for this machine")
+    skip_without_library(name)
     for folder in ("plain", "wrapped"):
         (tmp_path / folder).mkdir()
     plain = run(name, tmp_path / "plain", is_plain=True)
@@ -60,3 +66,18 @@ def test_a_rows_program_computes_the_same_and_resumes(name: str, tmp_path: Path)
     assert wrapped.moved
     assert wrapped.peak_bytes <= wrapped.budget_bytes < wrapped.plain_bytes
     assert same(plain, run(name, tmp_path / "wrapped", is_resumed=True))  # goes on from the checkpoint of the run before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "budget", "checkpoints"), pairwise(("row01.py", "row08.py", "row09.py"), BUDGETS, tuple(CHECKPOINTS))
+)
+def test_budgets_and_checkpoints_change_no_bit(name: str, budget: str, checkpoints: str, tmp_path: Path) -> None:
+    skip_without_library(name)
+    for folder in ("plain", "wrapped"):
+        (tmp_path / folder).mkdir()
+    plain = run(name, tmp_path / "plain", is_plain=True, checkpoints=checkpoints)
+    wrapped = run(name, tmp_path / "wrapped", budget=budget, checkpoints=checkpoints)
+    assert same(plain, wrapped)
+    assert wrapped.moved
+    assert wrapped.peak_bytes <= wrapped.budget_bytes < wrapped.plain_bytes
