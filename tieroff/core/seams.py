@@ -70,6 +70,10 @@ class Recorder(Protocol):
         """True when user code used a gradient after a backward, wherever it lay."""
 
     @property
+    def foreign_bytes(self) -> int:
+        """Bytes of the parameters that the step read and nobody said anything of: a model that is not wrapped has them."""
+
+    @property
     def scratch_bytes(self) -> int:
         """The most memory that one op took apart from all tensors that were seen."""
 
@@ -125,10 +129,10 @@ class Recorder(Protocol):
     def end_unseen(self, made: Iterable[object] = ()) -> None:
         """That code has ended, and these storages are there now."""
 
-    def begin_bypassed(self) -> None:
+    def begin_user_call(self) -> None:
         """User code gets tensors that came up from below for this call alone, which count nowhere."""
 
-    def end_aside(self) -> None:
+    def end_user_call(self) -> None:
         """That call is over."""
 
     @property

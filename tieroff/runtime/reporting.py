@@ -65,6 +65,8 @@ class Reporting:
     def _unmanaged(self, kind: StepKind) -> dict[str, int]:
         """Returns the bytes that stay on the device whatever a plan says, by why."""
         found: dict[str, int] = {}
+        if kind.recorded is not None and kind.recorded.foreign_bytes:
+            found["parameters of a model that is not wrapped: wrap it under the same budget"] = kind.recorded.foreign_bytes
         for one in unmanaged(self._managed):
             found[one.why] = found.get(one.why, 0) + one.tensor.untyped_storage().nbytes()
         if grown_bytes := self._steps.growth.of(kind):

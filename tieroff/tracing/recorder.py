@@ -18,7 +18,7 @@ from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.parts import is_wrapper, parts_of
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
-from tieroff.tracing.recording.life import Asides, End, Life, transient_bytes, uses_of
+from tieroff.tracing.recording.life import End, Life, UserCalls, is_of_parameter, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
 from tieroff.tracing.recording.unseen import Unseen
@@ -67,7 +67,7 @@ class StepRecorder(TorchDispatchMode):
         self._counter = peak_counter(device)
         self._unseen = Unseen(self._counter)
         self._scratch: dict[int, int] = {}
-        self._asides = Asides()
+        self._user_calls = UserCalls()
         self._makers = Makers()
         self.meta: dict[str, str] = {}
         self._used: Callable[[Any, bool], None] | None = None
@@ -183,7 +183,8 @@ class StepRecorder(TorchDispatchMode):
 
     def stands(self, storages: Iterable[object]) -> None:
         for storage in self._followed(storages):
-            self._life_of(storage)[0].birth = 0
+            life = self._life_of(storage)[0]
+            life.birth, life.is_foreign = 0, False
 
     def read(self, key: Hashable) -> None:
         found = next((life for life in reversed(self._by_key.get(key, ())) if not life.is_below), None)
@@ -211,15 +212,15 @@ class StepRecorder(TorchDispatchMode):
         if scratch_bytes is not None:
             self._scratch[self._now] = scratch_bytes
 
-    def begin_bypassed(self) -> None:
-        self._asides.begin(self._now)
+    def begin_user_call(self) -> None:
+        self._user_calls.begin(self._now)
 
-    def end_aside(self) -> None:
-        self._asides.end(self._now)
+    def end_user_call(self) -> None:
+        self._user_calls.end(self._now)
 
     @property
     def beside(self) -> Mapping[int, int]:
-        return self._asides.most_bytes
+        return self._user_calls.most_bytes
 
     def died(self, key: Hashable) -> None:
         self._deaths[key] = self._op
@@ -296,16 +297,16 @@ class StepRecorder(TorchDispatchMode):
 
     def _use_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_written: bool, is_output: bool) -> None:
         """Notes the use of a tensor on the device that is followed."""
-        end = self._alive.get(storage._cdata)
-        is_new = end is None or end() is None
+        is_new = (end := self._alive.get(storage._cdata)) is None or end() is None
         is_there = is_new and not is_output and not takes_new(self._makers.running)
         life = self._was_there(storage) if is_there else self._life_of(storage)[0]
+        life.is_foreign |= is_there and is_of_parameter(tensor)
         if life.size_bytes < storage.nbytes():
             life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
-        if is_output and is_new:
-            self._makers.note(self._op, life.size_bytes, life.keys, self._events)
         if is_output and not is_new:
             return  # a view of a known storage, or an in-place write, which its argument shows
+        if is_output:
+            self._makers.note(self._op, life.size_bytes, life.keys, self._events)
         if self._used is not None and life.keys and not is_output:
             self._used(tensor, is_written)
         (life.writes if is_written else life.reads).add(self._op if self._op > 0 else 0)
@@ -390,6 +391,10 @@ class StepRecorder(TorchDispatchMode):
         return self._between.used_gradients
 
     @property
+    def foreign_bytes(self) -> int:
+        return sum(life.size_bytes for life in self._lives if life.is_foreign and not (life.keys or life.is_below))
+
+    @property
     def scratch_bytes(self) -> int:
         return max(self._scratch.values(), default=0)
 
@@ -408,7 +413,7 @@ class StepRecorder(TorchDispatchMode):
         lives = [life for life in self._lives if not life.is_below]
         holds, reads, writes = uses_of(lives, index, count, self._held)
         ends = self._first_instant, self._now
-        transient = transient_bytes(lives, index, ends, self._scratch, self._device_type, self._asides)
+        transient = transient_bytes(lives, index, ends, self._scratch, self._device_type, self._user_calls)
         ops = tuple(
             Op(
                 name=self._events[i][0],

@@ -14,6 +14,7 @@ import tieroff
 from tests.support.oracles.bytes.device import DeviceBytes
 from tests.support.parity import NVME, assert_as_counted, config_for
 from tieroff.core.tensor import Tier
+from tieroff.units import format_bytes
 
 WIDTH, LAYERS, ROWS, STEPS = 256, 6, 512, 8
 WORDS_BYTES = 64  # losses, and what autograd makes of them
@@ -124,3 +125,39 @@ def test_what_a_loop_holds_from_step_to_step_counts_in_the_next_one(tmp_path: Pa
             assert engine.stats().phase == "planned"
             assert_as_counted(engine, taken.peak_bytes, WORDS_BYTES)
     tieroff.unwrap(model)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["left out", "wrapped"])
+@pytest.mark.filterwarnings("ignore:.*was raised:tieroff.errors.BudgetWarning")
+def test_the_parameters_of_another_model_are_told(is_wrapped: bool, tmp_path: Path) -> None:
+    """A frozen reference that nobody wrapped is in the plan, and named with what to do."""
+    taken = DeviceBytes(torch.device("cpu"))
+    torch.manual_seed(0)
+    models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for _ in range(2)]
+    model, reference = models[0], models[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    config = config_for(NVME, tmp_path, policy="auto", device="min")
+    config["budget"]["nvme"] = "64MiB"
+    config["plan"] |= {"background": False}
+    if is_wrapped:
+        tieroff.wrap(models, [optimizer, None], config)
+    else:
+        tieroff.wrap(model, optimizer, config)
+    engine = tieroff.engine(model)
+    for _ in range(STEPS):
+        taken.begin()
+        output = model(x := torch.randn(ROWS, WIDTH))
+        with torch.no_grad():  # after the step's first forward: what comes before that is no part of a step
+            wanted = reference(x)
+        (output - wanted).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.stats().phase == "planned"
+    foreign_bytes = LAYERS * WIDTH * WIDTH * 4
+    assert is_wrapped or taken.peak_bytes >= foreign_bytes
+    said = [line for line in engine.explain().splitlines() if line.startswith("Not managed, and why: ")]
+    why = "parameters of a model that is not wrapped: wrap it under the same budget"
+    assert said == ([] if is_wrapped else [f"Not managed, and why: {format_bytes(foreign_bytes)} ({why})."])
+    assert is_wrapped or engine.plan.peak_bytes[Tier.DEVICE] >= foreign_bytes
+    for one in models[: 2 if is_wrapped else 1]:
+        tieroff.unwrap(one)

@@ -242,12 +242,12 @@ class UserAccess:
                 raise
         context.runner.note_more()
         if recorder is not None:
-            recorder.begin_bypassed()
+            recorder.begin_user_call()
         try:
             yield
         finally:
             if recorder is not None:
-                recorder.end_aside()
+                recorder.end_user_call()
             with lock, as_the_engine(), computing():
                 if keeps:
                     for item in items:

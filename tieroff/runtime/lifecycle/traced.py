@@ -125,6 +125,7 @@ class TracedStep:
             norms=norms,
             places=tuple(record.places),
             beside=recorder.beside,
+            foreign_bytes=recorder.foreign_bytes,
         )
 
     def _subjects(self, *, is_updated: bool) -> list[Subject]:

@@ -51,6 +51,7 @@ class Recorded:
             move in such a place.
         beside: op in which tensors came up for user code alone -> the most bytes that such a call had beside them, of what is
             no tensor of the trace, or was made in that op.
+        foreign_bytes: of parameters that the step read, of a model that is not wrapped.
     """
 
     keys: tuple[Hashable, ...]
@@ -65,6 +66,7 @@ class Recorded:
     norms: Mapping[Hashable, frozenset[Norm]] = field(default_factory=dict)
     places: tuple[int, ...] = ()
     beside: Mapping[int, int] = field(default_factory=dict)
+    foreign_bytes: int = 0
 
     @functools.cached_property  # asked in every step
     def update_at(self) -> int:

@@ -25,6 +25,7 @@ class Life:
     Attributes:
         is_next: it is the next step's, whose like the recorded step had too: its inputs.
         is_copy: the engine made it, of a tensor that was elsewhere.
+        is_foreign: of a parameter, until somebody says whose it is.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class Life:
         "death_op",
         "is_below",
         "is_copy",
+        "is_foreign",
         "is_next",
         "keys",
         "reads",
@@ -46,7 +48,7 @@ class Life:
         self.birth, self.birth_op = now, op
         self.death, self.death_op = -1, -1
         self.keys: list[Hashable] = []
-        self.is_below = self.is_copy = self.is_next = False
+        self.is_below = self.is_copy = self.is_foreign = self.is_next = False
         self.reads: set[int] = set()
         self.writes: set[int] = set()
 
@@ -55,6 +57,11 @@ class Life:
         start = min(self.birth_op, count - 1)
         stop = count if self.death < 0 else min(self.death_op + 1, count)
         return [(start, max(stop, start + 1))]
+
+
+def is_of_parameter(tensor: torch.Tensor) -> bool:
+    """True for a parameter as its module has it, or a view of it."""
+    return type(tensor._base if tensor._is_view() else tensor) is torch.nn.Parameter
 
 
 class End(weakref.ref[torch.UntypedStorage]):
@@ -73,7 +80,7 @@ class End(weakref.ref[torch.UntypedStorage]):
         return end
 
 
-class Asides:
+class UserCalls:
     """When user code had tensors that came up for it alone, and what else there was by then.
 
     Attributes:
@@ -130,7 +137,7 @@ def transient_bytes(
     ends: tuple[Sequence[int], int],
     scratch: Mapping[int, int],
     device_type: str,
-    asides: Asides,
+    user_calls: UserCalls,
 ) -> list[int]:
     """Returns per op the peak of live bytes that belong to no subject.
 
@@ -140,7 +147,7 @@ def transient_bytes(
         ends: the instant at which each op begins, and the last instant.
         scratch: what ops took for themselves, by the instant at which they ended.
         device_type: whose allocator gave the memory.
-        asides: is told what there was at each instant.
+        user_calls: is told what there was at each instant.
     """
     starts, now = ends
     born, dead, made = defaultdict[int, int](int), defaultdict[int, int](int), defaultdict[int, int](int)
@@ -166,6 +173,6 @@ def transient_bytes(
         total += born.get(instant, 0)
         peaks[op] = max(peaks[op], total + scratch.get(instant, 0))
         made_bytes += made.get(instant, 0) if instant else 0  # what is there as the step begins is made by no op
-        asides.note(instant, op, total + scratch.get(instant, 0) + made_bytes)
+        user_calls.note(instant, op, total + scratch.get(instant, 0) + made_bytes)
         total -= dead.get(instant, 0)
     return peaks
