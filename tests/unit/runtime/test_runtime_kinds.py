@@ -123,6 +123,24 @@ def test_what_user_code_writes_before_it_leaves_is_copied_out_as_the_update_begi
     assert at_update.outs_first == ((GRADIENT,) if is_late else ()) and at_update.waits == at_update.leaves == (GRADIENT,)
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_gradient_that_comes_back_for_the_update_comes_after_user_code(is_used: bool) -> None:
+    """There meanwhile, it would count as written, and be copied out once more."""
+    keys = (("forward",), ("param", 0), ("grad", 0), ("grad", 1), ("unpack", 0), ("bucket", 0), ("end",))
+    ops = [Op(str(key), 1) for key in keys]
+    ops[2], ops[5] = replace(ops[2], writes=(GRADIENT,)), replace(ops[5], reads=(GRADIENT,))
+    longer = Trace(tuple(ops), trace().tensors)
+    residencies = (Residency(GRADIENT, DEVICE, 2, 3), Residency(GRADIENT, HOST, 3, 7), Residency(GRADIENT, DEVICE, 4, 7))
+    transfers = (Transfer(GRADIENT, DEVICE, HOST, 3, 3, 0), Transfer(GRADIENT, HOST, DEVICE, 4, 5, 0))
+    leaves = Plan("test", "", len(keys), {}, {}, residencies, transfers)
+    used: dict[str, Any] = {"used_below": {GRADIENT: False}} if is_used else {}
+    found = make_executable(leaves, longer, recorded(keys=keys, names=tuple(map(str, keys)), trace=longer, **used))
+    assert found.update_at == 5
+    assert found.stays_after_backward == ({GRADIENT} if is_used else set())
+    issued = [at for at, actions in enumerate(found.program) if actions is not None and (True, GRADIENT) in actions.issues]
+    assert issued[0] == (4 if is_used else 5)
+
+
 def test_what_is_there_for_the_update_stays_and_is_fetched_again_if_it_had_to_leave() -> None:
     everything = plan(
         (

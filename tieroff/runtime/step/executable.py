@@ -1,6 +1,6 @@
 """An executable: a plan as the runtime walks it, tick by tick.
 
-`core.schedule` alone says what happens at which tick. The two passes before it say what this runtime does otherwise than the
+`core.schedule` alone says what happens at which tick. The passes before it say what this runtime does otherwise than the
 plan, and why: user code runs at moments that no op of a trace stands for.
 
 [Note: updated below]
@@ -37,7 +37,7 @@ class Executable:
     """What the runtime needs of a plan while a step runs.
 
     Attributes:
-        program: what the runtime does at each tick of the plan's schedule, after both passes of this module.
+        program: what the runtime does at each tick of the plan's schedule, after all passes of this module.
         tiers: tensors that move -> their lower tier.
         copied: tensors that are copied out -> per copy, its tick and the next op that writes the tensor. A gradient that was
             cleared since the last backward is another tensor to the runtime, and to the trace the same one written again.
@@ -73,7 +73,7 @@ def make_executable(plan: Plan, trace: Trace, recorded: Recorded) -> Executable:
     tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
     update_at = recorded.update_at
     below = {tensor for u in plan.host_updates for tensor in (*trace.ops[u.op].reads, *trace.ops[u.op].writes)}
-    plan = loaded_in_next_step(plan, below)
+    plan = loaded_after_user_code(loaded_in_next_step(plan, below), trace, recorded)
     stays = tuple(stay for stay in stays_for_update(plan, trace, tiers, update_at) if stay.tensor not in below)
     adapted = copied_after_user_code(without_early_copies(plan, recorded), stays, recorded)
     adapted = brought_back_for_update(adapted, stays, tiers, update_at)
@@ -129,6 +129,34 @@ def loaded_in_next_step(plan: Plan, updated: Collection[int]) -> Plan:
         return replace(transfer, issue_at=0, ready_by=transfer.ready_by - count, rank=_FIRST_RANK) if crosses else transfer
 
     return replace(plan, transfers=tuple(map(begun_later, plan.transfers))) if plan.host_updates else plan
+
+
+def loaded_after_user_code(plan: Plan, trace: Trace, recorded: Recorded) -> Plan:
+    """Returns the plan with gradients that come back for the update alone loaded as that begins, not before.
+
+    One that is there while user code runs counts as written, and is copied out again after it was used; what lies below
+    meanwhile is as it was. One that user code of the recorded step used there comes as planned.
+    """
+    update_at = recorded.update_at
+
+    def is_early(load: Transfer) -> bool:
+        is_gradient = trace.tensors[load.tensor].kind is TensorClass.GRADIENT and load.tensor not in recorded.used_below
+        if load.target is not Tier.DEVICE or not is_gradient or not load.issue_at < update_at <= load.ready_by:
+            return False
+        required = trace.lifetimes[load.tensor].required
+        return all(stop <= load.issue_at or start >= update_at for start, stop in required)
+
+    early = {(load.tensor, load.issue_at) for load in plan.transfers if is_early(load)}
+    if not early:
+        return plan
+    residencies = (
+        replace(r, start=update_at) if r.tier is Tier.DEVICE and (r.tensor, r.start) in early else r for r in plan.residencies
+    )
+    transfers = (
+        replace(t, issue_at=update_at) if t.target is Tier.DEVICE and (t.tensor, t.issue_at) in early else t
+        for t in plan.transfers
+    )
+    return replace(plan, residencies=tuple(residencies), transfers=tuple(transfers))
 
 
 def without_early_copies(plan: Plan, recorded: Recorded) -> Plan:
