@@ -27,6 +27,18 @@ def elsewhere_and_back(p: Program) -> None:
         p.update(loss)
 
 
+def where_they_are(p: Program) -> None:
+    """Each parameter is assigned to itself, as `Module.to` does, or what is the same memory."""
+    p.wrap()
+    for index in range(STEPS):
+        p.model.to(target.device())
+        p.step(index)
+        p.model.to(target.device())
+        for parameter in p.parameters:
+            parameter.data = parameter
+            parameter.data = parameter.detach()
+
+
 def weight_norm_in_mid_training(p: Program) -> None:
     p.wrap()
     p.steps(3)
@@ -70,3 +82,7 @@ def test_a_parameter_is_made_of_a_tensor_as_before() -> None:
         made = kind(data, requires_grad=False)
         assert (type(made), made.data_ptr(), made.requires_grad) == (kind, data.data_ptr(), False)
     assert nn.Parameter().shape == (0,)
+
+
+def test_parameters_stay_what_they_are_where_there_is_no_room(tmp_path: Path) -> None:
+    check(where_they_are, tmp_path, policy="auto", device="min")

@@ -150,7 +150,7 @@ class UserAccess:
         if shown:
             return self._run_below(shown, function, args, kwargs)
         if assigns_data(function) and local_of(args[0]) is args[0] and not guarded(args[0]).others:
-            return self._assign(args[0], args[1])
+            return self._assign_from(args[0], args[1])
         if self._on_host.count and function is torch.Tensor.detach:
             return guarded(args[0]).on_memory(args[0], self.value_on_host(guarded(args[0])))
         if function is torch.autograd.grad:
@@ -364,6 +364,13 @@ class UserAccess:
             return packed if isinstance(packed, torch.Tensor) else saved.unpack(packed)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _assign_from(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor.data = value`, whatever the value is: `model.to(device)` assigns each parameter to itself."""
+        if value is tensor:
+            return
+        with self._up(self._own([value]) if is_offloaded(value) else [], keeps=False):
+            self._assign(tensor, value)
 
     def _assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor.data = value` by user code: that is what the tensor lies on, until it goes below.
