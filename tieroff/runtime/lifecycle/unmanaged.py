@@ -111,10 +111,10 @@ class StateGrowth:
         stepper, device_type = self._managed.stepper, self._managed.backend.device.type
         assert stepper is not None
         sizes: dict[int, int] = {}
-        for values in stepper.optimizer.state.values():
-            for value in values.values() if isinstance(values, dict) else ():
-                for tensor in tensors_in(value):
-                    if tensor.device.type == device_type:
+        with untouched():  # an evaluation may have offloaded some: to look at them is no use
+            for values in stepper.optimizer.state.values():
+                for tensor in tensors_in(list(values.values())) if isinstance(values, dict) else ():
+                    if tensor.device.type == device_type and tensor.layout is torch.strided:
                         storage = tensor.untyped_storage()
-                        sizes[storage._cdata] = storage.nbytes()
+                        sizes[storage._cdata] = max(storage.nbytes(), tensor.numel() * tensor.element_size())
         return sum(sizes.values())
