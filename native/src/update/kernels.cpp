@@ -1,6 +1,7 @@
 // Which instruction set runs an update.
 #include "tieroff/update/kernels.hpp"
 
+#include <cfenv>
 #include <stdexcept>
 #include <string_view>
 
@@ -29,14 +30,32 @@ std::vector<Choice> choices() {
   return found;
 }
 
+// Within its life this thread computes as IEEE 754 says. A program may have denormals flushed to zero, which is an option of
+// each thread and passed on to those that it starts; the device whose updates these stand for knows nothing of it.
+class PlainNumbers {
+ public:
+  PlainNumbers() noexcept {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~PlainNumbers() { std::fesetenv(&before_); }
+  PlainNumbers(const PlainNumbers&) = delete;
+  PlainNumbers& operator=(const PlainNumbers&) = delete;
+
+ private:
+  std::fenv_t before_{};
+};
+
 }  // namespace
 
 void update_elements(const UpdatePart& part, std::int64_t first, std::int64_t count) {
   static const Kernel widest = choices().front().kernel;
+  const PlainNumbers plain;
   widest(part, first, count);
 }
 
 void update_elements_with(const char* instructions, const UpdatePart& part, std::int64_t first, std::int64_t count) {
+  const PlainNumbers plain;
   for (const auto& [name, kernel] : choices())
     if (std::string_view(name) == instructions) return kernel(part, first, count);
   throw std::invalid_argument("expected the name of an instruction set that this processor has");

@@ -132,3 +132,25 @@ def test_a_forked_child_is_refused_and_leaves(pool: _native.UpdatePool) -> None:
 def test_a_pool_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least one thread"):
         _native.UpdatePool(0, [])
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_numbers_next_to_zero_count_though_the_program_flushes_them(is_beside: bool) -> None:
+    """It flushes what its own thread computes; a device whose updates these stand for does not."""
+    parameter, gradient = torch.full((1000,), 1e-39), torch.full((1000,), 1e-40)
+    expected, addresses = parameter - gradient, [parameter.data_ptr(), gradient.data_ptr()]
+    assert expected.count_nonzero() == 1000
+    part = rules.sgd(lr=1.0).part("contracted", "float32", 1000, addresses, addresses)
+    flushes = torch.set_flush_denormal(True)
+    try:
+        if is_beside:
+            pool = _native.UpdatePool(1, [])
+            assert pool.wait(pool.submit([part], [], []), WAIT_S)
+            pool.close()
+        else:
+            part.run()
+        flushed = (torch.full((1,), 1e-39) * 1.0).count_nonzero().item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(parameter, expected)
+    assert flushed == flushes  # as before, in the program's own thread
