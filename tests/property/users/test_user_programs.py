@@ -145,6 +145,7 @@ FOUND: list[Program] = [
     ("cpu auto 100", "sgd", 2, [("retain", 11), ("step", 44), ("alternate_halves", 9), ("assign_vector", 38)], True),
     ("cpu demand", "sgd", 2, [("retain", 24), ("alternate_halves", 52), ("assign_slice", 37)], True),
     ("cpu demand", "sgd", 4, [("retain", 24), ("alternate_halves", 52), ("assign_slice", 37), ("step", 23), ("step", 3)], True),
+    ("cpu auto 100", "adamw", 0, [("step", 0), ("share", 5), ("narrow_group", 0), ("step", 0), ("step", 0)], False),
     ("cpu auto 100", "normed", 2, [("retain", 45), ("parametrize", 42), ("step", 54), ("share", 5), ("step", 13)], True),
 ]
 

@@ -251,11 +251,14 @@ class Gradients:
         """Returns the activations and gradients of the step that was recorded.
 
         A gradient that was there before it, or was not cleared before the next forward, is persistent: it wraps round the step.
+        One whose parameter is not under the engine's care any more, as its memory is shared since, stays.
         """
         lasting = [*self._older, *self._subjects()]
         keys = {subject.key for subject in lasting}
         unique = {subject.key: subject for subject in (*lasting, *self._context.state.record.subjects)}
-        return [replace(s, is_persistent=True) if s.key in keys else s for s in unique.values()]
+        owners = {None, *(item.key for item in self._context.homes.parameters.values())}
+        found = [s if s.owner in owners else replace(s, owner=None, is_movable=False) for s in unique.values()]
+        return [replace(s, is_persistent=True) if s.key in keys else s for s in found]
 
     def _subjects(self) -> list[Subject]:
         """Returns the gradients that there are now."""
