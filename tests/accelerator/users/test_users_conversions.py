@@ -27,6 +27,18 @@ def elsewhere_and_back(p: Program) -> None:
         p.update(loss)
 
 
+def on_the_host_until_the_next_step(p: Program) -> None:
+    """A wrapped model comes back by itself: its engine computes on the device, wherever parameters were assigned from."""
+    p.wrap()
+    for index in range(STEPS):
+        if index in (1, 3):
+            p.model.cpu()
+            if p.is_plain:
+                p.model.to(target.device())
+        p.step(index)
+        assert {parameter.device.type for parameter in p.parameters} == {target.device().type}
+
+
 def where_they_are(p: Program) -> None:
     """Each parameter is assigned to itself, as `Module.to` does, or what is the same memory."""
     p.wrap()
@@ -63,6 +75,7 @@ def parameters_of_parameters(p: Program) -> None:
 
 USAGES = {
     "elsewhere_and_back": elsewhere_and_back,
+    "on_the_host_until_the_next_step": on_the_host_until_the_next_step,
     "weight_norm": weight_norm_in_mid_training,
     "parameters_of_parameters": parameters_of_parameters,
 }
