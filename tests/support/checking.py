@@ -106,6 +106,7 @@ def wrong_in(program: Program, plan: Plan) -> list[str]:
 def followed(plan: Plan, trace: Trace, recorded: Recorded) -> Plan:
     """Returns the plan that the runtime follows where it is given this one; see step/executable.py."""
     tiers = {r.tensor: r.tier for r in plan.residencies if r.tier is not Tier.DEVICE}
+    plan = executable.loaded_after_user_code(plan, trace, recorded)
     stays = tuple(executable.stays_for_update(plan, trace, tiers, recorded.update_at))
     plan = executable.copied_after_user_code(executable.without_early_copies(plan, recorded), stays, recorded)
     return executable.brought_back_for_update(plan, stays, tiers, recorded.update_at)

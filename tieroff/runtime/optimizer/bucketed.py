@@ -248,6 +248,7 @@ class BucketedStep:
                             buckets[number],
                             lambda bucket: self._step_on(bucket, args, kwargs),
                             buckets[following] if following is not None else [],
+                            is_last=following is None,
                         )
         finally:
             self._update_one.end_parts()
@@ -304,7 +305,7 @@ class BucketedStep:
             args, kwargs = with_closure(lambda *a, **k: self._evaluate(bucket, closure, a, k), args, kwargs)
         with self._in_update():
             self._tick(0)
-            return self._update_one.run(bucket, lambda _: step(*args, **kwargs), [])
+            return self._update_one.run(bucket, lambda _: step(*args, **kwargs), [], is_last=True)
 
     @runs_user_code
     def _evaluate(self, bucket: list[torch.Tensor], closure: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -350,7 +351,7 @@ class BucketedStep:
             if self._moves_nothing():
                 self._apply(bucket)
             else:
-                self._update_one.run(bucket, self._apply, [])
+                self._update_one.run(bucket, self._apply, [], is_last=False)
             # What backward does next, the gradient that comes now, is no part of the update.
             context.clock.tick(("updated", number), lambda: f"after bucket:{number}", "backward")
 

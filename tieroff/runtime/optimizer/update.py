@@ -49,13 +49,21 @@ class BucketUpdate:
         self._moving: dict[int, tuple[Sequence[HomeItem], list[HomeItem], list[HomeItem]]] = {}
         self._positions: dict[int, tuple[list[torch.Tensor], frozenset[int]]] = {}
 
-    def run(self, bucket: list[torch.Tensor], step: Callable[[list[torch.Tensor]], Any], following: list[torch.Tensor]) -> Any:
+    def run(
+        self,
+        bucket: list[torch.Tensor],
+        step: Callable[[list[torch.Tensor]], Any],
+        following: list[torch.Tensor],
+        *,
+        is_last: bool,
+    ) -> Any:
         """Updates a bucket, whose tick began.
 
         Args:
             bucket: its parameters.
             step: updates them where they lie on the device.
-            following: the parameters of the next bucket.
+            following: the parameters of the next bucket, which are brought up beside it.
+            is_last: no other bucket is updated in this step.
 
         Returns:
             What `step` returned.
@@ -67,14 +75,14 @@ class BucketUpdate:
         try:
             return step(bucket)
         finally:
-            self.close()
+            self.close(is_last=is_last)
 
     def open(self, bucket: list[torch.Tensor]) -> None:
         """Brings everything to the device that the update of a bucket needs."""
         self._lifted.append((bucket, []))
         self._lift(bucket, self._lifted[-1][1])
 
-    def close(self) -> None:
+    def close(self, *, is_last: bool = True) -> None:
         """What was brought for an update counts as written, and may leave; takes new state over."""
         context = self._context
         context.clock.pause()
@@ -96,12 +104,13 @@ class BucketUpdate:
             for item in moved:
                 context.state.record.bind(item)
             return
-        if late := context.runner.strangers(adopted):  # the plan has no room for it, nor for that of the next buckets
+        if late := context.runner.strangers(adopted):  # the plan has no room for it
             context.runner.note_more()
             for item in late:
                 item.leave(context.traffic)
-            context.lower_all()
-            context.clock.leave_plan()
+            if not is_last:  # nor for that of the next buckets
+                context.lower_all()
+                context.clock.leave_plan()
 
     def _unmanage_replaced(self, moved: list[HomeItem]) -> None:
         """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
