@@ -313,7 +313,13 @@ def test_closing_waits_for_what_was_asked(backend: AcceleratorBackend, store: Fi
 ENDS_AT_ONCE = """
 import atexit, sys
 # After all that is registered later: the lines have passed on what they were given, and the drive may still write its last.
-atexit.register(lambda: print(copy.wait(), copy.done()))
+# What its threads had not begun by then is taken back, and the copy says so.
+def tell():
+    try:
+        print(copy.wait(), copy.done())
+    except StoreError as error:
+        print("cancelled" if "cancelled before it had ended" in str(error) else error)
+atexit.register(tell)
 from functools import partial
 from pathlib import Path
 from tests.accelerator import sim, vendor
@@ -333,7 +339,7 @@ while not copy.start_ns:  # one that has not begun when the program ends is take
 def test_a_program_that_ends_at_once_leaves_no_copy_half_done(project: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "None True\n", "")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout in ("None True\n", "cancelled\n")
 
 
 def interrupted_at(place: int, work: Callable[[], object]) -> bool:
