@@ -22,7 +22,7 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.backend.staging.line import SLOTS
-from tieroff.runtime.backend.staging.transfer import ParameterReads, StagedTransfer
+from tieroff.runtime.backend.staging.transfer import StagedTransfer, StagingGate
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines import choose
 from tieroff.storage.engines.base import OpenFile, Transfer
@@ -371,7 +371,7 @@ def test_who_waits_at_a_gate_comes_behind_who_opens_it() -> None:
     stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
 
-    class SlowGate(ParameterReads):
+    class SlowGate(StagingGate):
         def open(self) -> None:
             self.is_open = True
             time.sleep(0.3)

@@ -99,7 +99,7 @@ class Gradients:
             self._context.traffic.register_memory(home.grad)
 
     def left_plan(self) -> None:
-        """The step goes on without its plan: what that left alone moves like all others."""
+        """The step goes on without its plan: what was resident moves like all others."""
         self.quiet = frozenset()
         for known in self._taken_over():
             known.leave(self._context.traffic)

@@ -271,7 +271,7 @@ class SavedTensors:
         return list({tensor.untyped_storage()._cdata: tensor for tensor in alive}.values())
 
     def left_plan(self) -> None:
-        """The step goes on without its plan: the engine takes over what that left alone and graphs still hold."""
+        """The step goes on without its plan: the engine takes over what was resident and graphs still hold."""
         items = dict[int, ActivationItem]()
         self._quiet = NOTHING
         every = chain(self._resident_parameters, *self._resident.values())

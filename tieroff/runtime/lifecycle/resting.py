@@ -50,7 +50,7 @@ class Rest:
         executor.state.mode = PASS
 
     def end(self) -> None:
-        """The engine looks after everything again; what lies up leaves as the next step has it."""
+        """The engine manages everything again; what lies up leaves as the next step has it."""
         if self.is_on:
             self._managed.come_back()
             self._managed.executor.reads.intercept(bool(self._managed.executor.homes.parameters))

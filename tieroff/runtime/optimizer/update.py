@@ -93,7 +93,7 @@ class BucketUpdate:
         moved = [item for item in moved if item.device is not None]  # but for state and gradients that are gone
         may_write_gradients = self.may_write_gradients
         for item in context.runner.not_resident(moved):
-            # Fused kernels write without a trace in any version; only gradients are usually left alone.
+            # Fused kernels write without a trace in any version; only gradients are usually not written.
             if item.kind is not TensorClass.GRADIENT or may_write_gradients:
                 item.touch(context.traffic)
             else:

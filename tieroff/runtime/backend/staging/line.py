@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 
 from tieroff.runtime.backend.compute import entry_of
-from tieroff.runtime.backend.staging.transfer import ParameterReads, Part, StagedTransfer, StreamPart
+from tieroff.runtime.backend.staging.transfer import Part, StagedTransfer, StagingGate, StreamPart
 from tieroff.runtime.backend.stamp import Anchor
 from tieroff.storage.engines.base import Transfer
 
@@ -114,8 +114,8 @@ class Line(ABC):
 
     def __init__(self, stream: torch.Stream, memory: torch.Tensor, name: str) -> None:
         self._stream = stream
-        self._jobs: SimpleQueue[Job | ParameterReads | None] = SimpleQueue()  # nothing interrupts its put
-        self._begun: SimpleQueue[Piece | ParameterReads | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | StagingGate | None] = SimpleQueue()  # nothing interrupts its put
+        self._begun: SimpleQueue[Piece | StagingGate | None] = SimpleQueue()
         self._slots: SimpleQueue[Slot] = SimpleQueue()  # those between whose stages no piece lies
         for part in memory.chunk(SLOTS):
             self._slots.put(Slot(part.data_ptr(), part))
@@ -134,7 +134,7 @@ class Line(ABC):
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until the second stage of all that was asked for has begun; returns False after the time-out."""
-        passed = ParameterReads()
+        passed = StagingGate()
         self._jobs.put(passed)
         return passed.wait(timeout_s)
 
@@ -155,7 +155,7 @@ class Line(ABC):
 
     def _run_first_stage(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, ParameterReads):
+            if isinstance(job, StagingGate):
                 self._begun.put(job)
             else:
                 self._begin_pieces(job)
@@ -190,7 +190,7 @@ class Line(ABC):
 
     def _run_second_stage(self) -> None:
         while (piece := self._begun.get()) is not None:
-            if isinstance(piece, ParameterReads):
+            if isinstance(piece, StagingGate):
                 piece.open()
             else:
                 self._pass(piece)

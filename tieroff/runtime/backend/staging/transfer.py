@@ -49,7 +49,7 @@ class StreamPart:
         return True
 
 
-class ParameterReads:
+class StagingGate:
     """Opens once. Whoever waits may be interrupted between any two instructions, and keeps nobody from opening it.
 
     An Event is not like that: Ctrl-C right after its lock was taken leaves it taken, and who sets it then waits forever.
@@ -102,7 +102,7 @@ class StagedTransfer:
         self._errno = 0
         self._moved: list[Transfer] = []  # the engine's, in order
         self._parts: list[Part] = []  # the last of each piece
-        self._has_passed = ParameterReads()  # all pieces went through both stages, or never will
+        self._has_passed = StagingGate()  # all pieces went through both stages, or never will
         # The first who sets it decides, and all is said by that: `setdefault` is one operation, before or after which an
         # interrupt comes, so nothing is left half taken back.
         self._decided: dict[str, Decision] = {}

@@ -1,4 +1,4 @@
-"""A watch on a model: whether anybody changed it, asked in every step of a model that is left alone."""
+"""A watch on a model: whether anybody changed it, asked in every step whose hooks are bypassed."""
 
 from __future__ import annotations
 
