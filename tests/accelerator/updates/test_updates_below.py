@@ -38,6 +38,13 @@ STAYING = (
 )
 
 
+def assert_updated_below_in_budget(loop: Loop, taken: DeviceBytes) -> None:
+    """The step that ended was updated below and took no more than its budget; the allocator gives numbers 512 bytes each."""
+    loop.assert_updated_below()
+    assert loop.engine is not None
+    assert taken.peak_bytes <= loop.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(loop.parameters)
+
+
 @pytest.mark.parametrize(("optimizer", "staying"), in_turn(OPTIMIZERS, STAYING))
 def test_updates_below_have_the_bits_of_the_plain_run(optimizer: Case, staying: Case, tmp_path: Path) -> None:
     make, options = optimizer.make, {**optimizer.options, **staying.options}
@@ -48,9 +55,7 @@ def test_updates_below_have_the_bits_of_the_plain_run(optimizer: Case, staying: 
         taken.begin()
         wrapped.step()
         if index >= 5:
-            wrapped.assert_updated_below()
-            assert wrapped.engine is not None
-            assert taken.peak_bytes <= wrapped.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(wrapped.parameters)
+            assert_updated_below_in_budget(wrapped, taken)
     assert wrapped.engine is not None
     assert "bit for bit: rounded as contracted" in wrapped.engine.explain()
     assert differing(plain.finish(), wrapped.finish()) == []
@@ -74,9 +79,8 @@ def test_gradients_that_several_backwards_add_to_move_between_them(budget: str, 
             loop.backward()
             loop.step()
             if index >= 5 and loop.engine is not None:
-                loop.assert_updated_below()
+                assert_updated_below_in_budget(loop, taken)
                 assert loop.engine.stats().moved_bytes_by_class["gradient"] > 3 * WIDTH * WIDTH * 4 * LAYERS
-                assert taken.peak_bytes <= loop.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(loop.parameters)
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
@@ -109,7 +113,5 @@ def test_the_least_budget_has_updates_below_too(tmp_path: Path) -> None:
         taken.begin()
         wrapped.step()
         if index >= 5:
-            wrapped.assert_updated_below()
-            assert wrapped.engine is not None
-            assert taken.peak_bytes <= wrapped.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(wrapped.parameters)
+            assert_updated_below_in_budget(wrapped, taken)
     assert differing(plain.finish(), wrapped.finish()) == []
