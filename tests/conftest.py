@@ -48,6 +48,18 @@ def _no_config_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIEROFF_CONFIG", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _no_hooks_are_left() -> Iterator[None]:
+    """No test leaves a pair of saved-tensor hooks in force, which every later test of its process would run under."""
+    yield
+    torch: Any = sys.modules.get("torch")
+    if torch is None or (left := torch._C._autograd._top_saved_tensors_default_hooks(True)) is None:
+        return
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    pytest.fail(f"the test left hooks on saved tensors in force: {left}")
+
+
 @pytest.fixture(scope="session")
 def project() -> Path:
     """The root of the source tree."""

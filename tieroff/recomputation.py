@@ -65,6 +65,13 @@ def replace_hooks(pack: Pack, unpack: Unpack) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def take_off_hooks(until: tuple[Pack, Unpack] | None) -> None:
+    """Takes off the pairs of hooks that were put in force in this thread after this one (None: all), and not taken off."""
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        while (here := hooks_here()) is not None and (until is None or here[0] is not until[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 def origin_of(pack: Pack) -> tuple[str, str]:
     """Returns the module and the qualified name of a pack hook."""
     pack = inspect.unwrap(pack)  # torch.compiler.disable wraps ours, and torch's own

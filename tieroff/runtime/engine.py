@@ -39,7 +39,7 @@ from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.reporting import Reporting
 from tieroff.runtime.resources import Resources
 from tieroff.runtime.settings import Settings
-from tieroff.runtime.signal_safety import is_interrupting, runs_user_code
+from tieroff.runtime.signal_safety import is_interrupting, leaves_modes_alone, runs_user_code
 from tieroff.runtime.step.mode import PASS
 from tieroff.runtime.step.stats import Stats
 
@@ -246,6 +246,7 @@ class Engine:
             args, kwargs = as_computed(self.settings.compute_dtype, args, kwargs)
         return self._in_step(inner, args, kwargs)
 
+    @leaves_modes_alone
     @runs_user_code
     def _in_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method of the model that begins a step, or is called in one that did."""
@@ -296,7 +297,6 @@ class Engine:
             executor.shards.check_seam()
             return out
         except BaseException as error:
-            torch.set_grad_enabled(True)  # as it was: an exception may come between a guard's entry and its exit
             self._steps.broke()
             if (refused := refused_hooks(error)) is not None:
                 raise refused from error

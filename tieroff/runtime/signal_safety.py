@@ -13,13 +13,20 @@ that it evaluates is read where it lies, too.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
+
+from tieroff.recomputation import hooks_here, take_off_hooks
+
+_overriding: Any = torch._C._get_torch_function_state  # type: ignore[attr-defined]
+_set_overriding: Any = torch._C._set_torch_function_state  # type: ignore[attr-defined]
 _ENGINE = str(Path(__file__).parent) + os.sep
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -40,6 +47,28 @@ def runs_user_code(function: _Function) -> _Function:
     """Marks a function of the engine that runs user code, a forward or a hook say: what it calls interrupts nothing."""
     _calls_out.add(function.__code__)
     return function
+
+
+def leaves_modes_alone(function: _Function) -> _Function:
+    """Has a function that runs user code and is left by an exception leave the thread's modes as it found them.
+
+    These are whether gradients are made, whether functions are overridden, and the hooks on saved tensors. Ctrl-C may come
+    between the body of a `with` and its exit, which Python then leaves out.
+    """
+
+    @runs_user_code
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        makes_gradients, overriding, pair = torch.is_grad_enabled(), _overriding(), hooks_here()
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            torch.set_grad_enabled(makes_gradients)
+            _set_overriding(overriding)
+            take_off_hooks(pair)
+            raise
+
+    return cast(_Function, call)
 
 
 def is_interrupting() -> bool:

@@ -20,6 +20,7 @@ from tests.support.covering import in_turn
 from tests.support.injector import Injector
 from tests.support.recipes.alike import WIDTH, Recipe
 from tests.support.twins import Setting, copied, equal, sgd
+from tieroff.recomputation import hooks_here
 
 # An interrupt may come while the engine has a file open, which is closed when its frame is gone.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -123,7 +124,7 @@ class Interrupted:
         was_out = self.injector.run(lambda: step(self.model, self.optimizer, self._index), at)
         where = f"interrupted before line {at} of the step, {self.injector.where}"
         assert was_out or not self.injector.where, f"{where}: the interrupt was swallowed"
-        assert torch.is_grad_enabled(), where
+        assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled() and hooks_here() is None, where
         self._check_values(old, new, values_of(self.model, self.optimizer), where)
         whole = [len(group["params"]) for group in self.optimizer.param_groups]
         assert whole == [len(list(self.model.parameters()))], where
@@ -171,6 +172,25 @@ def test_interrupted_anywhere_in_a_planned_step(make: Any, each_setting: Setting
     run.count()
     for at in sorted(random.Random(SEED).sample(range(run.injector.seen), SAMPLED)):
         run.interrupt(at)
+    run.unwrap()
+
+
+class InForward(Injector):
+    """Counts only lines of the files that put modes in force round the model's forward: in each step the same."""
+
+    def is_watched(self, file: str) -> bool:
+        return file.endswith(("runtime/engine.py", "hooks/forward/walk.py"))
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_at_each_entry_and_exit_of_a_mode_round_the_forward(setting: Setting) -> None:
+    """Also at the second time of a `with`, as its body has ended: an exception there leaves the exit out."""
+    run = Interrupted(layers, setting)
+    run.injector = InForward()
+    run.count()
+    assert run.injector.seen > 50
+    for at in range(run.injector.seen):
+        run.interrupt(at, STEPS_BETWEEN)
     run.unwrap()
 
 
