@@ -45,7 +45,6 @@ while [ $# -gt 0 ]; do
 done
 
 ensure_env "[test]"
-export OMP_NUM_THREADS=1 # a worker a core; small models are slower on several threads
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: each would compile the library, and rewrite its tests, anew
 failed=0
 check() { "$@" || failed=1; }

@@ -20,6 +20,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.covering import take_turns
 
+# One thread computes, whatever the shell says, here and in the programs that tests start: kernels take scratch memory for each
+# thread, several add in another order, and a worker has a core. Torch reads this as it is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Tests of other folders import these too, so before any of them.
 pytest.register_assert_rewrite("tests.support.parity", "tests.support.databases")
 
