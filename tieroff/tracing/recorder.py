@@ -161,7 +161,7 @@ class StepRecorder(TorchDispatchMode):
             life.reads.clear()  # reads so far belong to the engine's making it
             life.writes.clear()
         if key not in life.keys:
-            life.keys.append(key)
+            life.keys[key] = max(self._op, 0)
             self._by_key.setdefault(key, []).append(life)
         life.is_below = is_below
 
@@ -411,7 +411,7 @@ class StepRecorder(TorchDispatchMode):
         count = len(self._events)
         index = {subject.key: i for i, subject in enumerate(subjects)}
         lives = [life for life in self._lives if not life.is_below]
-        holds, reads, writes = uses_of(lives, index, count, self._held)
+        holds, reads, writes = uses_of(lives, index, self._deaths, count, self._held)
         ends = self._first_instant, self._now
         transient = transient_bytes(lives, index, ends, self._scratch, self._device_type, self._user_calls)
         ops = tuple(

@@ -80,6 +80,42 @@ def test_what_a_layer_read_last_is_away_in_its_backward(use_reentrant: bool | No
     assert least_bytes(use_reentrant, tmp_path, Merged, WIDE) < 2.6 * 4 * WIDE * WIDE
 
 
+class Turned(nn.Module):
+    """Layers that all save one tensor, as those of language models save their angles."""
+
+    def __init__(self, count: int, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.linspace(0, 3, ROWS * WIDTH).reshape(ROWS, WIDTH).cos()
+
+        def turned(block: nn.Module, x: Tensor) -> Tensor:
+            return x + torch.tanh(block(x * angles))
+
+        for block in self.blocks:
+            called = partial(turned, block)
+            x = called(x) if self.use_reentrant is None else checkpoint(called, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_a_tensor_that_each_layer_saves_counts_once(use_reentrant: bool | None, tmp_path: Path) -> None:
+    def least_of(count: int) -> int:
+        workload = Workload(
+            "turned",
+            partial(Turned, count, use_reentrant),
+            lambda: (torch.randn(ROWS, WIDTH).requires_grad_(),),
+            unseen_bytes=0 if use_reentrant is None else (count + 1) * torch.get_rng_state().nbytes,
+        )
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        return check_parity(workload, HOST, BACKENDS["cpu"], folder, policy="auto", device="min").plan.peak_bytes[Tier.DEVICE]
+
+    assert least_of(8) <= 1.05 * least_of(3)
+
+
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
 

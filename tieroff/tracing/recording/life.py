@@ -9,9 +9,10 @@ moment: a name is given its new value before the old one goes.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from tieroff.core.tensor import allocated_bytes
 
 
 class Life:
-    """One storage from its first sight to its death. It has two keys when autograd saved it once more after a write.
+    """One storage from its first sight to its death.
 
     Attributes:
+        keys: of the subjects that it was, each with the op in which it became that. It has several when autograd saved it once
+            more: after a write, or in each of several recomputations that read what user code holds all the time.
         is_next: it is the next step's, whose like the recorded step had too: its inputs.
         is_copy: the engine made it, of a tensor that was elsewhere.
         is_foreign: of a parameter, until somebody says whose it is.
@@ -47,7 +50,7 @@ class Life:
         self.size_bytes = storage.nbytes()
         self.birth, self.birth_op = now, op
         self.death, self.death_op = -1, -1
-        self.keys: list[Hashable] = []
+        self.keys: dict[Hashable, int] = {}
         self.is_below = self.is_copy = self.is_foreign = self.is_next = False
         self.reads: set[int] = set()
         self.writes: set[int] = set()
@@ -57,6 +60,19 @@ class Life:
         start = min(self.birth_op, count - 1)
         stop = count if self.death < 0 else min(self.death_op + 1, count)
         return [(start, max(stop, start + 1))]
+
+    def turns(self, known: Container[Hashable], deaths: Mapping[Hashable, int], count: int) -> Iterator[tuple[Hashable, int, int]]:
+        """Yields each key and the ops, of `count`, in which the storage counts as its: its bytes are there once.
+
+        A key whose subject died before the next one came has its turn until then, and the next from there; subjects that live
+        beside each other have the storage's whole life each.
+        """
+        came = [(key, op) for key, op in self.keys.items() if key in known]
+        start = 0
+        for (key, _), (_, next_op) in itertools.pairwise([*came, (None, count)]):
+            is_over = deaths.get(key, count) <= next_op
+            yield key, start, next_op if is_over else count
+            start = next_op if is_over else 0
 
 
 def is_of_parameter(tensor: torch.Tensor) -> bool:
@@ -107,13 +123,18 @@ class UserCalls:
 
 
 def uses_of(
-    lives: Iterable[Life], index: Mapping[Hashable, int], count: int, held: Callable[[Life, int], list[tuple[int, int]]]
+    lives: Iterable[Life],
+    index: Mapping[Hashable, int],
+    deaths: Mapping[Hashable, int],
+    count: int,
+    held: Callable[[Life, int], list[tuple[int, int]]],
 ) -> tuple[list[list[tuple[int, int]]], list[set[int]], list[set[int]]]:
     """Returns per subject the intervals in which the program held it, and per op what it reads and writes.
 
     Args:
         lives: of storages on the device.
         index: key of a subject -> its number.
+        deaths: key of a subject that died -> the op in which it did.
         count: of the step's ops.
         held: gives the intervals of one.
     """
@@ -122,11 +143,12 @@ def uses_of(
     writes: list[set[int]] = [set() for _ in range(count)]
     for life in lives:
         intervals = held(life, count)
-        for tensor in (index[key] for key in life.keys if key in index):
-            holds[tensor] += intervals
+        for key, start, stop in life.turns(index, deaths, count):
+            tensor = index[key]
+            holds[tensor] += [(max(a, start), min(b, stop)) for a, b in intervals if max(a, start) < min(b, stop)]
             for per_op, ops in ((reads, life.reads), (writes, life.writes)):
                 for op in ops:
-                    if op < count:
+                    if start <= op < stop:
                         per_op[op].add(tensor)
     return holds, reads, writes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class _Maker:
     """
 
     size_bytes: int
-    keys: Sequence[Hashable] | None
+    keys: Collection[Hashable] | None
     words: str
 
 
@@ -39,13 +39,13 @@ class Makers:
         self._ticks: dict[int, dict[int, _Maker]] = {}  # by the operator's id: its hash is a call of Python
         self._most: dict[int, int] = {}  # the largest so far of each tick
 
-    def note(self, tick: int, size_bytes: int, keys: Sequence[Hashable] | None, events: Sequence[tuple[str, str]]) -> None:
+    def note(self, tick: int, size_bytes: int, keys: Collection[Hashable] | None, events: Sequence[tuple[str, str]]) -> None:
         """Notes where memory was taken, if it is much for this tick and more than the same operator took before.
 
         Args:
             tick: the op of the trace.
             size_bytes: how much.
-            keys: see _Maker; a list that may still grow.
+            keys: see _Maker; they may still grow.
             events: names and phases of the ticks so far, which tell the module.
         """
         most = self._most.get(tick, 1)
