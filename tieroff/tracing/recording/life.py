@@ -61,7 +61,9 @@ class Life:
         stop = count if self.death < 0 else min(self.death_op + 1, count)
         return [(start, max(stop, start + 1))]
 
-    def turns(self, known: Container[Hashable], deaths: Mapping[Hashable, int], count: int) -> Iterator[tuple[Hashable, int, int]]:
+    def turns(
+        self, known: Container[Hashable], deaths: Mapping[Hashable, int], count: int
+    ) -> Iterator[tuple[Hashable, int, int]]:
         """Yields each key and the ops, of `count`, in which the storage counts as its: its bytes are there once.
 
         A key whose subject died before the next one came has its turn until then, and the next from there; subjects that live
