@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-OTHERS = {"_native", "_parameters", "_models", "_version"}
-"""The compiled module, and names of torch's modules and tensors and of accelerate that tieroff defines too."""
+OTHERS = {"_native", "_parameters", "_models", "_version", "_checkpoint_internal"}
+"""The compiled module, and names of torch's modules, tensors and hooks and of accelerate that tieroff defines too."""
 
 OPEN = frozenset(
     """
