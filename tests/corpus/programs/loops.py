@@ -322,3 +322,36 @@ def parts_called_without_the_forward(p: Program) -> None:
         else:
             p.end(model, loss)
     p.note(*model.parameters())
+
+
+@stranger()
+def weights_decayed_by_hand(p: Program) -> None:
+    """Each weight has other memory after each update."""
+    model = Mlp().to(p.device)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        update(optimizer)
+        for q in model.parameters():
+            q.data = q.data * 0.99
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def weights_clipped_before_each_step(p: Program) -> None:
+    """A critic's, which get other memory before each forward."""
+    model = LM(layers=2).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        for q in model.parameters():
+            q.data = q.data.clamp(-0.1, 0.1)
+        ids = p.tokens(index, 2, 12)
+        loss = cross_entropy(model(ids), ids)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

@@ -276,7 +276,7 @@ def test_data_written_between_steps_and_between_backward_and_update(each_setting
         model.second.bias.detach().numpy()[:] += 0.5
         return loss
 
-    check_twins(mlp_and_adam, step, each_setting, steps=6, phase="traced")
+    check_twins(mlp_and_adam, step, each_setting, steps=6)
 
 
 def test_data_clamped_between_steps_keeps_the_plan(each_setting: Setting) -> None:

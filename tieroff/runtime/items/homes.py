@@ -169,7 +169,8 @@ class HomeItem(Item):
 
     def was_assigned(self) -> bool:
         """True when user code gave the tensor other memory and the engine has not followed yet."""
-        return self.placeholder is None and (self.device is not None or self.place is not None) and not self.is_current()
+        is_known = (self.device is not None or self.place is not None) if self.placeholder is None else self.is_lifted
+        return is_known and not self.is_current()
 
     def was_written(self) -> bool:
         """True when the tensor, or its device copy behind its back, was written since the copies were equal."""

@@ -184,7 +184,7 @@ class Steps:
         """
         walk = walk or self._managed.walk()
         self._managed.hook_gradients(walk)
-        if not self._managed.has_changed(walk) or walk.has_substitutes or self._managed.take_assigned(walk):
+        if walk.has_substitutes or self._is_as_it_was(walk):
             return walk
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
         with torch.inference_mode(False):  # a forward that infers may be the first to see it
@@ -193,6 +193,10 @@ class Steps:
             self._managed.register()
         self.forget()
         return self._managed.walk()
+
+    def _is_as_it_was(self, walk: Walk) -> bool:
+        """True for the model that it was, perhaps with other memory under its parameters (`p.data = t`), which is followed."""
+        return not self._managed.has_changed(walk) or self._managed.take_assigned(walk)
 
     def _was_skipped(self) -> bool:
         """True when the step's backward is over and its gradients were cleared without an update (GradScaler, or none)."""
@@ -378,7 +382,7 @@ class Steps:
         keys = tuple(executor.state.record.keys)
         # Without an update it was skipped by a GradScaler, or broken off, or another model's step went through it.
         is_whole = self._managed.stepper is None or ("end",) in keys or kind.is_passed_through
-        if mode is not DEMAND or not is_whole or self._is_void or self._managed.has_changed(self._managed.walk()):
+        if mode is not DEMAND or not is_whole or self._is_void or not self._is_as_it_was(self._managed.walk()):
             return
         if isinstance(kind.stage, Recording) and traced is not None:
             self._keep_recording(kind, traced)
