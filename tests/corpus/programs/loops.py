@@ -355,3 +355,18 @@ def weights_clipped_before_each_step(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters())
+
+
+@stranger()
+def a_penalty_on_weights_before_the_forward(p: Program) -> None:
+    """The sum of the weights' squares, of which the graph saves every weight until backward."""
+    model = Mlp(layers=6).to(p.device)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        penalty = sum(q.pow(2).sum() for q in model.parameters())
+        loss = model(p.rows(index, 6, 32)).square().mean() + 1e-3 * penalty
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

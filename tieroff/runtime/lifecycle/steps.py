@@ -324,6 +324,7 @@ class Steps:
         """`optimizer.step` is about to return."""
         if self._kind is not None and not self._is_updated:
             self._finish_step(self._kind)
+            self._managed.executor.guard.user_code_begins()  # a penalty may come before the next forward: [Note: saved outside]
         elif not self._rest.is_on:
             self._managed.executor.context.lower_all()
 
