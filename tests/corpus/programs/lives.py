@@ -170,7 +170,7 @@ def adapters_merged_for_a_look(p: Program) -> None:
             for adapter, weight in zip(made, kept, strict=True):
                 adapter.base.weight.data.copy_(weight)
                 adapter.is_on = True
-            del kept
+            del kept, weight
     p.note(*model.parameters())
 
 
