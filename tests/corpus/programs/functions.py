@@ -330,12 +330,12 @@ def _checkpointed(p: Program, *, use_reentrant: bool) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)  # what a layer's recomputation takes
 def reentrant_checkpoints(p: Program) -> None:
     _checkpointed(p, use_reentrant=True)
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)  # what a layer's recomputation takes
 def checkpoints(p: Program) -> None:
     _checkpointed(p, use_reentrant=False)
 

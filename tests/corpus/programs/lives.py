@@ -97,7 +97,7 @@ def gradients_in_one_flat_buffer(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=20 << 10)  # all weights "on the host"
 def an_average_on_the_host(p: Program) -> None:
     model = Mlp().to(p.device)
     optimizer = adamw(model)
@@ -111,7 +111,7 @@ def an_average_on_the_host(p: Program) -> None:
     p.note(*average.values(), *model.parameters())
 
 
-@stranger(planned=1)
+@stranger(planned=1, on_host_bytes=32 << 10)
 def rolled_back_to_the_best(p: Program) -> None:
     """Weights and moments of the best step are copied to the host, and put back where a later one was worse."""
     model = Mlp().to(p.device)

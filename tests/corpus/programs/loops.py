@@ -63,7 +63,7 @@ def memory_that_ran_out(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=20 << 10)  # the copy of all weights "on the host"
 def checkpoints_by_a_thread(p: Program) -> None:
     model = Mlp().to(p.device)
     optimizer = adamw(model)

@@ -78,7 +78,7 @@ def state_of_eight_bits(p: Program) -> None:
     trained(p, model, own(model.parameters(), bytes_update))
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)
 def sums_of_kahan(p: Program) -> None:
     def kahan_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
         if not state:
@@ -227,7 +227,7 @@ def options_that_change(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)
 def states_saved_and_put_back(p: Program) -> None:
     model = Mlp().to(p.device)
     optimizer = adamw(model)

@@ -255,7 +255,7 @@ def text_generated_before_each_step(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)
 def dropout_in_checkpoints_over_a_frozen_base(p: Program) -> None:
     class Dropping(LM):
         def trunk(self, ids: torch.Tensor) -> Any:
@@ -301,7 +301,7 @@ def gradients_of_tasks_that_are_made_to_agree(p: Program) -> None:
     p.note(*parameters)
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)
 def normalized_kernels(p: Program) -> None:
     """Convolutions whose weights are standardized in forward."""
 

@@ -30,7 +30,7 @@ def static_buffers_for_inputs(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)
 def channels_last(p: Program) -> None:
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 8)).to(p.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -110,7 +110,7 @@ def sparse_neighbours(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger()
+@stranger(on_host_bytes=32 << 10)
 def mixed_precision(p: Program) -> None:
     model = LM(layers=2).to(p.device)
     optimizer = adamw(model)
