@@ -297,6 +297,7 @@ class Engine:
             executor.shards.check_seam()
             return out
         except BaseException as error:
+            torch.set_grad_enabled(True)  # as it was, already for what follows: see `leaves_modes_alone`
             self._steps.broke()
             if (refused := refused_hooks(error)) is not None:
                 raise refused from error
