@@ -194,6 +194,13 @@ def differing(plain: Program, other: Program) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(plain.seen, other.seen, strict=True)) if not are_same_bits(a, b)]
 
 
+def excess_bytes(name: str, device: torch.device, backend: Callable[[], Backend], folder: Path, budget: str) -> int:
+    """Returns the most that a planned step of a program took beyond its plan's budget, after the first of them."""
+    steps = run(STRANGERS[name].usage, Program(device, folder, budget, backend)).steps
+    taken = [step.peak_bytes - step.limit_bytes for step in steps if step.limit_bytes is not None]
+    return max(taken[1:])
+
+
 def check(name: str, device: torch.device, backend: Callable[[], Backend], folder: Path) -> None:
     """Asserts that a program sees the same plain, plain again and wrapped, and that its last steps are planned, in budget."""
     known = STRANGERS[name]

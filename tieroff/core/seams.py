@@ -89,12 +89,13 @@ class Recorder(Protocol):
     def event(self, name: str, phase: str) -> None:
         """A tick: op number n + 1 begins."""
 
-    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
+    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False, is_set: bool = False) -> None:
         """This storage holds the bytes of the subject `key`.
 
         Args:
             is_below: in a lower tier, so it counts nowhere.
             is_new: the engine has just made it; otherwise the program did, when it was first seen.
+            is_set: user code gave it to the subject (`p.data = t`): until now it was nobody's, and took room.
         """
 
     def disown(self, storage: object) -> None:

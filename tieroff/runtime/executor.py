@@ -292,3 +292,5 @@ class Executor:
             self.on_demand.release_reachable()
             self.on_demand.pass_room_bytes = 0
             state.mode, spill.fills_in_order = mode, fills_in_order
+            if self._is_between_steps():
+                self.guard.assignments.user_code_begins()

@@ -62,13 +62,11 @@ class StepRecorder(TorchDispatchMode):
         self._events: list[tuple[str, str]] = []
         self._first_instant: list[int] = []
         self._now, self._op = 0, -1  # the instant, and the op of the trace that runs
-        self.is_on = self.is_cut = False
-        self._waiting = 0
+        self.is_on, self.is_cut, self._waiting = False, False, 0
         self._counter = peak_counter(device)
         self._unseen = Unseen(self._counter)
         self._scratch: dict[int, int] = {}
-        self._user_calls = UserCalls()
-        self._makers = Makers()
+        self._user_calls, self._makers = UserCalls(), Makers()
         self.meta: dict[str, str] = {}
         self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
@@ -148,13 +146,15 @@ class StepRecorder(TorchDispatchMode):
         if was_unseen:
             self._unseen.pass_event(self._now, self._op)
 
-    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False) -> None:
+    def bind(self, storage: object, key: Hashable, is_below: bool = False, is_new: bool = False, is_set: bool = False) -> None:
         assert isinstance(storage, torch.UntypedStorage)
         life, is_fresh = self._life_of(storage)
         if is_new and self._unseen.is_running:
             self._unseen.came(life)
         if is_fresh and self._unseen.makes_first and not (is_new or is_below):
             life.birth, life.birth_op = self._unseen.since
+        if is_set and not (is_fresh or life.keys):
+            self._lives.append(self._user_calls.given(life, self._now, max(self._op, 0)))
         if (is_new or is_below) and not life.keys:
             life.birth, life.birth_op = self._now, max(self._op, 0)
             life.is_copy = True

@@ -341,6 +341,22 @@ def weights_decayed_by_hand(p: Program) -> None:
 
 
 @stranger()
+def weights_decayed_before_the_update(p: Program) -> None:
+    """By hand: each gets other memory between backward and update."""
+    model = Mlp().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        for q in model.parameters():
+            q.data = q.data * 0.99
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
 def weights_clipped_before_each_step(p: Program) -> None:
     """A critic's, which get other memory before each forward."""
     model = LM(layers=2).to(p.device)

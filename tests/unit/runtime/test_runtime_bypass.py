@@ -15,8 +15,8 @@ from tests.support.injector import Injector
 from tests.support.twins import Setting, assert_same, look
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks.forward.walk import Walk
+from tieroff.runtime.hooks.forward.watch import Watch
 from tieroff.runtime.hooks.parameters.access import FetchingDict, QuietDict
-from tieroff.runtime.hooks.parameters.watch import Watch
 
 Change = Callable[[nn.Module, torch.optim.Optimizer], None]
 BEFORE = 5

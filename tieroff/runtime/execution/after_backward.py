@@ -36,7 +36,7 @@ class AfterBackward:
                 item.refresh(context.traffic)
                 item.lift(context.traffic)
                 item.touch(context.traffic)
-        context.guard.user_code_begins()
+        context.guard.pass_ended()
 
     def _leaves(self, item: HomeItem) -> bool:
         runner = self._context.runner

@@ -28,6 +28,7 @@ from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.packed import PackedParameter
+from tieroff.runtime.hooks.parameters.assigned import AssignedParameters
 from tieroff.runtime.hooks.parameters.reads import ParameterReads
 from tieroff.runtime.hooks.saved import SavedTensors
 from tieroff.runtime.hooks.scaled import ScaledGradients
@@ -65,7 +66,10 @@ class UserAccess:
 
     Attributes:
         saved_outside: parameters that autograd saved outside of the model's forward; see [Note: saved outside].
+        assignments: those that user code gives other memory.
     """
+
+    assignments: AssignedParameters
 
     def __init__(self) -> None:
         self._context: StepContext | None = None
@@ -81,6 +85,7 @@ class UserAccess:
     def serve(self, context: StepContext, reads: ParameterReads, saved: SavedTensors, scaled: ScaledGradients) -> None:
         """Begins to serve the tensors of this engine."""
         self._context, self._reads, self._saved, self._scaled = context, reads, saved, scaled
+        self.assignments = AssignedParameters(context, reads)
 
     def watches(self, item: GradientItem) -> bool:
         """True when functions that get this gradient while it is shown below are to go through the guard."""
@@ -111,9 +116,15 @@ class UserAccess:
             if item.is_lifted and not item.is_shown_below and type(item) is ParameterItem and item.tensor is not None:
                 guard_class(item)
 
+    def pass_ended(self) -> None:
+        """A backward, or the update, is over and user code runs next, which may give parameters other memory."""
+        self.user_code_begins()
+        self.assignments.user_code_begins()
+
     def update_begins(self) -> None:
         """The optimizer uses parameters next, as what they are."""
         self._is_updated = True
+        self.assignments.engine_begins()
         for item in self.saved_outside:
             if item.is_lifted:
                 restore_class(item)
@@ -196,6 +207,12 @@ class UserAccess:
         if isinstance(item, ParameterItem) and not self._reads.is_interrupting():
             with self._context.state.lock, as_the_engine():
                 item.reaches_data(self._context.traffic)
+                self.assignments.look(item)
+
+    def assigned(self, item: HomeItem) -> None:
+        """User code gave a watched parameter other memory."""
+        if isinstance(item, ParameterItem):
+            self.assignments.assigned(item)
 
     @runs_user_code
     def _run_below(self, shown: list[HomeItem], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -377,7 +394,7 @@ class UserAccess:
 
         Of another type or form, it is the user's own from here on, and taken over again when a step begins.
         """
-        assert self._context is not None
+        assert self._context is not None and self._reads is not None
         context, is_in_pass = self._context, self._is_in_pass  # asked before the engine turns gradients off
         with context.state.lock, as_the_engine():
             item = guarded(tensor)
@@ -386,6 +403,9 @@ class UserAccess:
             if takes:
                 set_data(tensor, value)
                 item.take(context.traffic)
+                if isinstance(item, ParameterItem):
+                    self._reads.live.add(item, item.living)
+                    return self.assignments.taken(item)
                 self._note_raised(item, is_in_pass)
                 context.on_demand.keep_read(item)
                 return

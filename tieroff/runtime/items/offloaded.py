@@ -105,6 +105,12 @@ class Guard(Protocol):
     def user_code_begins(self, movable: Iterable[Any] = ()) -> None:
         """User code runs next; `movable`: items that the step which runs may move."""
 
+    def assigned(self, item: Any) -> None:
+        """User code gave a watched parameter other memory."""
+
+    def pass_ended(self) -> None:
+        """A backward, or the update, is over and user code runs next."""
+
     def reaches_data(self, item: Any) -> None:
         """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
 
@@ -189,7 +195,10 @@ class WatchedParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _DATA.__set__(self, value)  # seen by its address, before the parameter is used or moved
+        _DATA.__set__(self, value)
+        item = _watched.get(id(self))
+        if item is not None and item.tensor is self and item.guard is not None:
+            item.guard.assigned(item)  # else seen by its address, before the parameter is used or moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._as_parameter("__deepcopy__", memo)

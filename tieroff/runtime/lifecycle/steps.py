@@ -24,8 +24,8 @@ from tieroff.runtime.execution.autograd import current_graph_task, refuse_compil
 from tieroff.runtime.execution.experience import Experience, Shapes
 from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of
 from tieroff.runtime.hooks.forward.walk import Walk
+from tieroff.runtime.hooks.forward.watch import Watch
 from tieroff.runtime.hooks.parameters.access import install
-from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.lifecycle.contents import Contents, contents_of, held_by
 from tieroff.runtime.lifecycle.planning import StepPlanning
@@ -183,6 +183,7 @@ class Steps:
             What the model holds: `walk`, where that is still so.
         """
         walk = walk or self._managed.walk()
+        self._managed.executor.guard.assignments.engine_begins()
         self._managed.hook_gradients(walk)
         if walk.has_substitutes or self._is_as_it_was(walk):
             return walk
@@ -324,7 +325,7 @@ class Steps:
         """`optimizer.step` is about to return."""
         if self._kind is not None and not self._is_updated:
             self._finish_step(self._kind)
-            self._managed.executor.guard.user_code_begins()  # a penalty may come before the next forward: [Note: saved outside]
+            self._managed.executor.guard.pass_ended()  # a penalty may come before the next forward: [Note: saved outside]
         elif not self._rest.is_on:
             self._managed.executor.context.lower_all()
 

@@ -15,9 +15,9 @@ from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forked import guard_forks_of
 from tieroff.runtime.hooks.forward.walk import Walk
+from tieroff.runtime.hooks.forward.watch import Watch
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
-from tieroff.runtime.hooks.parameters.watch import Watch
 from tieroff.runtime.hooks.unattached import Unattached
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.items import JoinedParameter

@@ -55,6 +55,15 @@ class Life:
         self.reads: set[int] = set()
         self.writes: set[int] = set()
 
+    def until(self, now: int, op: int) -> Life:
+        """Returns what of it is over."""
+        past = Life.__new__(Life)
+        for name in Life.__slots__:
+            setattr(past, name, getattr(self, name))
+        past.keys, past.reads, past.writes = {}, set(self.reads), set(self.writes)
+        past.death, past.death_op = now, op
+        return past
+
     def held(self, count: int) -> list[tuple[int, int]]:
         """Returns the op intervals, of `count` ops, in which the program itself keeps the storage on the device."""
         start = min(self.birth_op, count - 1)
@@ -117,6 +126,11 @@ class UserCalls:
     def end(self, now: int) -> None:
         """The call that began last is over."""
         self._instants.update(range(self._began.pop(), now + 1))
+
+    def given(self, life: Life, now: int, op: int) -> Life:
+        """User code gives a subject memory that it has made; returns the life of that until now, which is nobody's."""
+        self._instants.update(range(life.birth, now + 1))  # what the subject lay on may have come up for this
+        return life.until(now, op)
 
     def note(self, instant: int, op: int, size_bytes: int) -> None:
         """There were so many bytes at an instant of an op."""
