@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tieroff.config import Config
 from tieroff.core.machine import Machine, load_machine
+from tieroff.probe.calibration.updates import measure_updates
 from tieroff.probe.machine import measure_apart, measure_machine
 from tieroff.session.ranks import Ranks
 from tieroff.storage.engines.base import Engine
@@ -18,7 +19,8 @@ from tieroff.storage.store import Store
 
 log = logging.getLogger("tieroff")
 
-_MEASURE_S = 1.5
+_MEASURE_S, _MEASURE_UPDATES_S = 1.5, 0.3
+_HOST_PART = 4  # what measuring updates takes of the host budget
 
 # What a transfer takes of the thread that trains, in a planned step of the CPU backend: (13.7 - 8.4) ms over 654 - 244
 # transfers, two plans of benchmarks/bench_host.py's gpt at 60 % (AMD EPYC, 2026-11-25). So few transfers are better than many.
@@ -51,6 +53,7 @@ class Links:
 
     def __init__(self, config: Config, device: str, dirs: tuple[Path, ...], ranks: Ranks) -> None:
         self._config, self._device, self._dirs, self._ranks = config, device, dirs, ranks
+        self._has_measured_updates = False
         if self.is_named:
             self.machine  # noqa: B018 - a file that is wrong is told now, not when the first plan is made
 
@@ -82,6 +85,18 @@ class Links:
             return self.machine
         nvme = 1 if self._dirs else 0
         return Machine(d2h_bytes_per_s=1, h2d_bytes_per_s=1, nvme_write_bytes_per_s=nvme, nvme_read_bytes_per_s=nvme)
+
+    def knows_updates(self, host_bytes: int) -> bool:
+        """Returns whether the machine says how fast the CPU updates; where no file is named that is measured, once.
+
+        Args:
+            host_bytes: the host budget.
+        """
+        if not self.is_named and not self._has_measured_updates:
+            self._has_measured_updates = True
+            rates = measure_updates(self._device, _MEASURE_UPDATES_S, host_bytes=host_bytes // _HOST_PART)
+            self.machine = rates.of(self.machine)
+        return self.machine.update_bytes_per_s > 0
 
     def _measured(self) -> Machine:
         engine = self._config.nvme.engine

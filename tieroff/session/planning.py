@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from tieroff.config import Config
+from tieroff.core.buckets import UPDATED_ON_HOST
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
 from tieroff.core.seams import Fit, Made, Pending
@@ -37,8 +38,8 @@ _RAISES_AT_MOST = 4
 
 
 _UNKNOWN_UPDATES = (
-    "[plan] machine names no file that says how fast the CPU would, which is often faster; `tieroff probe --out machine.toml` "
-    "writes one"
+    "the file of [plan] machine does not say how fast the CPU would, which is often faster; `tieroff probe --out machine.toml` "
+    "writes one that does"
 )
 
 
@@ -188,12 +189,10 @@ class Planning:
         return bool(self._problem(trace, 0).units) and not self._saves_too_little(trace)
 
     def lacks_for_updates(self, trace: Trace) -> str | None:
-        is_asked = self._capabilities.updates_on_host and self._planning.policy == "auto"
+        is_asked = self._capabilities.updates_on_host and UPDATED_ON_HOST in trace.meta and self._planning.policy == "auto"
         if not is_asked or not self.can_move(trace) or self._budget_of(trace)[Tier.DEVICE] >= trace.peak_bytes:
             return None
-        # A run measures links alone: to measure updates takes device memory, which may not be there, and host memory.
-        is_known = self._links.is_named and self._links.machine.update_bytes_per_s > 0
-        return "" if is_known else _UNKNOWN_UPDATES
+        return "" if self._links.knows_updates(self._budgets.host_bytes) else _UNKNOWN_UPDATES
 
     def _saves_too_little(self, trace: Trace) -> bool:
         return self._budgets.saves_too_little(trace, lambda: self._least(trace))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,23 @@ import pytest
 import torch
 
 from tests.accelerator import target
-from tests.accelerator.updates.loop import LAYERS, WIDTH, Loop, Make, differing, fused_adamw, momentum
+from tests.accelerator.updates.loop import (
+    LAYERS,
+    LINK,
+    UPDATES,
+    WIDTH,
+    Loop,
+    Make,
+    differing,
+    fused_adamw,
+    machine_file,
+    momentum,
+)
 from tests.support.covering import in_turn
 from tests.support.oracles.bytes.device import DeviceBytes
+from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
+from tieroff.probe.calibration.updates import UpdateRates
 from tieroff.updates.native import HAS_UPDATES
 
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
@@ -96,8 +109,29 @@ def test_no_update_is_made_below_where_the_config_forbids_it(tmp_path: Path) -> 
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
-def test_without_a_machine_file_explain_says_what_is_missing(tmp_path: Path) -> None:
-    wrapped = Loop(tmp_path, machine=None)
+def test_without_a_machine_file_a_run_measures_what_the_cpu_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, within a quarter of the host budget; what is not planned for is not measured."""
+    measured = list[int]()
+
+    def measure(_device: str, _seconds: float, *, host_bytes: int) -> UpdateRates:
+        measured.append(host_bytes)
+        return UpdateRates(UPDATES, UPDATES, 2 * LINK)
+
+    monkeypatch.setattr("tieroff.session.links.measure_machine", lambda *_, **__: load_machine(machine_file(tmp_path)))
+    monkeypatch.setattr("tieroff.session.links.measure_updates", measure)
+    plain, wrapped, whole = Loop(None), Loop(tmp_path, machine=None), Loop(tmp_path, machine=None, budget="100%")
+    for loop in (plain, wrapped, whole):
+        loop.steps(10)
+    wrapped.assert_updated_below()
+    assert measured == [(16 << 20) // 4]
+    assert differing(plain.finish(), wrapped.finish()) == []
+    assert differing(plain, whole.finish()) == []
+
+
+def test_a_machine_file_without_the_cpus_updates_is_believed(tmp_path: Path) -> None:
+    silent = replace(load_machine(machine_file(tmp_path)), cpu_update_bytes_per_s=0)
+    save_machine(silent, tmp_path / "silent.toml")
+    wrapped = Loop(tmp_path, machine=str(tmp_path / "silent.toml"))
     wrapped.steps(6)
     assert wrapped.engine is not None
     assert wrapped.engine.stats().host_updates == 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tieroff.core.machine import Machine
-from tieroff.probe.calibration.updates import UpdateRates
+from tieroff.probe.calibration.updates import COPY_BYTES, TENSOR_BYTES, TENSORS, UpdateRates, measure_updates
+from tieroff.probe.links import touched
 from tieroff.probe.machine import measure_machine
 
 
@@ -27,3 +30,17 @@ def test_a_machine_is_measured_with_updates_where_they_are_asked_for() -> None:
     assert machine.cpu_update_bytes_per_s > 10**6
     assert machine.host_memory_bytes_per_s > 3.5 * 10**6
     assert machine.device_type == "cpu"
+
+
+@pytest.mark.parametrize(("host_bytes", "taken"), [(8 << 20, 8 << 20), (1 << 40, TENSORS * TENSOR_BYTES)])
+def test_updates_are_measured_in_the_memory_that_there_is(host_bytes: int, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    def noted(size_bytes: int) -> npt.NDArray[np.uint8]:
+        sizes.append(size_bytes)
+        return touched(size_bytes)
+
+    monkeypatch.setattr("tieroff.probe.calibration.updates.touched", noted)
+    assert measure_updates("cpu", 0.0, host_bytes=host_bytes).state_bytes_per_s > 10**6
+    assert sum(sizes[:TENSORS]) == taken
+    assert set(sizes[TENSORS:]) == {COPY_BYTES}

@@ -23,9 +23,14 @@ from tieroff.updates.native import HAS_UPDATES
 from tieroff.updates.pool import make_pool
 
 TENSOR_BYTES = 64 * 2**20
-"""Of a parameter, its gradient, each moment, and each end of a copy: more than caches keep."""
+"""Of a parameter, its gradient and each moment: more than caches keep."""
+
+COPY_BYTES = 16 * 2**20
+"""Of each end of a copy: a run measures while its model is on the device."""
 
 STATE_TENSORS = 2
+TENSORS = 2 + STATE_TENSORS
+_GRANULE = 2**16
 _ROUNDS_MIN = 3
 _WAIT_S = 600.0
 _ARITHMETIC = "contracted"  # rounds once per result; the others are as fast in fp32
@@ -52,21 +57,24 @@ class UpdateRates:
         return replace(machine, cpu_update_bytes_per_s=self.state_bytes_per_s, host_memory_bytes_per_s=memory)
 
 
-def measure_updates(device: str, seconds: float) -> UpdateRates:
+def measure_updates(device: str, seconds: float, *, host_bytes: int = TENSORS * TENSOR_BYTES) -> UpdateRates:
     """Returns the medians of rounds of updates, alone and beside copies in turn, so that both meet the same machine.
 
     Args:
         device: "cpu", where copies are those of two threads, or the kind of torch's accelerator, such as "cuda".
         seconds: time to spend, roughly.
+        host_bytes: of memory that updates may take meanwhile. With little of it they find their tensors in caches, as those
+            of a model do whose state is as small.
     """
     if not HAS_UPDATES:
         return UpdateRates()
-    tensors = [touched(TENSOR_BYTES) for _ in range(2 + STATE_TENSORS)]
+    tensor_bytes = max(min(host_bytes // TENSORS, TENSOR_BYTES) // _GRANULE * _GRANULE, _GRANULE)
+    tensors = [touched(tensor_bytes) for _ in range(TENSORS)]
     for tensor in tensors:
         tensor.view(np.float32).fill(0.01)  # neither denormal nor on its way there
     addresses = [tensor.ctypes.data for tensor in tensors]
     rule = rules.adam(2.0, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, decouples=True)
-    part = rule.part(_ARITHMETIC, "float32", TENSOR_BYTES // 4, addresses, addresses)
+    part = rule.part(_ARITHMETIC, "float32", tensor_bytes // 4, addresses, addresses)
     pool = make_pool()
 
     def update() -> float:
@@ -89,7 +97,7 @@ def measure_updates(device: str, seconds: float) -> UpdateRates:
                 copied.append((copies.copied_bytes - before) / (time.perf_counter() - begin))
     finally:
         pool.close()
-    state_bytes = STATE_TENSORS * TENSOR_BYTES
+    state_bytes = STATE_TENSORS * tensor_bytes
     return UpdateRates(
         int(state_bytes / statistics.median(alone)),
         int(state_bytes / statistics.median(beside)),
@@ -136,11 +144,11 @@ class _Copies:
 
 
 def _memory_copy() -> Callable[[], int]:
-    source, target = touched(TENSOR_BYTES), touched(TENSOR_BYTES)
+    source, target = touched(COPY_BYTES), touched(COPY_BYTES)
 
     def copy() -> int:
         np.copyto(target, source)
-        return TENSOR_BYTES
+        return COPY_BYTES
 
     return copy
 
@@ -149,8 +157,8 @@ def _device_copies(device: str) -> Callable[[], int]:
     """Returns what copies both ways at once, each way on a stream of its own."""
     import torch
 
-    pinned = [torch.ones(TENSOR_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-    resident = [torch.ones(TENSOR_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    pinned = [torch.ones(COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    resident = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device) for _ in range(2)]
     torch.accelerator.synchronize()  # the buffers above were filled on the current stream
 
@@ -160,6 +168,6 @@ def _device_copies(device: str) -> Callable[[], int]:
                 target.copy_(source, non_blocking=True)
         for stream in streams:
             stream.synchronize()
-        return 2 * TENSOR_BYTES
+        return 2 * COPY_BYTES
 
     return copy
