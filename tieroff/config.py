@@ -208,8 +208,8 @@ class Planning(_Table):
     machine: FilePath | None = _key(
         None,
         "the path of a file written by `tieroff probe`",
-        "Measurements of this machine. Left out: links and folders, and on an accelerator what the CPU updates, are measured for "
-        "two seconds at the start.",
+        "Measurements of this machine. Left out: links and folders, and on an accelerator what the CPU updates, are measured "
+        "for two seconds at the start.",
     )
 
 

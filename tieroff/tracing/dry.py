@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter, tree_map
 
-from tieroff.core.buckets import ELEMENTWISE, UPDATED_ON_HOST, has_kernels
+from tieroff.core.buckets import ELEMENTWISE, UPDATED_ON_DEVICE, UPDATED_ON_HOST, fills_vectors, has_kernels
 from tieroff.core.machine import Machine
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import TensorClass
@@ -177,6 +177,8 @@ class _DryStep:
             recorder.meta[ELEMENTWISE] = type(optimizer).__name__
         if self._is_accelerated and has_kernels(type(optimizer)) and not made.update_in_backward:
             recorder.meta[UPDATED_ON_HOST] = type(optimizer).__name__
+            odd = [name for name, parameter in made.model.named_parameters() if not fills_vectors(parameter.numel())]
+            recorder.meta[UPDATED_ON_DEVICE] = "\n".join(odd)
         self._watch()
         recorder.start()
         try:

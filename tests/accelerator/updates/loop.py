@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,12 @@ class Loop:
         *,
         dtype: torch.dtype = torch.float32,
         bias: bool = True,
+        outputs: int = WIDTH,
         **plan: Any,
     ) -> None:
         torch.manual_seed(SEED)
-        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=bias), nn.Tanh())]
+        widths = [WIDTH] * LAYERS + [outputs]
+        layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair, bias=bias), nn.Tanh())]
         self.model: Any = nn.Sequential(*layers).to(target.device(), dtype)
         self.optimizer = make(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)

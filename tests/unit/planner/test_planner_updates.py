@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tieroff.core.buckets import UPDATED_ON_HOST
+from tieroff.core.buckets import UPDATED_ON_DEVICE, UPDATED_ON_HOST
 from tieroff.core.check.plan import check
 from tieroff.core.io.json_files import load_trace_json
 from tieroff.core.machine import Machine
@@ -69,6 +69,12 @@ def test_a_step_is_planned_for_a_cpu_that_updates_where_its_optimizer_has_kernel
     assert (can.updates_on_host, can.updates_cross) == (updates, updates)
     assert replace(can, updates_on_host=False, updates_cross=False) == RUNTIME_EXECUTOR
     assert bool(find_buckets(_problem(trace, caps=replace(can, min_bytes=0)))) is updates
+
+
+def test_the_device_updates_what_a_trace_says_that_it_does() -> None:
+    name = next(tensor.name for tensor in _TENSORS if tensor.kind is TensorClass.PARAMETER)
+    assert find_buckets(_problem(replace(_CASE, meta={UPDATED_ON_DEVICE: "another"})))
+    assert not find_buckets(_problem(replace(_CASE, meta={UPDATED_ON_DEVICE: f"another\n{name}"})))
 
 
 def test_the_device_updates_beside_a_frozen_parameter_that_only_stays_or_leaves_within_a_step() -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tieroff
 from tests.support.models import GPT, Checkpointed, InPlace
 from tieroff import DryModel
+from tieroff.core.buckets import UPDATED_ON_DEVICE, updated_on_device
 from tieroff.core.check.plan import check
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities
@@ -170,6 +171,14 @@ def test_dry_trace_materialises_nothing() -> None:
     assert parameters == 2 * 4 * (10**14 + 10**7)
     assert live_bytes(trace).max() > 4 * parameters
     assert (trace.origin, trace.meta["durations"]) == ("dry", "estimated: roofline of machine paper")
+
+
+def test_dry_trace_of_a_gpu_names_what_the_cpu_does_not_update() -> None:
+    def factory() -> DryModel:
+        return DryModel(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 33)), (torch.randn(4, 64),))
+
+    assert updated_on_device(dry_trace(factory, MACHINE, kernels="cuda").meta) == {"1.bias"}
+    assert UPDATED_ON_DEVICE not in dry_trace(factory, MACHINE).meta
 
 
 @pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e12), (torch.bfloat16, 8e12), (torch.float16, 8e12)])

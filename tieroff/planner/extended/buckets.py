@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tieroff.core.buckets import updated_on_device
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Queue, Trace
 from tieroff.planner.problem.problem import Problem
@@ -61,6 +62,7 @@ def find_buckets(problem: Problem) -> list[Bucket]:
     if not can_update(problem):
         return []
     runs = uses_of(problem.trace)
+    stays = updated_on_device(problem.trace.meta)
     found: list[Bucket] = []
     backward_end = end_of_backward(problem.trace)
     for index, op in enumerate(problem.trace.ops):
@@ -69,6 +71,8 @@ def find_buckets(problem: Problem) -> list[Bucket]:
         if index < backward_end and not problem.capabilities.updates_early:
             continue
         own = tuple(dict.fromkeys((*op.reads, *op.writes)))
+        if stays and not stays.isdisjoint(problem.trace.tensors[tensor].name for tensor in own):
+            continue
         kinds = {tensor: _kind(problem, tensor, runs[tensor], index) for tensor in own}
         if "" in kinds.values():
             continue

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from tieroff.core.buckets import BYTES_BELOW, UPDATED_ON_HOST, as_bytes_below
+from tieroff.core.buckets import BYTES_BELOW, UPDATED_ON_DEVICE, UPDATED_ON_HOST, as_bytes_below, fills_vectors
 from tieroff.core.seams import PlanSource, Recorder, Subject
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
@@ -97,6 +97,9 @@ class TracedStep:
             recorder.meta["advice"] = advice
         if managed.stepper is not None and managed.stepper.host.evidence.is_possible:
             recorder.meta[UPDATED_ON_HOST] = type(managed.stepper.optimizer).__name__
+            homes = managed.executor.homes.parameters.values()
+            odd = [item.name for item in homes if not fills_vectors(item.size_bytes // item.dtype.itemsize)]
+            recorder.meta[UPDATED_ON_DEVICE] = "\n".join(odd)
         if sliced := [item for item in managed.executor.homes.states.values() if item.is_sliced]:
             recorder.meta[BYTES_BELOW] = _bytes_below(sliced)
         trace = recorder.finish(subjects, [0] * len(keys), type(managed.model).__name__)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tieroff.core.buckets import fills_vectors
 from tieroff.core.tensor import Tier
 from tieroff.errors import StoreError
 from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
@@ -124,6 +125,8 @@ class HostUpdates:
             for parameter in parameters:
                 if homes.parameter(parameter) is None or parameter.grad is None:
                     continue  # not below, ever: the CPU has no part in it
+                if not fills_vectors(parameter.numel()):
+                    continue  # the device's, in every plan
                 found = capture(self._optimizer, group, parameter)
                 if found is not None:
                     captures.append(found)
@@ -191,6 +194,9 @@ class HostUpdates:
         gradient = homes.gradients.get(item.position) if item is not None else None
         if item is None or gradient is None or gradient.tensor is not parameter.grad:
             raise NotBelowError("a gradient is not under the engine's care")
+        count = item.size_bytes // item.dtype.itemsize
+        if not fills_vectors(count):
+            raise NotBelowError(f"{item.name} has {count} elements, of which kernels may round the last ones otherwise")
         found = asked(self._optimizer, group, state, item.dtype, self._count(submission, parameter, state))
         if found is not None and self.evidence.meets(found.kind):
             raise NotBelowError(f"the update of {item.name} has options with which none was compared", is_expected=True)
@@ -203,7 +209,7 @@ class HostUpdates:
             self._bring_below(one, item)
             inputs.append(one.lower_address)
             outputs.append(one.lower_address if one is gradient else self._place_to_write(submission, one))
-        count, factors = item.size_bytes // item.dtype.itemsize, [*map(float, self._factors(gradient))]
+        factors = [*map(float, self._factors(gradient))]
         submission.parts.append(found.rule.part(arithmetic, found.type_name, count, inputs, outputs, factors))
         submission.items += items
         if not group.get("fused"):
