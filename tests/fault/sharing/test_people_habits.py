@@ -279,6 +279,45 @@ def a_shallow_copy_trains_too(model: Any, optimizer: Any, index: int) -> Any:
     return loss, again
 
 
+class Scaled(Net):
+    scale = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.scale
+
+
+@loop(Scaled)
+def a_shallow_copy_computes_otherwise(model: Any, optimizer: Any, index: int) -> Any:
+    other = copy.copy(model)
+    other.scale = 3.0
+    usual(model, optimizer)
+    loss = other(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss, copy.deepcopy(other)(torch.ones(2, 8)).detach()
+
+
+def with_weights_of(module: Any, stepped: dict[Any, Any]) -> Any:
+    """Returns a copy as meta-learning makes them: another module of the same attributes, with tensors in the weights' place."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = {**module.__dict__, "_modules": {n: with_weights_of(m, stepped) for n, m in module.named_children()}}
+    own = {name: stepped[p] for name, p in module.named_parameters(recurse=False)}
+    clone.__dict__["_parameters"] = {"bias": None, **own} if own else {}
+    return clone
+
+
+@loop()
+def copies_with_weights_of_their_own(model: Any, optimizer: Any, index: int) -> Any:
+    parameters = list(model.parameters())
+    slopes = torch.autograd.grad(loss_of(model), parameters, create_graph=True)
+    clone = with_weights_of(model, {p: p - 0.1 * slope for p, slope in zip(parameters, slopes, strict=True)})
+    optimizer.zero_grad()
+    loss = loss_of(clone)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 @loop()
 def copies_in_the_middle_of_a_step(model: Any, optimizer: Any, index: int) -> Any:
     optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,10 +24,15 @@ _refuse_to_be_compiled = refusal(
 )
 
 
+# What calls a module's `forward` in torch; the module is its `self`.
+_CALLS = frozenset({"_call_impl", "inner", "_slow_forward"})
+
+
 class ForwardSlot:
     """Stands in for a module instance's `forward`, or for another of its methods that begins a step.
 
-    A copy or a pickle of the module gets its class's own again.
+    A deep copy or a pickle of the module gets its class's own again. In a shallow one, which has the slot as it has any attribute,
+    the class's own runs on the copy: as a step where the copy has all that the module has, else beside the engine.
 
     Attributes:
         had_own: what the instance had in this place before, or None.
@@ -51,11 +57,20 @@ class ForwardSlot:
 
     @runs_user_code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner, called = self.inner, _called_module()
+        if called is not None and called is not self._module and self._is_of_class():
+            inner = types.MethodType(getattr(type(called), self._method), called)
+            if not _has_all_of(called, self._module):
+                return inner(*args, **kwargs)
         if self._is_removed:  # somebody else's forward has it inside
-            return self.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             _refuse_to_be_compiled()
-        return self._around(self.inner, args, kwargs)
+        return self._around(inner, args, kwargs)
+
+    def _is_of_class(self) -> bool:
+        """Returns whether it stands in for the class's method, which a copy would run on itself, and for no slot."""
+        return self.had_own is None
 
     @property
     def is_in_place(self) -> bool:
@@ -73,11 +88,28 @@ class ForwardSlot:
             del self._module.__dict__[self._method]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        owner = memo.get(id(self._module), self._module)
-        return types.MethodType(getattr(type(self._module), self._method), owner)
+        owner = memo.get(id(self._module))
+        if owner is None and self._is_of_class():  # of a shallow copy
+            left = object.__new__(type(self))
+            left.__dict__.update(self.__dict__, engine=None, _is_removed=True)
+            return left
+        return types.MethodType(getattr(type(self._module), self._method), owner or self._module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, self._method)
+
+
+def _called_module() -> object:
+    """Returns the module of which torch calls the slot that asks; None where something else calls it."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name not in _CALLS or frame.f_globals is not vars(torch.nn.modules.module):
+        return None
+    return frame.f_locals.get("self")
+
+
+def _has_all_of(copied: object, module: torch.nn.Module) -> bool:
+    """Returns whether a shallow copy has the very dicts of the module's parameters, buffers and children."""
+    return all(vars(copied).get(name) is vars(module)[name] for name in ("_parameters", "_buffers", "_modules"))
 
 
 def behind_slots(method: object) -> object:
