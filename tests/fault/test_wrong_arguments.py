@@ -29,6 +29,15 @@ def wrap(config: Any = None, **options: Any) -> None:
     tieroff.wrap(model, optimizer, config, **options)
 
 
+def unmade() -> tuple[nn.Module, torch.optim.Optimizer]:
+    class Unmade(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            self.param_groups = [{"params": list(params)}]
+
+    model = nn.Linear(2, 2)
+    return model, Unmade(model.parameters())
+
+
 def wrap_with(optimizer: Any) -> None:
     tieroff.wrap(pair()[0], optimizer)
 
@@ -111,6 +120,12 @@ TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "expected a torch.optim",
         "got StepLR",
         "give its .optimizer",
+    ),
+    "an optimizer that torch did not make": (
+        lambda: tieroff.wrap(*unmade()),
+        "expected an optimizer that torch.optim.Optimizer.__init__ has made",
+        "got Unmade",
+        "super().__init__(params, defaults)",
     ),
     "an optimizer of another model": (
         lambda: wrap_with(pair()[1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -281,3 +282,31 @@ def an_optimizer_for_each_parameter(p: Program) -> None:
         loss.backward()
         p.note(loss)
     p.note(*model.parameters())
+
+
+@stranger(is_counted=False)
+def slow_weights_round_another_optimizer(p: Program) -> None:
+    """Lookahead as timm has it: an optimizer by its type, of which torch's `__init__` never ran, with its state in the inner one."""
+
+    class Ahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self._inner, self.param_groups, self.defaults, self.steps = inner, inner.param_groups, inner.defaults, 0
+            self.state = inner.state
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+        def state_dict(self) -> dict[str, Any]:
+            return self._inner.state_dict()
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            loss = self._inner.step(closure)
+            self.steps += 1
+            if self.steps % 3 == 0:
+                for q in self.param_groups[0]["params"]:
+                    slow = self._inner.state[q].setdefault("slow", q.clone())
+                    slow.add_(q - slow, alpha=0.5)
+                    q.copy_(slow)
+            return loss
+
+    model = Mlp().to(p.device)
+    trained(p, model, Ahead(adamw(model)))

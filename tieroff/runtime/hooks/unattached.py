@@ -247,17 +247,26 @@ def shared_count(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 
 def inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer inside a trainer's (accelerate's, Fabric's), which is one by its type alone and was made as none.
+    """Returns the optimizer inside one (accelerate's, Fabric's, timm's Lookahead) that is one by its type and was made as none.
 
     Raises:
         StateError: the trainer's has a loss scale, and puts back the inner one's `step` after each of its own.
     """
-    inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer) or "_optimizer_state_dict_pre_hooks" in vars(optimizer):
+    if was_made(optimizer):
         return optimizer  # Fabric's shows attributes of the inner one as its own
+    named = getattr(optimizer, "optimizer", None)
+    held = {id(one): one for one in (named, *vars(optimizer).values()) if isinstance(one, torch.optim.Optimizer)}
+    if len(held) != 1:
+        return optimizer
+    (inner,) = held.values()
     if getattr(optimizer, "scaler", None) is not None:
         raise StateError(
             f"expected the program's own optimizer, got {type(optimizer).__name__} with a loss scale, which replaces its step; "
             "write tieroff.integrations.accelerate.prepare(accelerator, ...) in the place of accelerator.prepare(...)"
         )
     return inner
+
+
+def was_made(optimizer: object) -> bool:
+    """Returns whether `torch.optim.Optimizer.__init__` has run on this, so that hooks can be registered on it."""
+    return "_optimizer_state_dict_pre_hooks" in getattr(optimizer, "__dict__", ())

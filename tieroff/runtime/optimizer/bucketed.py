@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from tieroff.errors import StateError
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
-from tieroff.runtime.hooks.unattached import has_pre_hooks
+from tieroff.runtime.hooks.unattached import has_pre_hooks, was_made
 from tieroff.runtime.optimizer.buckets import Buckets, raw_step
 from tieroff.runtime.optimizer.host.updates import HostUpdates, NotBelowError
 from tieroff.runtime.optimizer.in_backward import AppliedGradient, EarlyUpdates
@@ -422,6 +422,11 @@ def _check(optimizer: object) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not was_made(optimizer):
+        raise StateError(
+            f"expected an optimizer that torch.optim.Optimizer.__init__ has made, got {type(optimizer).__name__}, which has none "
+            "of its hooks: call super().__init__(params, defaults) in its class, or wrap with the one optimizer inside of it"
+        )
     if hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):
         raise StateError(
             f"this {type(optimizer).__name__} already belongs to a wrapped model, and an optimizer is of one: make one for "
