@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.support.twins import Mlp, Setting, adam, assert_same, follow, look, mlp_and_adam
+from tests.support.twins import Mlp, Setting, adam, assert_same, follow, look, loss_of, mlp_and_adam
 from tests.support.twins import usual_step as usual
 from tieroff.core.io.json_files import load_plan, save_plan, save_trace
 from tieroff.errors import (
@@ -245,6 +245,23 @@ def test_an_optimizer_that_was_made_anew_is_said_once(each_setting: Setting, cap
     assert len(told) == 1
     assert "Adam updates 4 parameters of the wrapped Mlp" in told[0]
     assert "No step has ended yet: one ends with step() of the Adam" in tieroff.engine(model).explain()
+    tieroff.unwrap(model)
+
+
+def test_an_optimizer_inside_of_the_attached_one_is_said(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    class Around(torch.optim.SGD):
+        def second_step(self, inner: torch.optim.Optimizer) -> None:
+            self.base = inner
+            inner.step()
+
+    model = Mlp()
+    around, inner = Around(model.parameters(), 0.1), adam(model)
+    setting.wrap(model, around)
+    for _ in range(3):
+        loss_of(model).backward()
+        around.second_step(inner)
+    (told,) = [message for message in caplog.messages if "is not the optimizer that was given to tieroff.wrap" in message]
+    assert told.endswith("It is the Around's own, and the Around's step() is never called: tieroff.wrap(model, optimizer.base)")
     tieroff.unwrap(model)
 
 

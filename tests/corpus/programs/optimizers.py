@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -286,7 +286,7 @@ def an_optimizer_for_each_parameter(p: Program) -> None:
 
 @stranger(is_counted=False)
 def slow_weights_round_another_optimizer(p: Program) -> None:
-    """Lookahead as timm has it: an optimizer by its type, of which torch's `__init__` never ran, with its state in the inner one."""
+    """Lookahead as timm has it: an optimizer of which torch's `__init__` never ran, with its state in the inner one."""
 
     class Ahead(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -298,7 +298,7 @@ def slow_weights_round_another_optimizer(p: Program) -> None:
             return self._inner.state_dict()
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             loss = self._inner.step(closure)
             self.steps += 1
             if self.steps % 3 == 0:

@@ -284,6 +284,23 @@ def test_an_optimizer_of_ones_own_is_split_after_its_trial(each_setting: Setting
     assert "stepped whole" not in caplog.text
 
 
+def test_an_optimizer_of_a_librarys_base_class_is_split(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    class Base(torch.optim.Optimizer):
+        """Says what its optimizers have to have, and does nothing."""
+
+        def step(self, closure: Any = None) -> Any:
+            raise NotImplementedError("each has its own")
+
+    kind: Any = type("OfALibrary", (Base,), {"step": Lion.step})
+
+    def make() -> Any:
+        model = Mlp()
+        return model, kind(model.parameters(), {"lr": 0.01})
+
+    check_twins(make, usual, setting, moves=("parameter", "optimizer"))
+    assert "stepped whole" not in caplog.text
+
+
 def test_an_optimizer_on_top_of_another(each_setting: Setting) -> None:
     class Averaged(torch.optim.Adam):
         def step(self, closure: Any = None) -> Any:

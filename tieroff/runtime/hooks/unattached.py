@@ -97,8 +97,9 @@ class Unattached:
         elif not self._has_own:
             log.warning(
                 "%s, and is not the optimizer that was given to tieroff.wrap, whose step() ends a training step: none has "
-                "ended yet, and none is planned before one does. If the optimizer was made anew, make it first and wrap then",
+                "ended yet, and none is planned before one does. %s",
                 what,
+                self._hint(optimizer),
             )
         elif optimizer.state and any(map(_has_tensors, optimizer.state.values())):
             log.warning(
@@ -110,6 +111,15 @@ class Unattached:
         else:
             return  # it takes no memory
         self._has_told = True
+
+    def _hint(self, optimizer: torch.optim.Optimizer) -> str:
+        """Returns what has steps end with another optimizer than the one that is attached."""
+        attached = self._attached() if self._attached is not None else None
+        for name, value in getattr(attached, "__dict__", {}).items():
+            if value is optimizer:  # as SAM has it, of which a loop calls first_step() and second_step()
+                kind = type(attached).__name__
+                return f"It is the {kind}'s own, and the {kind}'s step() is never called: tieroff.wrap(model, optimizer.{name})"
+        return "If the optimizer was made anew, make it first and wrap then"
 
     def _shared_count(self, optimizer: torch.optim.Optimizer) -> int:
         """Returns how many of its parameters are the model's; none of an optimizer that another engine looks after."""

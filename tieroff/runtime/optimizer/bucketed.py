@@ -424,8 +424,8 @@ def _check(optimizer: object) -> None:
         raise StateError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not was_made(optimizer):
         raise StateError(
-            f"expected an optimizer that torch.optim.Optimizer.__init__ has made, got {type(optimizer).__name__}, which has none "
-            "of its hooks: call super().__init__(params, defaults) in its class, or wrap with the one optimizer inside of it"
+            f"expected an optimizer that torch.optim.Optimizer.__init__ has made, got {type(optimizer).__name__}, which has "
+            "none of its hooks: call super().__init__(params, defaults) in its class, or wrap with the optimizer inside of it"
         )
     if hasattr(optimizer.__dict__.get("step"), "_bucketed_by"):
         raise StateError(

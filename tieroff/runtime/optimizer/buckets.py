@@ -7,6 +7,7 @@ memory are in one bucket. Whether any do is looked at in each update, since noth
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -184,4 +185,11 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _builds_on_another(kind: type) -> bool:
-    return sum("step" in base.__dict__ for base in kind.__mro__[:-1]) > 2  # its own, torch's abstract one, and another
+    """Returns whether a class has a `step` and inherits one that may be called by it, whose hooks would fire in each bucket."""
+    return sum("step" in base.__dict__ and not _is_abstract(base.__dict__["step"]) for base in kind.__mro__[:-1]) > 1
+
+
+def _is_abstract(step: Any) -> bool:
+    """Returns whether a method calls nothing: that of torch's class, or of a library's base class."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return code is not None and not code.co_freevars and set(code.co_names) <= {"NotImplementedError"}
