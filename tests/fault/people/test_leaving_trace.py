@@ -115,6 +115,29 @@ def test_another_branch_once(each_setting: Setting, caplog: pytest.LogCaptureFix
     assert "expected param:second.weight but got param:third.weight" in messages(caplog)[0]
 
 
+def test_what_leaves_in_each_step_in_the_same_place_is_said_once(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        x = torch.randn(4, 8)
+        model(x).square().mean().backward()  # as SAM, whose first gradients only move the weights
+        with torch.no_grad():
+            held = [p.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.add_(p.grad)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p, kept in zip(model.parameters(), held, strict=True):
+                p.copy_(kept)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert phases_of(branching_and_adam, step, 8, setting, caplog)[3:] == ["planned"] * 5
+    (told,) = [record for record in caplog.records if LEFT in record.getMessage() and record.levelno == logging.WARNING]
+    assert "expected bucket:0 but got the end of the step" in told.getMessage()
+
+
 class Narrowing(Mlp):
     """Saves more or fewer values of one op."""
 

@@ -287,7 +287,10 @@ class Clock:
             state.kind.mismatches += 1
             if state.kind.mismatches == 1:
                 expected, found = runner.expected, name()
-                log.warning(
+                is_known = state.kind.left == (left := (runner.cursor, expected, found))
+                state.kind.left = left
+                log.log(
+                    logging.DEBUG if is_known else logging.WARNING,  # SAM's first half leaves in each step, in the same place
                     "this step left the traced sequence at tick %d: expected %s but got %s; "
                     "it goes on with transfers on demand (right, but slower)",
                     runner.cursor,

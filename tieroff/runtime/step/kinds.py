@@ -121,6 +121,7 @@ class StepKind:
         ran: see there; None before the first planned step.
         retraces: how often it was traced.
         foreseen: steps that it still runs on demand, by what traces of other kinds say, before it is traced itself.
+        left: where one left its plan last, what was expected there and what came.
         mismatches: steps in a row that left their plan.
         overs: steps in a row that followed their plan and took more than its budget.
         was_over: it was traced again for that, though the plan knew all tensors; it is not again.
@@ -134,6 +135,7 @@ class StepKind:
         "feedback",
         "foreseen",
         "is_passed_through",
+        "left",
         "mismatches",
         "overs",
         "passes_vary",
@@ -153,6 +155,7 @@ class StepKind:
         self.planned: Planned | None = None
         self.ran: Ran | None = None
         self.retraces = self.mismatches = self.foreseen = self.strangers = self.overs = 0
+        self.left: tuple[int, str, str] | None = None
         self.feedback = Feedback()
         self.asked: Asked | None = None
 
