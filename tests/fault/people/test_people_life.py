@@ -302,6 +302,23 @@ def test_inference_between_steps(each_setting: Setting, mode: Any) -> None:
     check_twins(mlp_and_adam, step, each_setting)
 
 
+def test_parameters_assigned_in_inference_mode(each_setting: Setting) -> None:
+    """As zeroth-order training does (MeZO): no backward; and with one, once they are ordinary tensors again."""
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        losses = []
+        with torch.inference_mode():
+            for scale in (1.0, -2.0, 1.0):
+                for parameter in model.parameters():
+                    parameter.data = parameter.data + scale * 1e-2 * torch.ones_like(parameter)
+                losses.append(model(torch.ones(4, 8)).square().mean().clone())
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone() if index % 3 else parameter.data - 1e-3 * (losses[0] - losses[1])
+        return [*losses, usual(model, optimizer)] if index % 3 else losses
+
+    assert_same(follow(mlp_and_adam, step, 7).seen, follow(mlp_and_adam, step, 7, each_setting).seen)
+
+
 class Tokens(nn.Module):
     """A tiny language model with tied weights and a `generate` that calls itself."""
 

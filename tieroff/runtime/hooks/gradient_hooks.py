@@ -57,8 +57,9 @@ class GradientHooks:
             return
         if parameter.is_meta:
             return  # hooked when it has its value, which comes with another node
-        if parameter.layout is not torch.strided:
-            return  # never moved, and a sparse one has no view through which to find its node
+        if parameter.layout is not torch.strided or parameter.is_inference():
+            # Never moved, and a sparse one has no view through which to find its node. Memory of inference mode has no node.
+            return
 
         weak = weakref.ref(self)  # [Note: hooks that hold nobody]
 
@@ -85,7 +86,7 @@ class GradientHooks:
     def still_hang_on(self, parameter: torch.Tensor) -> bool:
         """True where the hooks of a parameter hang on the node that accumulates its gradients, or it has none."""
         hooked = self._hooked.get(id(parameter))
-        if hooked is None or not parameter.requires_grad:
+        if hooked is None or not parameter.requires_grad or parameter.is_inference():
             return True
         with torch.inference_mode(False):
             return torch.autograd.graph.get_gradient_edge(parameter).node is hooked.node
