@@ -13,7 +13,7 @@ from tieroff.core.buckets import UPDATED_ON_HOST
 from tieroff.core.machine import Machine
 from tieroff.core.plan import Capabilities, Plan
 from tieroff.core.seams import Fit, Made, Pending
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import TensorClass, Tier
 from tieroff.core.trace import Trace
 from tieroff.device_budget import DeviceBudget
 from tieroff.errors import InfeasiblePlanError
@@ -190,7 +190,9 @@ class Planning:
 
     def lacks_for_updates(self, trace: Trace) -> str | None:
         is_asked = self._capabilities.updates_on_host and UPDATED_ON_HOST in trace.meta and self._planning.policy == "auto"
-        if not is_asked or not self.can_move(trace) or self._budget_of(trace)[Tier.DEVICE] >= trace.peak_bytes:
+        least_bytes = max(self._planning.min_bytes, 1)
+        has_state = any(one.kind is TensorClass.OPTIMIZER and one.size_bytes >= least_bytes for one in trace.tensors)
+        if not (is_asked and has_state) or not self.can_move(trace) or self._budget_of(trace)[Tier.DEVICE] >= trace.peak_bytes:
             return None
         return "" if self._links.knows_updates(self._budgets.host_bytes) else _UNKNOWN_UPDATES
 

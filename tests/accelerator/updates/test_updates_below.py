@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import tieroff
 from tests.accelerator import target
 from tests.accelerator.updates.loop import (
     LAYERS,
@@ -18,6 +20,7 @@ from tests.accelerator.updates.loop import (
     WIDTH,
     Loop,
     Make,
+    config,
     differing,
     fused_adamw,
     machine_file,
@@ -144,6 +147,25 @@ def test_without_a_machine_file_a_run_measures_what_the_cpu_updates(tmp_path: Pa
     assert measured == [(16 << 20) // 4]
     assert differing(plain.finish(), wrapped.finish()) == []
     assert differing(plain, whole.finish()) == []
+
+
+def test_no_comparison_is_awaited_where_all_that_learns_is_too_small_to_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieroff.session.links.measure_machine", lambda *_, **__: load_machine(machine_file(tmp_path)))
+    monkeypatch.delattr("tieroff.session.links.measure_updates")  # nobody asks
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(target.device())
+    for layer in model:
+        layer.weight.requires_grad_(requires_grad=False)
+    optimizer = fused_adamw([layer.bias for layer in model])
+    tieroff.wrap(model, optimizer, config(tmp_path, "60%", machine=None, min_bytes=1 << 10), backend=target.backend())
+    for _ in range(3):
+        model(torch.ones(2, WIDTH, device=target.device())).square().sum().backward()
+        optimizer.step()
+    stats = tieroff.engine(model).stats()
+    assert (stats.phase, stats.moved_bytes_by_class["optimizer"]) == ("planned", 0)
+    assert stats.moved_bytes_by_class["parameter"] > 0
+    tieroff.unwrap(model)
 
 
 def test_a_machine_file_without_the_cpus_updates_is_believed(tmp_path: Path) -> None:
