@@ -149,6 +149,23 @@ def test_without_a_machine_file_a_run_measures_what_the_cpu_updates(tmp_path: Pa
     assert differing(plain, whole.finish()) == []
 
 
+def test_updates_that_are_refused_twice_are_planned_without_at_once(tmp_path: Path) -> None:
+    plain, wrapped = Loop(None), Loop(tmp_path)
+    phases = list[tuple[str, int]]()
+    for loop in (plain, wrapped):
+        loop.steps(STEPS_BEFORE)
+        for _ in range(4):
+            loop.backward()
+            held = [parameter.data for parameter in loop.parameters]
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            del held
+            if loop.engine is not None:
+                phases.append((loop.engine.stats().phase, loop.engine.stats().host_updates))
+    assert phases == [("on demand", 0), ("on demand", 0), ("planned", 0), ("planned", 0)]
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
 def test_no_comparison_is_awaited_where_all_that_learns_is_too_small_to_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +173,7 @@ def test_no_comparison_is_awaited_where_all_that_learns_is_too_small_to_move(
     monkeypatch.delattr("tieroff.session.links.measure_updates")  # nobody asks
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(target.device())
     for layer in model:
-        layer.weight.requires_grad_(requires_grad=False)
+        layer.weight.requires_grad = False
     optimizer = fused_adamw([layer.bias for layer in model])
     tieroff.wrap(model, optimizer, config(tmp_path, "60%", machine=None, min_bytes=1 << 10), backend=target.backend())
     for _ in range(3):

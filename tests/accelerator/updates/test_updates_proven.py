@@ -74,7 +74,7 @@ def test_updates_that_tell_nothing_of_rounding_stay_on_the_device(tmp_path: Path
     """As in an epoch of warm-up with a learning rate of 0: whatever the rounding, nothing changes."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
+        return torch.optim.SGD(parameters, lr=0.0, momentum=1.0)  # whose products are exact
 
     plain, wrapped = Loop(None, make), Loop(tmp_path, make)
     for loop in (plain, wrapped):
@@ -151,12 +151,14 @@ def test_under_a_loss_scale_an_optimizer_that_takes_the_scale_updates_on_the_dev
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
-def test_parameters_on_one_memory_are_updated_on_the_device(tmp_path: Path) -> None:
-    plain, wrapped = Loop(None), Loop(tmp_path)
+@pytest.mark.parametrize("update_on_host", [True, False])
+def test_parameters_on_one_memory_are_updated_on_the_device(update_on_host: bool, tmp_path: Path) -> None:
+    """No copy of the one is under way while an update writes the other: the device would tell of a race."""
+    plain, wrapped = Loop(None), Loop(tmp_path, update_on_host=update_on_host)
     for loop in (plain, wrapped):
         loop.steps(STEPS_BEFORE)
         loop.parameters[2].data = loop.parameters[0].data
-        loop.steps(4)
+        loop.steps(8)
     assert differing(plain.finish(), wrapped.finish()) == []
 
 

@@ -141,7 +141,7 @@ class PlanRunner:
         for index in outs_first:
             item = items[index]
             if item is not None and item.device is not None:
-                traffic.store(item)
+                self._begin_out(item)
         if waits:
             traffic.settle_all([item for i in waits if (item := items[i]) is not None and item.leaving is not None])
         for index in leaves:
@@ -158,13 +158,22 @@ class PlanRunner:
                 if self.is_late(item):
                     begin_to_leave(item, traffic)
                 else:
-                    traffic.store(item)
+                    self._begin_out(item)
             elif item.updating is not None and not item.updating.done():
                 self._updating.append(item)
             elif item.state in BELOW and not item.stays_below:
                 traffic.fetch(item)
         if arrivals:
             traffic.settle_all([item for i in arrivals if (item := items[i]) is not None and item.state is ARRIVING])
+
+    def _begin_out(self, item: Item) -> None:
+        """Begins a copy out that is due.
+
+        What something else holds, such as a parameter that was given the same memory, is copied only where it leaves: no
+        version shows what is written through that, during the copy or after it.
+        """
+        if not (isinstance(item, HomeItem) and item.is_held):
+            self._traffic.store(item)
 
     def _load_updated(self) -> None:
         """Begins loads that were due, up to the first whose update is not over; what was used has come, and may be gone."""

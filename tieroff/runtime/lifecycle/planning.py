@@ -181,7 +181,7 @@ class StepPlanning:
                 f": its plan does not know {named}, or of another size" if named else "",
             )
         kind.overs, kind.was_over = 0, not strangers
-        if self._plans.machine_at({}) is not None:  # else the plan was given, and stays
+        if not self._is_given:  # else it stays
             kind.advance(Recording())
 
     def fit(self, kind: StepKind) -> None:
@@ -192,6 +192,8 @@ class StepPlanning:
         """
         stage = kind.stage
         fit = self._plans.fit(stage.plan if isinstance(stage, Planned) else None)
+        if isinstance(stage, Planned) and fit is Fit.SUITS and self._is_refused(kind, stage.plan):
+            self._plan_again(kind, stage, stage.trace, "the CPU updates no parameters any more")
         if not isinstance(stage, Planned) or fit is Fit.SUITS:
             return
         if fit is Fit.ABOVE:
@@ -200,6 +202,14 @@ class StepPlanning:
             self._plan_again(kind, stage, stage.trace, _DIVIDED)
         if kind.stage is not stage:
             self._plans.fit(kind.stage.plan if isinstance(kind.stage, Planned) else None)
+
+    def _is_refused(self, kind: StepKind, plan: Plan) -> bool:
+        """True for a plan of ours, with no other asked for yet, that has the CPU update what it may update no more."""
+        return bool(plan.host_updates) and kind.asked is None and not (self._may_update_on_host or self._is_given)
+
+    @property
+    def _is_given(self) -> bool:
+        return self._plans.machine_at({}) is None
 
     def may_follow(self, kind: StepKind) -> bool:
         """Returns whether a step may follow the plan of a kind, which needs no more than there is now."""
