@@ -116,6 +116,22 @@ def low_rank_gradients(p: Program) -> None:
 
 
 @stranger()
+def lists_of_matrices_made_anew(p: Program) -> None:
+    """As Shampoo and SOAP have them: a list for each parameter, of which each update makes new tensors."""
+
+    def shampoo_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
+        if q.ndim != 2:
+            q.add_(grad, alpha=-lr)
+            return
+        known = state.get("sides") or [torch.zeros(size, size, device=q.device) for size in q.shape]
+        state["sides"] = [side * 0.9 + part for side, part in zip(known, (grad @ grad.t(), grad.t() @ grad), strict=True)]
+        q.add_(state["sides"][0] @ grad, alpha=-lr)
+
+    model = Mlp(layers=8).to(p.device)
+    trained(p, model, own(model.parameters(), shampoo_update))
+
+
+@stranger()
 def schedule_free(p: Program) -> None:
     def free_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
         if not state:

@@ -112,6 +112,7 @@ class _Joined(_Home):
     def detach(self, traffic: Traffic) -> None:
         super().detach(traffic)
         self.joint.part(None)
+        self.joint.let_go()
 
     def on_memory(self, held: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         found = self.joint.held_on(held, memory)

@@ -175,6 +175,10 @@ class Joint:
                 first = (piece.first_byte - region.first_byte) // piece.dtype.itemsize
                 piece.lie_on(view_of(copies[region], piece.dtype, piece.size, piece.stride, first))
 
+    def let_go(self) -> None:
+        """Ends the care for all of them: what the optimizer has replaced is freed, while lists still have their item."""
+        self._pieces, self.others = [], ()
+
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor on the same bytes of the host, as a storage of their own: `torch.save` refuses several types in one."""
