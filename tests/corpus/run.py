@@ -20,6 +20,8 @@ from tieroff.runtime.backend.base import Backend
 
 Usage = Callable[["Program"], None]
 ROUNDING_BYTES = 512  # an allocator's, of each tensor
+# What a step may take of an accelerator beside its plan: blocks with norms of gradients that left, with their factors, a loss.
+ON_DEVICE_BYTES = 3 * ROUNDING_BYTES
 SEED = 11
 
 
@@ -71,7 +73,6 @@ class Took:
         phase, fallbacks, moved_bytes: as the engine says.
         limit_bytes: the budget of the plan that it followed, or of those of several models; None without one.
         peak_bytes: by the allocator, or on the CPU by one that counts in its place.
-        beside_bytes: what it may take of an accelerator besides.
     """
 
     phase: str
@@ -79,7 +80,6 @@ class Took:
     moved_bytes: int
     limit_bytes: int | None
     peak_bytes: int
-    beside_bytes: int
 
 
 @dataclass
@@ -145,14 +145,7 @@ class Program:
         limits = [_limit_bytes(one) for one in self.models] if is_planned else [None]
         limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
         moved = sum(stats.moved_bytes.values())
-        self.steps.append(Took(stats.phase, stats.fallbacks, moved, limit_bytes, peak_bytes, self._beside_bytes()))
-
-    def _beside_bytes(self) -> int:
-        """Returns what a step may take of an accelerator beside its plan.
-
-        Two scalars for each gradient, of which clipping asks the norm, each rounded up as the allocator does.
-        """
-        return 2 * ROUNDING_BYTES * sum(1 for model in self.models for _ in model.parameters())
+        self.steps.append(Took(stats.phase, stats.fallbacks, moved, limit_bytes, peak_bytes))
 
     def rows(self, index: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns random numbers, the same in every run."""
@@ -218,6 +211,6 @@ def check(name: str, device: torch.device, backend: Callable[[], Backend], folde
         moved_bytes += sum(step.moved_bytes for step in last)
         for step in last:
             if known.is_counted and step.limit_bytes is not None:
-                beside_bytes = known.on_host_bytes if device.type == "cpu" else step.beside_bytes
+                beside_bytes = known.on_host_bytes if device.type == "cpu" else ON_DEVICE_BYTES
                 assert step.peak_bytes <= step.limit_bytes + beside_bytes, f"at {budget}: {step}"
     assert moved_bytes > 0 or not known.planned

@@ -295,6 +295,7 @@ class Engine:
                 out = inner(*args, **kwargs)
             executor.reads.check_casts()
             executor.shards.check_seam()
+            self._steps.returned(out)
             return out
         except BaseException as error:
             torch.set_grad_enabled(True)  # as it was, already for what follows: see `leaves_modes_alone`

@@ -10,15 +10,14 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tieroff.core.lifetime import merge_intervals
 from tieroff.core.seams import Subject
-from tieroff.core.tensor import Tensor, allocated_bytes
+from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.parts import is_wrapper, parts_of
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
-from tieroff.tracing.recording.life import End, Life, UserCalls, is_of_parameter, transient_bytes, uses_of
+from tieroff.tracing.recording.life import End, Life, UserCalls, is_of_parameter, tensor_of, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
 from tieroff.tracing.recording.unseen import Unseen
@@ -180,6 +179,10 @@ class StepRecorder(TorchDispatchMode):
             life, is_new = self._life_of(storage)
             life.is_next |= is_new
         self._now += 1
+
+    def returned(self, storages: Iterable[object]) -> None:
+        for storage in self._followed(storages):
+            self._life_of(storage)[0].named = self._now
 
     def stands(self, storages: Iterable[object]) -> None:
         for storage in self._followed(storages):
@@ -413,7 +416,8 @@ class StepRecorder(TorchDispatchMode):
         lives = [life for life in self._lives if not life.is_below]
         holds, reads, writes = uses_of(lives, index, self._deaths, count, self._held)
         ends = self._first_instant, self._now
-        transient = transient_bytes(lives, index, ends, self._scratch, self._device_type, self._user_calls)
+        activations = {subject.key: subject.kind is TensorClass.ACTIVATION for subject in subjects}
+        transient = transient_bytes(lives, activations, ends, self._scratch, self._device_type, self._user_calls)
         ops = tuple(
             Op(
                 name=self._events[i][0],
@@ -427,17 +431,7 @@ class StepRecorder(TorchDispatchMode):
             for i in range(count)
         )
         tensors = tuple(
-            Tensor(
-                s.name,
-                allocated_bytes(s.size_bytes, self._device_type),
-                s.kind,
-                s.is_persistent,
-                s.is_movable,
-                merge_intervals(holds[i]),
-                index[s.owner] if s.owner is not None else -1,
-                min(self._deaths.get(s.key, count) + 1, count),  # it was there for a part of the op in which it died
-                s.label,
-            )
+            tensor_of(s, index, holds[i], self._deaths.get(s.key, count), count, self._device_type)
             for i, s in enumerate(subjects)
         )
         trace = Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__, **self.meta})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -28,9 +28,9 @@ def mib() -> torch.Tensor:
     return torch.ones(MIB // 4)
 
 
-def transients(*steps: Callable[[], None]) -> list[int]:
+def transients(*steps: Callable[[], None], recorder: StepRecorder | None = None, subjects: Sequence[Subject] = ()) -> list[int]:
     """Returns the transient MiB of ops that run one function each."""
-    recorder = StepRecorder(torch.device("cpu"))
+    recorder = recorder or StepRecorder(torch.device("cpu"))
     recorder.start()
     try:
         for step in steps:
@@ -39,7 +39,7 @@ def transients(*steps: Callable[[], None]) -> list[int]:
         recorder.event("end", "")
     finally:
         recorder.stop()
-    trace = recorder.finish([], [0] * (len(steps) + 1), "test")
+    trace = recorder.finish([*subjects], [0] * (len(steps) + 1), "test")
     return [op.transient_bytes // MIB for op in trace.ops[:-1]]
 
 
@@ -169,6 +169,45 @@ def test_data_loading_after_a_backward_is_not_the_steps_until_the_step_uses_it()
 def test_what_is_left_at_the_end_is_there_as_the_next_step_begins_until_its_like_is_made() -> None:
     kept: list[torch.Tensor] = []
     assert transients(lambda: None, lambda: kept.append(mib()), lambda: None) == [1, 2, 1]
+
+
+def test_what_a_forward_returns_has_its_like_beside_it_until_the_forward_ends() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    kept: list[torch.Tensor] = []
+
+    def returns() -> None:
+        mib()
+        recorder.returned([kept[0].untyped_storage()])
+
+    assert transients(lambda: kept.append(mib()), returns, lambda: None, recorder=recorder) == [2, 3, 1]
+
+
+def test_an_activation_that_the_program_holds_is_there_until_its_like_is_made() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    kept: list[torch.Tensor] = []
+
+    def saves() -> None:
+        kept.append(mib())
+        recorder.bind(kept[0].untyped_storage(), "saved")
+
+    saved = Subject("saved", "saved", MIB, TensorClass.ACTIVATION)
+    assert transients(lambda: None, saves, lambda: None, recorder=recorder, subjects=[saved]) == [1, 1, 0]
+    state = Subject("saved", "saved", MIB, TensorClass.OPTIMIZER)
+    kept.clear()
+    recorder = StepRecorder(torch.device("cpu"))
+    assert transients(lambda: None, saves, lambda: None, recorder=recorder, subjects=[state]) == [0, 0, 0]
+
+
+def test_memory_that_user_code_gives_a_subject_was_nobodys_until_then() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    kept: list[torch.Tensor] = []
+
+    def gives() -> None:
+        recorder.bind(kept[0].untyped_storage(), "given", is_below=True, is_set=True)
+
+    given = Subject("given", "given", MIB, TensorClass.PARAMETER)
+    steps = (lambda: kept.append(mib()), gives, lambda: None)
+    assert transients(*steps, recorder=recorder, subjects=[given]) == [1, 1, 0]
 
 
 def test_what_stands_is_there_all_the_time() -> None:

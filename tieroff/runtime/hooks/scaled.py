@@ -119,19 +119,27 @@ class ScaledGradients:
     def _norm(self, item: GradientItem, norm: Norm) -> torch.Tensor | None:
         if item.waiting is not None:
             return None
-        if self._context.state.record.recorder is not None:
+        recorder = self._context.state.record.recorder
+        if recorder is not None:
             self.asked.setdefault(item.key, set()).add(norm)
         known = self._measured.get(item.key)
         if known is not None and known.version == version_of(item.living) and norm in known.norms:
             return known.norms[norm].clone()
-        traffic = self._context.traffic
         with self._context.state.lock, as_the_engine():
-            if item.is_shown_below and item.lower is not None:
-                return norm.of(item.lower)
-            traffic.want(item)
-            value = norm.of(item.valid_value)
-            item.leave(traffic)
-            return value
+            value = self._norm_of(item, norm)
+        if recorder is not None:  # each takes room of its own, and what is computed of it is the step's
+            recorder.begin_unseen([value.untyped_storage()])
+            recorder.end_unseen()
+        return value
+
+    def _norm_of(self, item: GradientItem, norm: Norm) -> torch.Tensor:
+        traffic = self._context.traffic
+        if item.is_shown_below and item.lower is not None:
+            return norm.of(item.lower)
+        traffic.want(item)
+        value = norm.of(item.valid_value)
+        item.leave(traffic)
+        return value
 
     def _products(self, function: Any, what: Any, factor: Any) -> tuple[Any] | None:
         is_listed = isinstance(what, (list, tuple))

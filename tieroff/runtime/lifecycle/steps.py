@@ -154,6 +154,11 @@ class Steps:
             executor.saved_tensors.fixed = walk.fixed((args, kwargs))
             executor.clock.tick(("forward", signature), lambda: "forward", "forward")
 
+    def returned(self, out: Any) -> None:
+        """A forward is about to return this."""
+        if self._traced is not None:
+            self._traced.returned(out)
+
     def _watch_inputs(self, inputs: Any) -> None:
         """Notes when a backward passes through to the inputs: of a frozen model nothing else shows it where nothing moves."""
         for handle in self._watched:

@@ -82,6 +82,11 @@ class TracedStep:
         if self.is_watched:
             self._recorder.made(storages_in(values))
 
+    def returned(self, values: Any) -> None:
+        """A forward returns these."""
+        if self.is_watched:
+            self._recorder.returned(storages_in(values))
+
     @property
     def has_compiled(self) -> bool:
         """True when code was compiled since the step began, which takes memory of its own."""

@@ -4,7 +4,8 @@
 The step is a ring: what is alive as it ends is there as the next one begins. A subject's tensor says so by itself. Of
 everything else, what stands (state that is not moved, buffers) is there all the time, whenever in the recorded step it was
 made. What user code still holds, its last outputs say, is there until the next step has made its like, and beside that for a
-moment: a name is given its new value before the old one goes.
+moment: a name is given its new value before the old one goes. What a forward returns gets its name as it ends, whenever
+in it that was made. So are activations that it holds: beside those of the next step.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tieroff.core.tensor import allocated_bytes
+from tieroff.core.lifetime import merge_intervals
+from tieroff.core.seams import Subject
+from tieroff.core.tensor import Tensor, allocated_bytes
 
 
 class Life:
@@ -29,6 +32,7 @@ class Life:
         is_next: it is the next step's, whose like the recorded step had too: its inputs.
         is_copy: the engine made it, of a tensor that was elsewhere.
         is_foreign: of a parameter, until somebody says whose it is.
+        named: the instant at which a forward returned it; -1 of what none did.
     """
 
     __slots__ = (
@@ -41,6 +45,7 @@ class Life:
         "is_foreign",
         "is_next",
         "keys",
+        "named",
         "reads",
         "size_bytes",
         "writes",
@@ -49,7 +54,7 @@ class Life:
     def __init__(self, storage: torch.UntypedStorage, now: int, op: int) -> None:
         self.size_bytes = storage.nbytes()
         self.birth, self.birth_op = now, op
-        self.death, self.death_op = -1, -1
+        self.death, self.death_op, self.named = -1, -1, -1
         self.keys: dict[Hashable, int] = {}
         self.is_below = self.is_copy = self.is_foreign = self.is_next = False
         self.reads: set[int] = set()
@@ -169,9 +174,26 @@ def uses_of(
     return holds, reads, writes
 
 
+def tensor_of(
+    subject: Subject, index: Mapping[Hashable, int], holds: list[tuple[int, int]], death: int, count: int, device_type: str
+) -> Tensor:
+    """Returns a subject as the trace, of `count` ops, lists it."""
+    return Tensor(
+        subject.name,
+        allocated_bytes(subject.size_bytes, device_type),
+        subject.kind,
+        subject.is_persistent,
+        subject.is_movable,
+        merge_intervals(holds),
+        index[subject.owner] if subject.owner is not None else -1,
+        min(death + 1, count),  # it was there for a part of the op in which it died
+        subject.label,
+    )
+
+
 def transient_bytes(
     lives: Iterable[Life],
-    subjects: Collection[Hashable],
+    subjects: Mapping[Hashable, bool],
     ends: tuple[Sequence[int], int],
     scratch: Mapping[int, int],
     device_type: str,
@@ -181,7 +203,7 @@ def transient_bytes(
 
     Args:
         lives: of all storages of the step on the device.
-        subjects: the keys of those that count by themselves.
+        subjects: the keys of those that count by themselves, and which of them are activations.
         ends: the instant at which each op begins, and the last instant.
         scratch: what ops took for themselves, by the instant at which they ended.
         device_type: whose allocator gave the memory.
@@ -191,16 +213,17 @@ def transient_bytes(
     born, dead, made = defaultdict[int, int](int), defaultdict[int, int](int), defaultdict[int, int](int)
     for life in lives:
         size_bytes = allocated_bytes(life.size_bytes, device_type)
-        if any(key in subjects for key in life.keys):
-            if not life.is_copy:
-                made[life.birth] += size_bytes
-            continue
-        born[life.birth] += size_bytes
-        if life.death >= 0:
-            dead[life.death] += size_bytes
-        elif life.birth > 0 and not life.is_next:  # see [Note: the ring closes]
+        kinds = [subjects[key] for key in life.keys if key in subjects]
+        if kinds and not life.is_copy:
+            made[life.birth] += size_bytes
+        if not kinds:
+            born[life.birth] += size_bytes
+            if life.death >= 0:
+                dead[life.death] += size_bytes
+        # See [Note: the ring closes].
+        if life.death < 0 and life.birth > 0 and not life.is_next and not (kinds and life.is_copy) and all(kinds):
             born[0] += size_bytes
-            dead[life.birth] += size_bytes
+            dead[max(life.birth, life.named)] += size_bytes
     peaks = [0] * len(starts)
     total, op, made_bytes = 0, 0, 0
     for instant in range(now + 1):
