@@ -386,3 +386,25 @@ def a_penalty_on_weights_before_the_forward(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters())
+
+
+@stranger()
+def weights_that_hooks_keep_until_the_update(p: Program) -> None:
+    """Hooks of activations keep aliases of weights, as some that watch a layer's gradient beside its weight do."""
+    model = Mlp().to(p.device)
+    optimizer = adamw(model)
+    kept: list[torch.Tensor] = []
+
+    def watch(module: nn.Module, _given: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda _: kept.append(module.get_parameter("weight").detach()))
+
+    for layer in model.layers:
+        layer.register_forward_hook(watch)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        kept.clear()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

@@ -15,7 +15,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
 assert programs.__all__
 LOSS_BYTES = 64
 
-PROGRAMS = ("weights_decayed_before_the_update", "weights_decayed_by_hand", "chunked_head")
+PROGRAMS = (
+    "weights_decayed_before_the_update",
+    "weights_decayed_by_hand",
+    "weights_that_hooks_keep_until_the_update",
+    "chunked_head",
+)
 
 
 @pytest.mark.parametrize("budget", ["90%", "50%", "min"])

@@ -54,7 +54,11 @@ class Refusals:
                 continue
             was_lent = isinstance(item, ActivationItem) and item.is_lent
             item.leave(self._traffic)
+            recorder = self._state.record.recorder
             if item.device is None and isinstance(item, HomeItem):
                 self._state.record.bind(item)
             elif item.device is None and was_lent:
                 self._state.record.wrote(item.key)  # up to here, by whoever had it
+            elif isinstance(item, HomeItem) and recorder is not None and recorder.is_on:
+                # It came up for a call of user code, which counts nowhere; held beyond the op it counts until it leaves.
+                recorder.bind(item.device.untyped_storage(), item.key)
