@@ -18,6 +18,7 @@ from tieroff.planner.policies import find_policy
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
+from tieroff.runtime.optimizer.state_dicts import engine_by_hooks
 from tieroff.session.build import build
 from tieroff.session.links import stand_in
 from tieroff.session.ranks import Ranks, on_wrap
@@ -241,4 +242,5 @@ def engine_of(model: torch.nn.Module) -> Engine | None:
             return owner
         # Others wrap their forward around this one (a trainer's mixed precision), which stays inside when ours is removed.
         slot = slot.inner if isinstance(slot, ForwardSlot) else getattr(slot, "__wrapped__", None)
-    return None
+    owner = engine_by_hooks(model)  # of one whose forward somebody replaced by a function that says nothing of what is inside
+    return owner if isinstance(owner, Engine) and owner.model is model and not owner.is_closed else None

@@ -123,7 +123,7 @@ class Engine:
         root = ForwardSlot(self.model, self._forward)  # begin_in has others, whose inputs are no inputs of the forward
         root.engine = self
         self._slots.append(root)
-        self._slots.append(state_dicts.refuse_in_child(self.model, self._managed.can_read))
+        self._slots.append(state_dicts.refuse_in_child(self.model, self._managed.can_read, self))
         if self._backend.device.type != "cpu":
             given = state_dicts.install(self.model, self._managed.given_out)
             self._slots += [given, ForwardSlot(self.model, self._state_dict, "state_dict")]

@@ -319,6 +319,20 @@ def test_parameters_assigned_in_inference_mode(each_setting: Setting) -> None:
     assert_same(follow(mlp_and_adam, step, 7).seen, follow(mlp_and_adam, step, 7, each_setting).seen)
 
 
+def test_a_forward_that_a_function_replaced(each_setting: Setting) -> None:
+    model, optimizer = mlp_and_adam()
+    each_setting.wrap(model, optimizer)
+    before = model.forward
+    model.forward = lambda x: before(x * 2)
+    for _ in range(4):
+        usual(model, optimizer)
+    assert tieroff.engine(model).stats().phase == "planned"
+    with pytest.raises(StateError, match="wrapped already"):
+        tieroff.wrap(model, optimizer)
+    tieroff.unwrap(model)
+    assert torch.equal(model(torch.ones(2, 8)), type(model).forward(model, torch.full((2, 8), 2.0)))
+
+
 class Tokens(nn.Module):
     """A tiny language model with tied weights and a `generate` that calls itself."""
 

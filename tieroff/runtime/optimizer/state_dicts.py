@@ -149,10 +149,14 @@ def install_on_optimizer(
 
 
 class _RefuseInChild:
-    """A hook before `state_dict()`. A copy or a pickle of it, in a copied model, refuses nothing."""
+    """A hook before `state_dict()`. A copy or a pickle of it, in a copied model, refuses nothing.
 
-    def __init__(self, is_readable: Callable[[], bool] | None = None) -> None:
-        self._is_readable = is_readable
+    Attributes:
+        engine: whose model has this hook; None in a copy, and on an optimizer.
+    """
+
+    def __init__(self, is_readable: Callable[[], bool] | None = None, engine: object = None) -> None:
+        self._is_readable, self.engine = is_readable, engine
 
     def __call__(self, *_arguments: Any) -> None:
         if self._is_readable is not None and not self._is_readable():
@@ -168,15 +172,22 @@ class _RefuseInChild:
         return _RefuseInChild()
 
 
-def refuse_in_child(owner: Any, is_readable: Callable[[], bool]) -> Handle:
+def refuse_in_child(owner: Any, is_readable: Callable[[], bool], engine: object = None) -> Handle:
     """Has `state_dict()` of a model or optimizer raise where this process cannot read what lies below: in a forked child.
 
     Args:
         owner: has `register_state_dict_pre_hook`.
         is_readable: whether this process can.
+        engine: that of the owner, if it is a model.
     """
     register: Callable[[Any], Handle] = owner.register_state_dict_pre_hook
-    return register(_RefuseInChild(is_readable))
+    return register(_RefuseInChild(is_readable, engine))
+
+
+def engine_by_hooks(model: torch.nn.Module) -> object:
+    """Returns the engine that has hooks on a model's `state_dict()`, if one has: its `forward` may have been replaced since."""
+    hooks = getattr(model, "__dict__", {}).get("_state_dict_pre_hooks", {}).values()
+    return next((hook.engine for hook in hooks if isinstance(hook, _RefuseInChild) and hook.engine is not None), None)
 
 
 class _ToCpu:
