@@ -374,6 +374,30 @@ def weights_clipped_before_each_step(p: Program) -> None:
 
 
 @stranger()
+def penalties_on_weights_inside_forward(p: Program) -> None:
+    """Before the layers that use them, and after half of these."""
+
+    class Penalized(Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            def penalty() -> Any:
+                return 1e-3 * sum(q.square().sum() for q in self.parameters())
+
+            for at, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x if at % 3 else x + penalty()))
+            return x
+
+    model = Penalized(layers=6).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
 def a_penalty_on_weights_before_the_forward(p: Program) -> None:
     """The sum of the weights' squares, of which the graph saves every weight until backward."""
     model = Mlp(layers=6).to(p.device)

@@ -168,19 +168,18 @@ class SavedTensors:
         if tensor.is_cpu != self._is_cpu:
             return Kept(alias_of(tensor), leaf_saved_here(tensor))  # not of the device: its user finds it where it was
         key = (storage := tensor.untyped_storage())._cdata
-        if self._resident:
-            saved = self._resident_on(key)
-            if saved is not None:
-                return self._keep_resident(key, tensor, saved.ordinal)
-        known = self._storages.on(storage)
-        if known is not None:
+        if self._resident and (saved := self._resident_on(key)) is not None:
+            return self._keep_resident(key, tensor, saved.ordinal)
+        if (known := self._storages.on(storage)) is not None:
             self._keep_up(known, tensor)
             return self._move(tensor, known.item, Packed(tensor, known.item))
-        parameter = self._reads.live.on(storage)
-        if parameter is not None:
+        if (parameter := self._reads.live.on(storage)) is not None:
             return self._pack_parameter(tensor, parameter)
         base = tensor._base if tensor._is_view() else tensor
         if base is not None and base.is_leaf and base.requires_grad:
+            home = self._context.homes.parameter(base)  # user code used it itself, wherever the plan has it
+            if type(home) is ParameterItem and not home.is_unmanaged and base.storage_offset() == 0:
+                return self._pack_parameter(tensor, home)
             return Kept(alias_of(tensor), leaf_saved_here(tensor))  # no home of ours: whoever owns it may free it
         is_small = self._min_bytes is None or storage.nbytes() < self._min_bytes
         if key in self.fixed or (is_small and not self._had_event_here()):
