@@ -162,6 +162,22 @@ def test_parameters_on_one_memory_are_updated_on_the_device(update_on_host: bool
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
+@pytest.mark.parametrize("budget", ["45%", "min"])
+def test_parameters_that_come_to_share_memory_are_updated_in_one_call(budget: str, tmp_path: Path) -> None:
+    """Both are decayed before both get their step, as `foreach` does it for a list; one after the other rounds otherwise."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3, foreach=True)
+
+    plain, wrapped = Loop(None, make), Loop(tmp_path, make, budget=budget)
+    for loop in (plain, wrapped):
+        loop.steps(STEPS_BEFORE)
+        loop.parameters[2].data = loop.parameters[0].data
+        loop.steps(10)
+    assert wrapped.engine is not None and wrapped.engine.stats().phase == "planned"
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
 def test_layers_are_frozen_and_thawed_once_the_cpu_updates(tmp_path: Path) -> None:
     """Their state stays, so that the optimizer's buckets still hold them."""
     plain, wrapped = Loop(None), Loop(tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tieroff.core.buckets import buckets_of
-from tieroff.runtime.items.offloaded import PLAIN
+from tieroff.runtime.items.offloaded import PLAIN, address_of, guarded
 from tieroff.runtime.movable import local_of
 from tieroff.runtime.optimizer.known import TRIED, Known, known_of
 from tieroff.runtime.optimizer.trial import Trial
@@ -155,7 +155,7 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 def _on_one_memory(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Returns the positions of parameters that lie on the same memory; of what lies below, each has its own."""
-    addresses = [p.data_ptr() if type(p) in PLAIN and p.layout is torch.strided else 0 for p in params]
+    addresses = [_address_on_device(p) for p in params]
     if len(set(addresses)) + addresses.count(0) == len(addresses) + (0 in addresses):
         return ()
     positions: dict[int, list[int]] = {}
@@ -163,6 +163,14 @@ def _on_one_memory(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...
         if address:
             positions.setdefault(address, []).append(position)
     return tuple(tuple(found) for found in positions.values() if len(found) > 1)
+
+
+def _address_on_device(parameter: torch.Tensor) -> int:
+    """Returns where a parameter's memory on the device begins; 0 of one that lies below, or has no address."""
+    if type(parameter) in PLAIN:
+        return parameter.data_ptr() if parameter.layout is torch.strided else 0
+    item = guarded(parameter)  # it may be up: user code that uses it goes through the guard all the same
+    return address_of(parameter) if item is not None and item.is_lifted else 0
 
 
 def _joined(ranges: Sequence[range], shared: Sequence[Sequence[int]]) -> list[list[int]]:
