@@ -266,5 +266,7 @@ class BucketUpdate:
             known.lift(context.traffic)
             if known.kind is not TensorClass.GRADIENT or may_write_gradients:
                 known.touch(context.traffic)  # from here on the device copy counts, wherever an exception may come
+            elif known.leaving is not None:
+                context.traffic.settle(known)  # the bucket grew since the plan; fused kernels are declared to write it
             if is_recorded:
                 context.state.record.bind(known)
