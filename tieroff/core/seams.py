@@ -107,6 +107,9 @@ class Recorder(Protocol):
     def made(self, storages: Iterable[object]) -> None:
         """User code has these storages by now, which no op was seen to make: inputs of the next step."""
 
+    def given(self, storages: Iterable[object]) -> None:
+        """The engine has just made these for user code, in the running op."""
+
     def returned(self, storages: Iterable[object]) -> None:
         """The forward returns these: a name of the program's is given to them now, and held their likes until then."""
 

@@ -180,6 +180,11 @@ class StepRecorder(TorchDispatchMode):
             life.is_next |= is_new
         self._now += 1
 
+    def given(self, storages: Iterable[object]) -> None:
+        for storage in self._followed(storages):
+            self._life_of(storage)
+        self._now += 1
+
     def returned(self, storages: Iterable[object]) -> None:
         for storage in self._followed(storages):
             self._life_of(storage)[0].named = self._now

@@ -128,8 +128,7 @@ class ScaledGradients:
         with self._context.state.lock, as_the_engine():
             value = self._norm_of(item, norm)
         if recorder is not None:  # each takes room of its own, and what is computed of it is the step's
-            recorder.begin_unseen([value.untyped_storage()])
-            recorder.end_unseen()
+            recorder.given([value.untyped_storage()])
         return value
 
     def _norm_of(self, item: GradientItem, norm: Norm) -> torch.Tensor:

@@ -57,6 +57,10 @@ class ForwardSlot:
 
     @runs_user_code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # which looks into no frames
+            if not self._is_removed:
+                _refuse_to_be_compiled()
+            return self.inner(*args, **kwargs)
         inner, called = self.inner, _called_module()
         if called is not None and called is not self._module and self._is_of_class():
             inner = types.MethodType(getattr(type(called), self._method), called)
@@ -64,8 +68,6 @@ class ForwardSlot:
                 return inner(*args, **kwargs)
         if self._is_removed:  # somebody else's forward has it inside
             return inner(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_to_be_compiled()
         return self._around(inner, args, kwargs)
 
     def _is_of_class(self) -> bool:
