@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tieroff.config import Config
 from tieroff.core.machine import Machine, load_machine
 from tieroff.probe.calibration.updates import measure_updates
+from tieroff.probe.links import DEVICE_COPY_BYTES
 from tieroff.probe.machine import measure_apart, measure_machine
 from tieroff.session.ranks import Ranks
 from tieroff.storage.engines.base import Engine
@@ -94,7 +95,9 @@ class Links:
         """
         if not self.is_named and not self._has_measured_updates:
             self._has_measured_updates = True
-            rates = measure_updates(self._device, _MEASURE_UPDATES_S, host_bytes=host_bytes // _HOST_PART)
+            room_bytes = host_bytes // _HOST_PART
+            # The model is on the device meanwhile: copies take no more of that than those that measured the links.
+            rates = measure_updates(self._device, _MEASURE_UPDATES_S, host_bytes=room_bytes, copy_bytes=DEVICE_COPY_BYTES)
             self.machine = rates.of(self.machine)
         return self.machine.update_bytes_per_s > 0
 

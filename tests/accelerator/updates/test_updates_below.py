@@ -31,6 +31,7 @@ from tests.support.oracles.bytes.device import DeviceBytes
 from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import Tier
 from tieroff.probe.calibration.updates import UpdateRates
+from tieroff.probe.links import DEVICE_COPY_BYTES
 from tieroff.updates.native import HAS_UPDATES
 
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
@@ -134,7 +135,8 @@ def test_without_a_machine_file_a_run_measures_what_the_cpu_updates(tmp_path: Pa
     """Once, within a quarter of the host budget; what is not planned for is not measured."""
     measured = list[int]()
 
-    def measure(_device: str, _seconds: float, *, host_bytes: int) -> UpdateRates:
+    def measure(_device: str, _seconds: float, *, host_bytes: int, copy_bytes: int) -> UpdateRates:
+        assert copy_bytes == DEVICE_COPY_BYTES
         measured.append(host_bytes)
         return UpdateRates(UPDATES, UPDATES, 2 * LINK)
 

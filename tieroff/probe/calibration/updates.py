@@ -23,10 +23,7 @@ from tieroff.updates.native import HAS_UPDATES
 from tieroff.updates.pool import make_pool
 
 TENSOR_BYTES = 64 * 2**20
-"""Of a parameter, its gradient and each moment: more than caches keep."""
-
-COPY_BYTES = 16 * 2**20
-"""Of each end of a copy: a run measures while its model is on the device."""
+"""Of a parameter, its gradient, each moment, and each end of a copy: more than caches keep."""
 
 STATE_TENSORS = 2
 TENSORS = 2 + STATE_TENSORS
@@ -57,7 +54,9 @@ class UpdateRates:
         return replace(machine, cpu_update_bytes_per_s=self.state_bytes_per_s, host_memory_bytes_per_s=memory)
 
 
-def measure_updates(device: str, seconds: float, *, host_bytes: int = TENSORS * TENSOR_BYTES) -> UpdateRates:
+def measure_updates(
+    device: str, seconds: float, *, host_bytes: int = TENSORS * TENSOR_BYTES, copy_bytes: int = TENSOR_BYTES
+) -> UpdateRates:
     """Returns the medians of rounds of updates, alone and beside copies in turn, so that both meet the same machine.
 
     Args:
@@ -65,6 +64,7 @@ def measure_updates(device: str, seconds: float, *, host_bytes: int = TENSORS * 
         seconds: time to spend, roughly.
         host_bytes: of memory that updates may take meanwhile. With little of it they find their tensors in caches, as those
             of a model do whose state is as small.
+        copy_bytes: of each end of a copy.
     """
     if not HAS_UPDATES:
         return UpdateRates()
@@ -85,7 +85,7 @@ def measure_updates(device: str, seconds: float, *, host_bytes: int = TENSORS * 
     alone: list[float] = []
     beside: list[float] = []
     copied: list[float] = []
-    copies = _Copies(device)
+    copies = _Copies(device, copy_bytes)
     try:
         update()  # warms up
         stop = time.perf_counter() + seconds
@@ -112,11 +112,11 @@ class _Copies:
         copied_bytes: by those that are over.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, copy_bytes: int) -> None:
         self.copied_bytes = 0
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        self._lanes = [_memory_copy() for _ in range(2)] if device == "cpu" else [_device_copies(device)]
+        self._lanes = [_memory_copy(copy_bytes) for _ in range(2)] if device == "cpu" else [_device_copies(device, copy_bytes)]
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -143,22 +143,22 @@ class _Copies:
                 self.copied_bytes += moved
 
 
-def _memory_copy() -> Callable[[], int]:
-    source, target = touched(COPY_BYTES), touched(COPY_BYTES)
+def _memory_copy(size_bytes: int) -> Callable[[], int]:
+    source, target = touched(size_bytes), touched(size_bytes)
 
     def copy() -> int:
         np.copyto(target, source)
-        return COPY_BYTES
+        return size_bytes
 
     return copy
 
 
-def _device_copies(device: str) -> Callable[[], int]:
+def _device_copies(device: str, size_bytes: int) -> Callable[[], int]:
     """Returns what copies both ways at once, each way on a stream of its own."""
     import torch
 
-    pinned = [torch.ones(COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-    resident = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    pinned = [torch.ones(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    resident = [torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device) for _ in range(2)]
     torch.accelerator.synchronize()  # the buffers above were filled on the current stream
 
@@ -168,6 +168,6 @@ def _device_copies(device: str) -> Callable[[], int]:
                 target.copy_(source, non_blocking=True)
         for stream in streams:
             stream.synchronize()
-        return 2 * COPY_BYTES
+        return 2 * size_bytes
 
     return copy

@@ -31,8 +31,8 @@ _CALLS = frozenset({"_call_impl", "inner", "_slow_forward"})
 class ForwardSlot:
     """Stands in for a module instance's `forward`, or for another of its methods that begins a step.
 
-    A deep copy or a pickle of the module gets its class's own again. In a shallow one, which has the slot as any attribute, the
-    class's own runs on the copy: as a step where the copy has all that the module has, else beside the engine.
+    A deep copy or a pickle of the module gets its class's own again. A shallow copy has the slot itself, and the class's
+    own runs on the copy: as a step where the copy has all that the module has, else beside the engine.
 
     Attributes:
         had_own: what the instance had in this place before, or None.
