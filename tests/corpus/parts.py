@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.corpus.run import Program
+
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int = 2) -> None:
@@ -99,3 +101,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
+
+
+def trained(p: Program, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 9) -> None:
+    """Wraps a model and trains it on rows of 32."""
+    p.wrap(model, optimizer)
+    for index in range(steps):
+        loss = model(p.rows(index, 6, 32)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters(), optimizer.state_dict()["state"])

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, update
+from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, trained, update
 from tests.corpus.run import Program, stranger
 
 STEPS = 9
@@ -387,14 +387,7 @@ def penalties_on_weights_inside_forward(p: Program) -> None:
             return x
 
     model = Penalized(layers=6).to(p.device)
-    optimizer = adamw(model)
-    p.wrap(model, optimizer)
-    for index in range(STEPS):
-        loss = model(p.rows(index, 6, 32)).square().mean()
-        loss.backward()
-        update(optimizer)
-        p.end(model, loss)
-    p.note(*model.parameters())
+    trained(p, model, adamw(model))
 
 
 @stranger()

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, update
+from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, trained, update
 from tests.corpus.run import Program, stranger
 
 STEPS = 9
@@ -30,16 +29,6 @@ def own(params: Any, update: Update, lr: float = 1e-2) -> torch.optim.Optimizer:
                         update(q, q.grad, self.state[q], group["lr"])
 
     return Own(params, {"lr": lr})
-
-
-def trained(p: Program, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
-    p.wrap(model, optimizer)
-    for index in range(steps):
-        loss = model(p.rows(index, 6, 32)).square().mean()
-        loss.backward()
-        update(optimizer)
-        p.end(model, loss)
-    p.note(*model.parameters(), optimizer.state_dict()["state"])
 
 
 @stranger()
