@@ -15,6 +15,9 @@ UPDATED_ON_DEVICE = "updated_on_device"
 BYTES_BELOW = "bytes_below"
 """The key in a trace's `meta` that says what lies below all the time and is no tensor of the trace, as "host=1024 nvme=0"."""
 
+BYTES_APART = "bytes_apart"
+"""The key in a trace's `meta` that says how many bytes of the device the program has apart from the step; see `bytes_apart`."""
+
 ELEMENTWISE = "elementwise"
 """The key in a trace's `meta` that names the optimizer where it is known to update each element by itself."""
 
@@ -61,6 +64,11 @@ def bytes_below(meta: Mapping[str, str]) -> dict[Tier, int]:
     """Returns what a trace's `meta` says of `BYTES_BELOW`."""
     pairs = (entry.split("=") for entry in meta.get(BYTES_BELOW, "").split())
     return {Tier(tier): int(size_bytes) for tier, size_bytes in pairs}
+
+
+def bytes_apart(meta: Mapping[str, str]) -> int:
+    """Returns what of the device, by a trace's `meta`, the program has all the time, while no op uses and nobody moves it."""
+    return int(meta.get(BYTES_APART, 0))
 
 
 def fills_vectors(element_count: int) -> bool:

@@ -1,8 +1,9 @@
-"""Resident memory of the process, which on the CPU backend is what a budget in bytes is about."""
+"""Memory that is not the step's: of other engines; on the CPU backend of the process, which a budget in bytes is about."""
 
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,6 +16,19 @@ from tieroff.runtime.items.offloaded import PLAIN
 from tieroff.runtime.movable import local_of
 
 _STATM = Path("/proc/self/statm")
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def shares_process(engine: Engine) -> None:
+    """An engine is there: what it has on a device is its own."""
+    _engines.add(engine)
+
+
+def elsewhere_bytes(engine: Engine) -> int:
+    """Returns what other engines than this one have on its device."""
+    others = (other for other in _engines if other is not engine and not other.is_closed and other.device == engine.device)
+    return sum(other.own_device_bytes for other in others)
 
 
 class ProcessMemory:

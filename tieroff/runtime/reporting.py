@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tieroff.core.buckets import bytes_apart
 from tieroff.core.explain.describe import Explained, explain
 from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import Plan
@@ -67,6 +68,8 @@ class Reporting:
         found: dict[str, int] = {}
         if kind.recorded is not None and kind.recorded.foreign_bytes:
             found["parameters of a model that is not wrapped: wrap it under the same budget"] = kind.recorded.foreign_bytes
+        if kind.recorded is not None and (apart := bytes_apart(kind.recorded.trace.meta)):
+            found["what the program has there apart from the step; a budget in bytes pays for it"] = apart
         for one in unmanaged(self._managed):
             found[one.why] = found.get(one.why, 0) + one.tensor.untyped_storage().nbytes()
         if grown_bytes := self._steps.growth.of(kind):

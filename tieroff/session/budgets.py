@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tieroff.config import Config, Nvme
-from tieroff.core.buckets import bytes_below
+from tieroff.core.buckets import bytes_apart, bytes_below
 from tieroff.core.tensor import Tier
 from tieroff.core.trace import Trace
 from tieroff.errors import ConfigError
@@ -17,7 +17,7 @@ from tieroff.planner.least import Least
 from tieroff.planner.problem.problem import live_bytes
 from tieroff.probe import limits
 from tieroff.runtime.engine import Engine
-from tieroff.runtime.process_memory import ProcessMemory
+from tieroff.runtime.process_memory import ProcessMemory, elsewhere_bytes, shares_process
 from tieroff.session.ranks import Ranks
 from tieroff.session.shared import Part
 from tieroff.storage.limits import host_limit
@@ -106,6 +106,7 @@ class Budgets:
             resident: makes memory of the process that is no tensor count against a device budget given in bytes.
         """
         self._resident, self._engine = resident, engine
+        shares_process(engine)
         if self.part is not None:
             self.part.watch(engine)
 
@@ -188,11 +189,13 @@ class Budgets:
         if self.saves_too_little(trace, least):
             return int(live_bytes(trace).max())
         limit = self.limit_bytes(trace)
-        device = limit - self._overhead_bytes(limit)
-        needs = least()
+        overhead = self._overhead_bytes(trace, limit)
+        device, needs = limit - overhead, least()
         if device < needs.floor_bytes:
             raised = self.raised(needs.floor_bytes if limit >= needs.floor_bytes else needs.enough_bytes, limit)
-            return limit if raised is None else raised
+            device = limit if raised is None else raised
+            self._tell_apart(overhead, device, limit)
+            return device
         return self._within_machine(device, trace, needs) if self._is_cpu else device
 
     def _within_machine(self, device: int, trace: Trace, needs: Least) -> int:
@@ -232,13 +235,21 @@ class Budgets:
             limit = int(limit * self._kept_ratio)
         return limit
 
-    def _overhead_bytes(self, limit: int) -> int:
-        """Returns what comes off a budget in bytes on the CPU, which is about resident memory: what the process itself takes,
-        up to a share."""
+    def elsewhere_bytes(self) -> int:
+        """Returns what the engines of other models have on the device."""
+        return elsewhere_bytes(self._engine) if self._engine is not None else 0
+
+    def _overhead_bytes(self, trace: Trace, limit: int) -> int:
+        """Returns what comes off a budget in bytes: what the program has on an accelerator apart from the step.
+
+        On the CPU such a budget is about resident memory, and what comes off is what the process itself takes, up to a share.
+        """
         is_size = self._wanted is not None and self._wanted.size_bytes is not None
-        if not is_size or self._resident is None or self._engine is None:
+        if not is_size or self._engine is None:
             return 0
         engines = self.part.engines if self.part is not None else (self._engine,)
+        if self._resident is None:
+            return bytes_apart(trace.meta) // len(engines)
         overhead_bytes = self._resident.overhead_bytes(*engines) // len(engines)
         taken_bytes = min(overhead_bytes, int(limit * _OVERHEAD_SHARE_AT_MOST))
         if overhead_bytes > taken_bytes and not self._is_overhead_told and self._ranks.rank == 0:
@@ -251,6 +262,20 @@ class Budgets:
                 format_bytes(overhead_bytes - taken_bytes),
             )
         return taken_bytes
+
+    def _tell_apart(self, apart: int, device: int, limit: int) -> None:
+        """Says once that more than was asked for is on an accelerator: a step's least, beside what is there apart from it."""
+        if self._is_cpu or not apart or device > limit or self._is_overhead_told or self._ranks.rank:
+            return
+        self._is_overhead_told = True
+        log.warning(
+            "the program has %s of the device apart from its step (copies of weights, data, other models), which nobody moves: "
+            "with %s, the least that the step runs in, the device budget of %s is exceeded by %s",
+            format_bytes(apart),
+            format_bytes(device),
+            format_bytes(limit),
+            format_bytes(device + apart - limit),
+        )
 
 
 def _plannable(size_bytes: int) -> int:

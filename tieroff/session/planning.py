@@ -29,6 +29,7 @@ from tieroff.session.ranks import Need, Ranks
 from tieroff.session.workshop import Workshop
 from tieroff.storage.limits import host_limit
 from tieroff.tracing.recorder import StepRecorder
+from tieroff.tracing.recording.apart import Apart
 from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
@@ -74,7 +75,7 @@ class Planning:
         self._rank_budget.enter()
         self._workshop.waits |= self._rank_budget.is_shared
         self._workshop.open()
-        recorder = StepRecorder(self._device, self._publish)
+        recorder = StepRecorder(self._device, self._publish, Apart(self._device, self._budgets.elsewhere_bytes))
         if self._budgets.part is not None:
             self._budgets.part.begin_recording(recorder)
         return recorder

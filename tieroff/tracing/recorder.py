@@ -15,15 +15,18 @@ from tieroff.core.tensor import TensorClass
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.parts import is_wrapper, parts_of
+from tieroff.tracing.recording.apart import Apart
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
 from tieroff.tracing.recording.life import End, Life, UserCalls, is_of_parameter, tensor_of, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
+from tieroff.tracing.recording.stack import take_off
 from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
 
 _TURNS = 2  # steps of other models that wait for the end of one that is traced
+Tell = Callable[[Trace | None], None]
 
 
 class StepRecorder(TorchDispatchMode):
@@ -41,15 +44,16 @@ class StepRecorder(TorchDispatchMode):
     Args:
         device: whose storages are followed.
         tell: called with the trace as soon as there is one, or with None when there will be none of this step.
+        apart: measures what the program has there apart from the step; None: nobody asks.
 
     Attributes:
         is_on: it watches; not before the step's forward, nor after its update.
         is_cut: another model's step had waited too long.
     """
 
-    def __init__(self, device: torch.device, tell: Callable[[Trace | None], None] | None = None) -> None:
+    def __init__(self, device: torch.device, tell: Tell | None = None, apart: Apart | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
+        self._tell, self._apart = tell, apart or Apart(device)
         self._device_type = device.type
         self._lives: list[Life] = []
         self._dead: deque[End] = deque()  # since the last sweep; other threads append too
@@ -110,19 +114,16 @@ class StepRecorder(TorchDispatchMode):
             )
         _python_dispatch._push_mode(self)
         self.is_on = True
+        self._apart.begin()
 
     def stop(self) -> None:
-        """Takes the mode off the stack, wherever in it others have put it meanwhile; deaths are still followed."""
+        """Takes the mode off the stack; deaths are still followed."""
         if not self.is_on:
             return
         self.is_on = False
-        if self not in _python_dispatch._get_current_dispatch_mode_stack():
-            return
-        above = []
-        while (mode := _python_dispatch._pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _python_dispatch._push_mode(mode)
+        take_off(self)
+        self._sweep()
+        self.meta |= self._apart.end(self._lives)
 
     def give_way(self) -> None:
         """Another model's step was to be traced. A step that does not end, as after an exception, is given up."""

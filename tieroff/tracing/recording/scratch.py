@@ -74,6 +74,11 @@ class AllocatorPeak:
         torch.accelerator.reset_peak_memory_stats(self._device)
         self._before_bytes, _ = self._read()
 
+    @property
+    def taken_bytes(self) -> int:
+        """What is in use now."""
+        return self._read()[0]
+
     def stop(self, came_bytes: int = 0, went_bytes: int = 0) -> int:
         """The call is over; returns the bytes that it took for its own use and gave back.
 
