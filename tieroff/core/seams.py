@@ -136,8 +136,12 @@ class Recorder(Protocol):
     def end_unseen(self, made: Iterable[object] = ()) -> None:
         """That code has ended, and these storages are there now."""
 
-    def begin_user_call(self) -> None:
-        """User code gets tensors that came up from below for this call alone, which count nowhere."""
+    def begin_user_call(self, kept: Mapping[Hashable, int]) -> None:
+        """User code gets tensors that came up from below for this call alone, which count nowhere.
+
+        Args:
+            kept: keys of all that it uses or that the program holds by now -> bytes on the device.
+        """
 
     def end_user_call(self) -> None:
         """That call is over."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -25,6 +25,9 @@ from functools import cached_property
 from tieroff.core.lifetime import Lifetime, derive_lifetimes
 from tieroff.core.tensor import Tensor
 from tieroff.errors import CaptureError
+
+LARGEST_CALL = "largest_call"
+"""The key in a trace's `meta` that describes the call of user code which needs most, as `Call.written` does."""
 
 
 class Queue(StrEnum):
@@ -299,3 +302,30 @@ def _validate_owners(trace: Trace, where: str) -> None:
                 f"{where}: tensors[{index}] ({trace.tensors[index].name}): expected owners without a cycle, "
                 "this one owns itself, by others or directly"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of user code in a step, which gets parameters, gradients and state on the device, wherever they were before.
+
+    Attributes:
+        op: of the trace, in which it runs.
+        size_bytes: of these and of what the program holds of such, with all that is there beside them.
+        tensors: of the trace, in order: these.
+    """
+
+    op: int
+    size_bytes: int
+    tensors: tuple[int, ...] = ()
+
+    def written(self) -> str:
+        """Returns it as text, which `largest_call` reads."""
+        return f"{self.op} {self.size_bytes} {','.join(map(str, self.tensors))}".strip()
+
+
+def largest_call(meta: Mapping[str, str]) -> Call | None:
+    """Returns the call that a trace's `meta` describes, None where no call gets anything."""
+    if LARGEST_CALL not in meta:
+        return None
+    op, size_bytes, *tensors = meta[LARGEST_CALL].split()
+    return Call(int(op), int(size_bytes), tuple(map(int, tensors[0].split(","))) if tensors else ())

@@ -14,6 +14,7 @@ from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.auto.floor import floor_selection
 from tieroff.planner.layers import layer_runs, run_again
 from tieroff.planner.problem.problem import Bytes, Problem, held_bytes, make_problem
+from tieroff.planner.user_code import with_room
 from tieroff.units import format_bytes, pasteable
 
 _NAMED_TENSORS = 3
@@ -38,10 +39,22 @@ class Least:
 
 
 def least(problem: Problem) -> Least:
-    """Returns the least device bytes of a problem, whatever its device budget."""
+    """Returns the least device bytes of a problem, whatever its device budget.
+
+    Of a step in which a call of user code needs more than any op, it is that of the step with room for the call.
+    """
+    problem = _with_room(problem)
     floor_bytes = int(problem.base.max(initial=0))
     found = floor_selection(replace(problem, budget={**problem.budget, Tier.DEVICE: floor_bytes}))
     return Least(floor_bytes, int(found.usage.max(initial=0)))
+
+
+def _with_room(problem: Problem) -> Problem:
+    """Returns the problem with room for the largest call of user code; see [Note: the largest call] in user_code.py."""
+    roomy = with_room(problem.trace, int(problem.base.max(initial=0)), problem.capabilities.min_bytes)
+    if roomy is problem.trace:
+        return problem
+    return make_problem(roomy, problem.machine, problem.budget, problem.capabilities)
 
 
 def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlanError:
@@ -49,6 +62,7 @@ def infeasible(problem: Problem, policy: str, peak_bytes: int) -> InfeasiblePlan
 
     `peak_bytes` is what the policy's plan has on the device at once: another policy may need less.
     """
+    problem = _with_room(problem)
     selection = floor_selection(problem)
     index = int(np.argmax(selection.usage))
     within = format_bytes(problem.device_bytes)

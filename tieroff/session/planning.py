@@ -20,7 +20,7 @@ from tieroff.errors import InfeasiblePlanError
 from tieroff.planner.beside.work import Order, Question
 from tieroff.planner.least import Least, infeasible, least
 from tieroff.planner.problem.problem import Problem, make_problem
-from tieroff.planner.user_code import bring_back
+from tieroff.planner.user_code import bring_back, with_call, with_room
 from tieroff.session.budget_messages import BudgetMessages
 from tieroff.session.budgets import WORTH_SAVING, Budgets
 from tieroff.session.links import Links
@@ -245,7 +245,16 @@ class Planning:
     def bring_back(self, trace: Trace, op: int, used: Mapping[int, bool]) -> Trace:
         if not may_bring_back(self._config, self._ranks):
             return trace
-        return bring_back(trace, op, used, self._budget_of(trace)[Tier.DEVICE], self._planning.min_bytes)
+        budget_bytes = self._budget_of(trace)[Tier.DEVICE]
+        return self._with_call(bring_back(trace, op, used, budget_bytes, self._planning.min_bytes), budget_bytes)
+
+    def _with_call(self, trace: Trace, budget_bytes: int) -> Trace:
+        """Returns the trace with what its largest call of user code needs; see [Note: the largest call]."""
+        needed_bytes = int(self._problem(trace, 0).base.max(initial=0))
+        exact = with_call(trace, needed_bytes)
+        if exact is trace or int(self._problem(exact, 0).base.max(initial=0)) <= budget_bytes:
+            return exact
+        return with_room(trace, needed_bytes, self._planning.min_bytes)
 
     def fit(self, plan: Plan | None) -> Fit:
         return Fit.SUITS if self._budgets.part is None else self._budgets.part.fit(plan)

@@ -69,8 +69,8 @@ class StepRecorder(TorchDispatchMode):
         self._counter = peak_counter(device)
         self._unseen = Unseen(self._counter)
         self._scratch: dict[int, int] = {}
-        self._user_calls, self._makers = UserCalls(), Makers()
-        self.meta: dict[str, str] = {}
+        self._user_calls, self._makers = UserCalls(device.type), Makers()
+        self.meta = {"torch": str(torch.__version__)}
         self._used: Callable[[Any, bool], None] | None = None
         self._written_in_backward = frozenset[Hashable]()
         self._arguments = Arguments()
@@ -221,8 +221,8 @@ class StepRecorder(TorchDispatchMode):
         if scratch_bytes is not None:
             self._scratch[self._now] = scratch_bytes
 
-    def begin_user_call(self) -> None:
-        self._user_calls.begin(self._now)
+    def begin_user_call(self, kept: Mapping[Hashable, int]) -> None:
+        self._user_calls.begin(self._now, kept)
 
     def end_user_call(self) -> None:
         self._user_calls.end(self._now)
@@ -440,7 +440,7 @@ class StepRecorder(TorchDispatchMode):
             tensor_of(s, index, holds[i], self._deaths.get(s.key, count), count, self._device_type)
             for i, s in enumerate(subjects)
         )
-        trace = Trace(ops, tensors, name=name, origin="step", meta={"torch": torch.__version__, **self.meta})
+        trace = Trace(ops, tensors, name=name, origin="step", meta={**self.meta, **self._user_calls.meta(index)})
         if self._tell is not None:
             self._tell(trace)
         return trace

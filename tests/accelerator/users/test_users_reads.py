@@ -79,9 +79,43 @@ def cut_to_parameters(model: Any, loss: Callable[[], Tensor]) -> Any:
             p.grad.copy_(torch.where(norm > most, p.grad * (most / norm.clamp(min=1e-6)), p.grad))
 
 
+def stacked(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """One call that needs more than any op of the step: all weights, and as much beside them."""
+    loss().backward()
+    with torch.no_grad():
+        return torch.stack([layer.weight for layer in model.layers]).var(0).sum()
+
+
+def multiplied(model: Any, loss: Callable[[], Tensor]) -> Any:
+    loss().backward()
+    with torch.no_grad():
+        return torch.linalg.multi_dot([layer.weight for layer in model.layers]).sum()
+
+
+def used_at_once_between_steps(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """Views of all parameters that are held at once, as averages of weights have them."""
+    with torch.no_grad():
+        views = [p.detach() for p in model.parameters()]
+        most = views[0].norm()
+        for view in views:
+            torch.maximum(most, view.norm(), out=most)
+    del views, view
+    loss().backward()
+    return most
+
+
 READS = {
     reads.__name__: reads
-    for reads in (perturbed, looked_at_before_backward, used_in_pairs, decayed_in_hooks, cut_to_parameters)
+    for reads in (
+        perturbed,
+        looked_at_before_backward,
+        used_in_pairs,
+        decayed_in_hooks,
+        cut_to_parameters,
+        stacked,
+        multiplied,
+        used_at_once_between_steps,
+    )
 }
 
 

@@ -259,7 +259,7 @@ class UserAccess:
                 raise
         context.runner.note_more()
         if recorder is not None:
-            recorder.begin_user_call()
+            recorder.begin_user_call({item.key: item.size_bytes for item in context.homes.kept()})
         try:
             yield
         finally:
@@ -302,7 +302,7 @@ class UserAccess:
             return
         for item in context.homes:
             item.end_copy_out(context.traffic)
-        held_bytes = sum(item.size_bytes for item in context.homes if item.device is not None and item.is_held)
+        held_bytes = sum(item.size_bytes for item in context.homes.kept())
         if held_bytes + size_bytes > budget_bytes:
             raise StateError(
                 f"expected parameters, gradients and optimizer state that are used together to fit the device's budget of "

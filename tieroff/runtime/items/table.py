@@ -56,6 +56,10 @@ class HomeTable:
             for key in [key for key, known in table.items() if known is item]:
                 del table[key]
 
+    def kept(self) -> list[HomeItem]:
+        """Returns what cannot leave the device now: calls of user code use it, or the program holds it."""
+        return [item for item in self if item.device is not None and (item.pins or item.is_held)]
+
     def parameter(self, tensor: object) -> ParameterItem | None:
         """Returns the item of a parameter, or None. An item holds its parameter, whose id is no other's meanwhile."""
         return self.parameters.get(id(tensor))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from tieroff.core.lifetime import merge_intervals
 from tieroff.core.seams import Subject
 from tieroff.core.tensor import Tensor, allocated_bytes
+from tieroff.core.trace import LARGEST_CALL, Call
 
 
 class Life:
@@ -113,34 +115,54 @@ class End(weakref.ref[torch.UntypedStorage]):
 
 
 class UserCalls:
-    """When user code had tensors that came up for it alone, and what else there was by then.
+    """When user code had tensors that came up for it alone, and what there was by then.
+
+    Args:
+        device_type: whose allocator gives the memory.
 
     Attributes:
         most_bytes: op -> the most of what is no subject's, or a subject's that the op has made; `transient_bytes` fills it.
     """
 
-    def __init__(self) -> None:
-        self._began: list[int] = []  # of the calls that are under way
-        self._instants: set[int] = set()
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._began: list[tuple[int, Mapping[Hashable, int]]] = []  # of the calls that are under way
+        self._instants: dict[int, Mapping[Hashable, int]] = {}  # what user code had then of what the engine moves
         self.most_bytes: dict[int, int] = {}
+        self._most = Call(0, 0)
+        self._kept: Collection[Hashable] = ()
 
-    def begin(self, now: int) -> None:
-        """A call begins."""
-        self._began.append(now)
+    def meta(self, index: Mapping[Hashable, int]) -> dict[str, str]:
+        """Returns what a trace's `meta` says of the call that needed most, by the numbers of the trace's tensors."""
+        if not self._kept:
+            return {}
+        tensors = tuple(sorted(index[key] for key in self._kept if key in index))
+        return {LARGEST_CALL: replace(self._most, tensors=tensors).written()}
+
+    def begin(self, now: int, kept: Mapping[Hashable, int]) -> None:
+        """A call begins; `kept`: what it uses, or the program holds, with the bytes of each."""
+        self._began.append((now, kept))
 
     def end(self, now: int) -> None:
         """The call that began last is over."""
-        self._instants.update(range(self._began.pop(), now + 1))
+        began, kept = self._began.pop()
+        for instant in range(began, now + 1):
+            self._instants[instant] = max(self._instants.get(instant, {}), kept, key=lambda one: sum(one.values()))
 
     def given(self, life: Life, now: int, op: int) -> Life:
         """User code gives a subject memory that it has made; returns the life of that until now, which is nobody's."""
-        self._instants.update(range(life.birth, now + 1))  # what the subject lay on may have come up for this
+        for instant in range(life.birth, now + 1):  # what the subject lay on may have come up for this
+            self._instants.setdefault(instant, {})
         return life.until(now, op)
 
     def note(self, instant: int, op: int, size_bytes: int) -> None:
         """There were so many bytes at an instant of an op."""
         if instant in self._instants:
             self.most_bytes[op] = max(self.most_bytes.get(op, 0), size_bytes)
+            kept = self._instants[instant]
+            needed_bytes = sum(allocated_bytes(one, self._device_type) for one in kept.values()) + size_bytes
+            if kept and needed_bytes > self._most.size_bytes:
+                self._most, self._kept = Call(op, needed_bytes), kept
 
 
 def uses_of(
