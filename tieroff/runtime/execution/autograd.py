@@ -59,6 +59,14 @@ def functorch_is_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def takes_no_hooks() -> bool:
+    """True where what autograd saves goes through no hooks: inside transforms, and where somebody has disabled them.
+
+    Whoever runs an op of a transform below it, as one that records a step does, runs it outside of the transform.
+    """
+    return functorch_is_active() or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
 def is_followed() -> bool:
     """True where a forward is run for its graph, which is to hold the parameters as they lie.
 

@@ -25,7 +25,7 @@ import torch
 
 from tieroff.core.tensor import Tier, allocated_bytes
 from tieroff.errors import StateError
-from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, functorch_is_active
+from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, takes_no_hooks
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.packed import PackedParameter
 from tieroff.runtime.hooks.parameters.assigned import AssignedParameters
@@ -191,7 +191,7 @@ class UserAccess:
     @runs_user_code
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = {id(item): item for item in self._own(leaves((args, kwargs)))}
-        keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or functorch_is_active()
+        keeps = getattr(function, "__name__", "") in _GIVES_ADDRESS or takes_no_hooks()
         assert self._context is not None
         backend = self._context.traffic.backend
         with self._up(list(found.values()), keeps=keeps), backend.lending(), self._saving():
@@ -362,7 +362,7 @@ class UserAccess:
     def _saving(self) -> contextlib.AbstractContextManager[None]:
         """Has autograd save parameters that come up for this call as what can be brought up again."""
         assert self._context is not None and self._reads is not None and self._saved is not None
-        is_elsewhere = self._reads.depth > 0 or current_graph_task() != -1 or functorch_is_active()
+        is_elsewhere = self._reads.depth > 0 or current_graph_task() != -1 or takes_no_hooks()
         if is_elsewhere or not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False):
             return contextlib.nullcontext()  # others' hooks see it; what those keep stays up
         live, saved, clock = self._reads.live, self._saved, self._context.clock

@@ -20,6 +20,12 @@ and whoever holds the parameter may do it at any line of a step. So for as long 
 up of one that is used below is dropped. `swap_tensors` may give class and memory to another tensor for a while, so what is told
 is the item whose memory it is. Its functions are a parameter's own, at their speed. Where nobody but PyTorch sees it (an
 update, compiled code), and where a step is recorded, which sees every write, its class is its own.
+
+[Note: transforms]
+`vmap`, `grad` and their like (`torch.func`) compute with wrappers of the tensors that they are given. A wrapper is of no class
+of ours and holds the tensor, not its memory: its functions ask nobody, and nothing shows that it is there. PyTorch makes it by
+functions that ask no class either. So these are replaced: a tensor that gets a wrapper comes up, and stays up until the next
+step, as one does whose address was asked for.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch._functorch import eager_transforms, vmap
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -80,6 +87,9 @@ class Guarded(Protocol):
 
     @property
     def guard(self) -> Guard | None: ...
+
+    @property
+    def is_shown_below(self) -> bool: ...
 
 
 class Guard(Protocol):
@@ -232,6 +242,25 @@ def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> An
 
 
 torch.nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
+
+
+def _keeping_up(wrap: Any) -> Any:
+    """Returns a function of torch's that wraps a tensor for a transform; see [Note: transforms]."""
+
+    @functools.wraps(wrap)
+    def wrapped(tensor: Any, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return wrap(tensor, *args)
+        item = guarded(tensor)
+        if item is None or item.is_shown_below:
+            return wrap(tensor, *args)
+        return item.guard.call(wrap, (tensor, *args), {})
+
+    return wrapped
+
+
+for _module, _name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad")):
+    setattr(_module, _name, _keeping_up(getattr(_module, _name)))
 
 _watched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
 
