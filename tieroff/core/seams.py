@@ -110,8 +110,12 @@ class Recorder(Protocol):
     def given(self, storages: Iterable[object]) -> None:
         """The engine has just made these for user code, in the running op."""
 
-    def returned(self, storages: Iterable[object]) -> None:
-        """The forward returns these: a name of the program's is given to them now, and held their likes until then."""
+    def returned(self, storages: Iterable[object], behind: Iterable[object] = ()) -> None:
+        """The forward returns these: a name of the program's is given to them now, and held their likes until then.
+
+        Args:
+            behind: of leaves of the graph that made them, which the last loss holds until the next one is there.
+        """
 
     def stands(self, storages: Iterable[object]) -> None:
         """These are on the device in all of every step, whether or not an op was seen to use or make them."""

@@ -18,7 +18,7 @@ from tieroff.parts import is_wrapper, parts_of
 from tieroff.tracing.recording.apart import Apart
 from tieroff.tracing.recording.arguments import Arguments, is_view, tensors_in
 from tieroff.tracing.recording.between import PLAIN, Between
-from tieroff.tracing.recording.life import End, Life, UserCalls, is_of_parameter, tensor_of, transient_bytes, uses_of
+from tieroff.tracing.recording.life import End, Life, Losses, UserCalls, is_of_parameter, tensor_of, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
 from tieroff.tracing.recording.stack import take_off
@@ -67,13 +67,11 @@ class StepRecorder(TorchDispatchMode):
         self._now, self._op = 0, -1  # the instant, and the op of the trace that runs
         self.is_on, self.is_cut, self._waiting = False, False, 0
         self._counter = peak_counter(device)
-        self._unseen = Unseen(self._counter)
-        self._scratch: dict[int, int] = {}
-        self._user_calls, self._makers = UserCalls(device.type), Makers()
+        self._unseen, self._scratch = Unseen(self._counter), dict[int, int]()
+        self._user_calls, self._losses, self._makers = UserCalls(device.type), Losses(), Makers()
         self.meta = {"torch": str(torch.__version__)}
         self._used: Callable[[Any, bool], None] | None = None
-        self._written_in_backward = frozenset[Hashable]()
-        self._arguments = Arguments()
+        self._written_in_backward, self._arguments = frozenset[Hashable](), Arguments()
 
     # Those of torch's control flow (cond, scan) and of what it compiled: each is one op, of which the insides are not seen.
     supports_higher_order_operators = True
@@ -139,6 +137,7 @@ class StepRecorder(TorchDispatchMode):
         self._between.is_now = False
         was_unseen = self._unseen.is_running
         self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
+        self._losses.event(phase, self._now)
         self._events.append((name, phase))
         self._op = len(self._events) - 1
         self._now += 1
@@ -186,9 +185,10 @@ class StepRecorder(TorchDispatchMode):
             self._life_of(storage)
         self._now += 1
 
-    def returned(self, storages: Iterable[object]) -> None:
+    def returned(self, storages: Iterable[object], behind: Iterable[object] = ()) -> None:
         for storage in self._followed(storages):
             self._life_of(storage)[0].named = self._now
+        self._losses.lives += [self._life_of(storage)[0] for storage in self._followed(behind)]
 
     def stands(self, storages: Iterable[object]) -> None:
         for storage in self._followed(storages):

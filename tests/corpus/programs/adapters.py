@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, update, with_adapters
 from tests.corpus.run import Program, stranger
@@ -131,6 +133,53 @@ def frozen_prefix(p: Program) -> None:
     for index in range(STEPS):
         ids = p.tokens(index, 3, 12)
         loss = cross_entropy(model(ids), ids)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+class Sparse(nn.Module):
+    """A frozen layer and what is added to few elements of its weight."""
+
+    positions: torch.Tensor
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.values = nn.Parameter(0.1 * torch.randn(count))
+        self.register_buffer("positions", torch.randperm(width * width)[:count].sort().values)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows, columns = self.positions // len(self.base.weight), self.positions % len(self.base.weight)
+        added = torch.sparse_coo_tensor(
+            torch.stack([rows, columns]), self.values * 2, self.base.weight.shape, is_coalesced=True
+        )
+        return torch.tanh(F.linear(x, self.base.weight + added, self.base.bias))
+
+
+@stranger()
+def sparse_adapters_computed_again(p: Program) -> None:
+    """Adapters on checkpointed layers behind a frozen one, whose output is given gradients, as checkpoints want them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(32, 48).requires_grad_(False)
+            self.layers = nn.ModuleList(Sparse(48, 200) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.embed(x).requires_grad_()
+            for layer in self.layers:
+                x = x + checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = Net().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        out = model(p.rows(index, 64, 32))
+        loss = out.square().mean()
         loss.backward()
         update(optimizer)
         p.end(model, loss)

@@ -90,6 +90,37 @@ def batches_in_objects(p: Program) -> None:
     p.note(*model.parameters())
 
 
+class Cache:
+    """What each layer made, as models of text return their keys and values."""
+
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = []
+
+
+@stranger()
+def outputs_in_objects(p: Program) -> None:
+    """A loop has its last output until the next is there, and with it what an object in that holds."""
+
+    class Cached(Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            cache = Cache()
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                cache.layers.append(x)
+            return {"last": x, "cache": cache}
+
+    model = Cached().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        out = model(p.rows(index, 128, 32))
+        loss = out["last"].square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss, out["cache"].layers[0])
+    p.note(*model.parameters())
+
+
 @stranger(needs_host=True)
 def sparse_neighbours(p: Program) -> None:
     class Graph(Mlp):

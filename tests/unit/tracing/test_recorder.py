@@ -28,13 +28,18 @@ def mib() -> torch.Tensor:
     return torch.ones(MIB // 4)
 
 
-def transients(*steps: Callable[[], None], recorder: StepRecorder | None = None, subjects: Sequence[Subject] = ()) -> list[int]:
-    """Returns the transient MiB of ops that run one function each."""
+def transients(
+    *steps: Callable[[], object],
+    recorder: StepRecorder | None = None,
+    subjects: Sequence[Subject] = (),
+    backward_at: int | None = None,
+) -> list[int]:
+    """Returns the transient MiB of ops that run one function each, of which one may begin a backward."""
     recorder = recorder or StepRecorder(torch.device("cpu"))
     recorder.start()
     try:
-        for step in steps:
-            recorder.event("op", "")
+        for index, step in enumerate(steps):
+            recorder.event("op", "backward" if index == backward_at else "")
             step()
         recorder.event("end", "")
     finally:
@@ -180,6 +185,17 @@ def test_what_a_forward_returns_has_its_like_beside_it_until_the_forward_ends() 
         recorder.returned([kept[0].untyped_storage()])
 
     assert transients(lambda: kept.append(mib()), returns, lambda: None, recorder=recorder) == [2, 3, 1]
+
+
+def test_what_a_loss_holds_is_there_until_the_next_backward_begins() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    kept: list[torch.Tensor] = []
+
+    def makes() -> None:
+        kept.append(mib())
+        recorder.returned([], [kept[0].untyped_storage()])
+
+    assert transients(makes, mib, lambda: None, recorder=recorder, backward_at=2) == [2, 3, 1]
 
 
 def test_an_activation_that_the_program_holds_is_there_until_its_like_is_made() -> None:

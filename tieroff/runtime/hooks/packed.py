@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tieroff.errors import StateError
+from tieroff.runtime.execution.autograd import functorch_is_active, unseen_by_the_program
 from tieroff.runtime.hooks.parameters.live import LiveValues, UnmovedParameter
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.offloaded import PLAIN, guarded, untouched
@@ -241,6 +242,16 @@ class Kept:
         self.tensor, self.leaf = tensor, leaf
         self.version = -1 if tensor.is_inference() else tensor._version
 
+    @classmethod
+    def whole(cls, tensor: torch.Tensor, leaf: torch.Tensor | None) -> Kept:
+        """Keeps a tensor of any class or layout; as torch saves results, without its graph: one that the op which made it saves
+        would keep itself alive. Inside a transform of functorch, where a tensor is one of its levels, as it is.
+        """
+        if tensor.grad_fn is None or functorch_is_active():
+            return cls(tensor, leaf)
+        with unseen_by_the_program():
+            return cls(tensor.detach(), leaf)
+
     def get(self) -> torch.Tensor:
         if self.version >= 0 and self.tensor._version != self.version:
             raise RuntimeError(
@@ -274,7 +285,7 @@ class PackedBefore:
         """Returns what is remembered of a saved tensor that needs nothing of the engine; None of any other."""
         if type(packed) is ResidentView:
             return cls(tensor.untyped_storage().nbytes(), True, packed.ordinal, is_new, packed.parameter)
-        if type(packed) is Kept and packed.tensor is not tensor:  # else its bytes do not say everything
+        if type(packed) is Kept and is_plain(tensor):  # else its bytes do not say everything
             return cls(tensor.untyped_storage().nbytes(), is_resident=False)
         return None
 

@@ -164,7 +164,7 @@ class SavedTensors:
                 return parts
             if isinstance(lowered := guarded(tensor), ParameterItem) and lowered.guard is self._context.guard:  # below again
                 return self._pack_parameter(tensor, lowered)
-            return Kept(tensor, leaf_saved_here(tensor))
+            return Kept.whole(tensor, leaf_saved_here(tensor))
         if tensor.is_cpu != self._is_cpu:
             return Kept(alias_of(tensor), leaf_saved_here(tensor))  # not of the device: its user finds it where it was
         key = (storage := tensor.untyped_storage())._cdata
@@ -300,7 +300,7 @@ class SavedTensors:
     def pack_casts(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step in which nothing moves: casts of parameters are made again, all else stays."""
         if not is_plain(tensor):
-            return Kept(tensor, leaf_saved_here(tensor))
+            return Kept.whole(tensor, leaf_saved_here(tensor))
         parameter = self._reads.live.on(tensor.untyped_storage())
         leaf = leaf_saved_here(tensor)
         return PackedParameter(tensor, parameter, leaf) if parameter is not None else Kept(tensor.detach(), leaf)

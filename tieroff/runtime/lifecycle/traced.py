@@ -13,7 +13,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import CaptureError, RecorderBusyError
 from tieroff.runtime.execution.experience import Shapes
 from tieroff.runtime.hooks.forward.compiled import advice_of, compiled_count, find_compiled
-from tieroff.runtime.hooks.forward.inputs import storages_in
+from tieroff.runtime.hooks.forward.inputs import leaves_behind, storages_in
 from tieroff.runtime.hooks.recompute.layers import ModuleSpans, layers_of, mark_recomputed
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.lifecycle.unmanaged import unmanaged
@@ -85,7 +85,7 @@ class TracedStep:
     def returned(self, values: Any) -> None:
         """A forward returns these."""
         if self.is_watched:
-            self._recorder.returned(storages_in(values))
+            self._recorder.returned(storages_in(values), storages_in(leaves_behind(values)))
 
     @property
     def has_compiled(self) -> bool:

@@ -5,7 +5,8 @@ The step is a ring: what is alive as it ends is there as the next one begins. A 
 everything else, what stands (state that is not moved, buffers) is there all the time, whenever in the recorded step it was
 made. What user code still holds, its last outputs say, is there until the next step has made its like, and beside that for a
 moment: a name is given its new value before the old one goes. What a forward returns gets its name as it ends, whenever
-in it that was made. So are activations that it holds: beside those of the next step.
+in it that was made, and what a loss holds as its backward begins. So are activations that user code holds: beside those of the
+next step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Life:
         is_next: it is the next step's, whose like the recorded step had too: its inputs.
         is_copy: the engine made it, of a tensor that was elsewhere.
         is_foreign: of a parameter, until somebody says whose it is.
-        named: the instant at which a forward returned it; -1 of what none did.
+        named: the instant at which a forward returned it, or the backward of a loss that holds it began; -1 of all else.
     """
 
     __slots__ = (
@@ -163,6 +164,20 @@ class UserCalls:
             needed_bytes = sum(allocated_bytes(one, self._device_type) for one in kept.values()) + size_bytes
             if kept and needed_bytes > self._most.size_bytes:
                 self._most, self._kept = Call(op, needed_bytes), kept
+
+
+class Losses:
+    """Leaves behind a loss that are no parameters: a loop has them until it has its next loss, whose backward then begins."""
+
+    def __init__(self) -> None:
+        self.lives: list[Life] = []
+
+    def event(self, phase: str, now: int) -> None:
+        """An op of this phase begins."""
+        if phase == "backward":
+            for life in self.lives:
+                life.named = now
+            self.lives = []
 
 
 def uses_of(

@@ -19,7 +19,7 @@ import torch
 from tieroff.core.seams import Recorder
 from tieroff.runtime.execution.autograd import current_graph_task, functorch_is_active
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.hooks.forward.inputs import leaves_of, storages_in
+from tieroff.runtime.hooks.forward.inputs import nodes_behind, storages_in
 from tieroff.runtime.hooks.forward.slot import ForwardSlot, behind_slots
 from tieroff.runtime.hooks.parameters.access import QuietDict
 from tieroff.runtime.hooks.parameters.reads import ParameterReads
@@ -200,15 +200,4 @@ def _kept_by(node: torch.autograd.graph.Node) -> list[torch.Tensor]:
 
 def _compiled_nodes(out: Any, given: Any) -> list[torch.autograd.graph.Node]:
     """Returns the backward of each graph that a call ran: several where its code breaks the graph."""
-    seen: set[Any] = {None, *(leaf.grad_fn for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor))}
-    found: list[torch.autograd.graph.Node] = []
-    left = [leaf.grad_fn for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor)]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "CompiledFunction" in node.name():
-            found.append(node)
-        left.extend(following for following, _ in node.next_functions)
-    return found
+    return [node for node in nodes_behind(out, given) if "CompiledFunction" in node.name()]

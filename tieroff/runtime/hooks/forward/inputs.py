@@ -62,10 +62,28 @@ def leaves_of(values: Any) -> list[Any]:
 
 
 def storages_in(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages of all plain tensors in a nested structure; one twice that two of them share."""
-    for leaf in leaves_of(values):
+    """Yields the storages of all plain tensors in a nested structure and in objects there; one twice that two of them share."""
+    for leaf in _data_in(values):
         if type(leaf) in PLAIN and leaf.layout is torch.strided:
             yield leaf.untyped_storage()
+
+
+def nodes_behind(values: Any, given: Any = ()) -> Iterator[Any]:
+    """Yields the nodes of autograd behind tensors in a nested structure, up to those that made what was given."""
+    seen = {leaf.grad_fn for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)}
+    left = [leaf.grad_fn for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [following for following, _ in node.next_functions]
+
+
+def leaves_behind(values: Any) -> list[torch.Tensor]:
+    """Returns the leaves, parameters aside, to which a backward from these would bring gradients."""
+    leaves = (node.variable for node in nodes_behind(values) if hasattr(node, "variable"))
+    return [leaf for leaf in leaves if not isinstance(leaf, torch.nn.Parameter)]
 
 
 def elements_in(values: Any) -> int:
@@ -74,24 +92,30 @@ def elements_in(values: Any) -> int:
 
 
 def shapes_of(values: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of all tensors and arrays in a nested structure, and in attributes of objects there.
+    """Returns the shapes of all tensors and arrays in a nested structure, and in objects there.
 
-    Of a sparse tensor with how many elements it has; of an object of which the parts are ever more, those nearest to it.
+    Of a sparse tensor with how many elements it has.
     """
-    shapes: list[tuple[int, ...]] = []
+    return tuple(_shape_of(leaf) for leaf in _data_in(values))
+
+
+def _data_in(values: Any) -> Iterator[Any]:
+    """Yields the tensors and arrays in a nested structure, and in attributes of objects there (a cache of keys and values).
+
+    Of an object of which the parts are ever more, those nearest to it.
+    """
     ahead, seen = deque(leaves_of(values)), set[int]()
     while ahead:
         leaf = ahead.popleft()
         if isinstance(leaf, torch.Tensor):
-            shapes.append(_shape_of(leaf))
+            yield leaf
         elif isinstance(leaf, _WITHOUT_SIZE) or id(leaf) in seen:
             continue
-        elif hasattr(type(leaf), "shape") and isinstance(shape := leaf.shape, tuple):  # an array of another library
-            shapes.append(tuple(size for size in shape if isinstance(size, int)))
+        elif hasattr(type(leaf), "shape") and isinstance(leaf.shape, tuple):  # an array of another library
+            yield leaf
         elif len(seen) < _OBJECTS_MAX:
             seen.add(id(leaf))
             ahead += leaves_of(list(_attributes(leaf)))
-    return tuple(shapes)
 
 
 # Of whoever is given as an input, some are parts of the program and no data.
@@ -100,11 +124,13 @@ _WITHOUT_SIZE = (bool, int, float, complex, str, bytes, torch.dtype, torch.devic
 _OBJECTS_MAX = 256
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.is_nested:
-        return (tensor.size(0), tensor.numel())
-    is_sparse = tensor.layout is not torch.strided and tensor.layout is not torch._mkldnn  # type: ignore[attr-defined]
-    return (*tensor.shape, tensor._nnz()) if is_sparse else tuple(tensor.shape)
+def _shape_of(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, torch.Tensor):
+        return tuple(size for size in value.shape if isinstance(size, int))
+    if value.is_nested:
+        return (value.size(0), value.numel())
+    is_sparse = value.layout is not torch.strided and value.layout is not torch._mkldnn  # type: ignore[attr-defined]
+    return (*value.shape, value._nnz()) if is_sparse else tuple(value.shape)
 
 
 def _attributes(value: object) -> Iterator[Any]:
