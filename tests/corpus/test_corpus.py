@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch's own, in backward
 ]
 assert programs.__all__
 

@@ -11,7 +11,11 @@ from tests.corpus import programs
 from tests.corpus.run import check, runs_anywhere
 from tests.support.covering import every_second
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch's own, in backward
+]
 assert programs.__all__
 
 
