@@ -178,6 +178,24 @@ def test_parameters_that_come_to_share_memory_are_updated_in_one_call(budget: st
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("budget", ["45%", "min"])
+def test_parameters_that_come_to_share_state_are_updated_in_one_call(budget: str, is_fused: bool, tmp_path: Path) -> None:
+    """Lists are updated op by op: what both write is written for both before either is updated with it."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=is_fused, foreach=not is_fused)
+
+    plain, wrapped = Loop(None, make), Loop(tmp_path, make, budget=budget)
+    for loop in (plain, wrapped):
+        loop.steps(STEPS_BEFORE)
+        loop.state[8]["exp_avg_sq"] = loop.state[0]["exp_avg_sq"]
+        loop.steps(4)
+        loop.optimizer.state[loop.parameters[4]] = loop.state[12]
+        loop.steps(6)
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
 def test_layers_are_frozen_and_thawed_once_the_cpu_updates(tmp_path: Path) -> None:
     """Their state stays, so that the optimizer's buckets still hold them."""
     plain, wrapped = Loop(None), Loop(tmp_path)

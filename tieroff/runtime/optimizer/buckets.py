@@ -2,7 +2,8 @@
 
 [Note: parameters on one memory] After `a.data = b.data` an update writes the same bytes for both. In one call, as `foreach`
 does it, both are decayed before both get their step; one after the other they are rounded otherwise. So parameters that share
-memory are in one bucket. Whether any do is looked at in each update, since nothing tells.
+memory are in one bucket, and so are those that have a tensor of their state in common. Whether any do is looked at in each
+update, since nothing tells.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Buckets:
         """Returns the buckets of the parameters that the optimizer has now."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         ids = tuple(map(id, params))
-        shared = _on_one_memory(params) if self.is_split else ()
+        shared = _on_one_memory(params) + _with_one_state(params, self._optimizer.state) if self.is_split else ()
         if ids != self._ids or shared != self._shared:
             ranges = buckets_of([local_bytes(p) for p in params]) if self.is_split else [range(len(params))]
             self.current = [[params[position] for position in bucket] for bucket in _joined(ranges, shared)]
@@ -171,6 +172,20 @@ def _address_on_device(parameter: torch.Tensor) -> int:
         return parameter.data_ptr() if parameter.layout is torch.strided else 0
     item = guarded(parameter)  # it may be up: user code that uses it goes through the guard all the same
     return address_of(parameter) if item is not None and item.is_lifted else 0
+
+
+def _with_one_state(params: Sequence[torch.Tensor], state: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the positions of parameters that have a tensor of their state in common."""
+    entries = [values for values in state.values() if isinstance(values, dict)]
+    held = [value for values in entries for value in values.values() if isinstance(value, torch.Tensor)]
+    if len(set(map(id, held))) == len(held):
+        return ()
+    positions: dict[int, list[int]] = {}
+    for position, param in enumerate(params):
+        for value in state.get(param, {}).values():
+            if isinstance(value, torch.Tensor):
+                positions.setdefault(id(value), []).append(position)
+    return tuple(tuple(found) for found in positions.values() if len(found) > 1)
 
 
 def _joined(ranges: Sequence[range], shared: Sequence[Sequence[int]]) -> list[list[int]]:
