@@ -552,3 +552,17 @@ def test_the_trial_leaves_the_optimizer_as_it_is() -> None:
     assert not buckets.is_trusted
     assert equal(before, look(model, optimizer))
     assert not hasattr(optimizer, "calls")
+
+
+def test_a_table_that_all_state_has_leaves_buckets_as_they_are() -> None:
+    """bitsandbytes keeps the map of its 8-bit numbers so; a moment that two parameters share joins them."""
+    parameters = [nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(parameters)
+    table = torch.zeros(256)
+    for parameter in parameters:
+        optimizer.state[parameter] = {"table": table, "mean": torch.zeros_like(parameter)}
+    buckets = Buckets(optimizer, is_replaced=False)
+    count = len(buckets.all())
+    assert count > 1
+    optimizer.state[parameters[0]]["mean"] = optimizer.state[parameters[3]]["mean"]
+    assert len(buckets.all()) == count - 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -175,15 +176,19 @@ def _address_on_device(parameter: torch.Tensor) -> int:
 
 
 def _with_one_state(params: Sequence[torch.Tensor], state: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the positions of parameters that have a tensor of their state in common."""
-    entries = [values for values in state.values() if isinstance(values, dict)]
-    held = [value for values in entries for value in values.values() if isinstance(value, torch.Tensor)]
-    if len(set(map(id, held))) == len(held):
+    """Returns the positions of parameters that have a tensor of their state in common, with an element for each of theirs.
+
+    Others that are shared are tables, which nothing writes (bitsandbytes' maps of 8-bit numbers).
+    """
+    entries = chain.from_iterable(map(dict.values, (values for values in state.values() if isinstance(values, dict))))
+    held = [id(value) for value in entries if isinstance(value, torch.Tensor)]
+    if len(set(held)) == len(held):
         return ()
     positions: dict[int, list[int]] = {}
     for position, param in enumerate(params):
-        for value in state.get(param, {}).values():
-            if isinstance(value, torch.Tensor):
+        values = state.get(param)
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 positions.setdefault(id(value), []).append(position)
     return tuple(tuple(found) for found in positions.values() if len(found) > 1)
 
