@@ -386,7 +386,7 @@ class Engine:
     @property
     def device_bytes(self) -> int:
         """Bytes of device copies that the engine holds now."""
-        return self.executor.traffic.device_bytes + sum(t.untyped_storage().nbytes() for t in self.executor.resident())
+        return self.executor.device_bytes
 
     @property
     def own_device_bytes(self) -> int:

@@ -128,6 +128,11 @@ class Executor:
         """Returns what is resident and the program still holds; see [Note: resident tensors] in step/executable.py."""
         return self.saved_tensors.resident() + self.gradients.resident()
 
+    @property
+    def device_bytes(self) -> int:
+        """What the engine has on the device now."""
+        return self.traffic.device_bytes + sum(tensor.untyped_storage().nbytes() for tensor in self.resident())
+
     def user_code_begins(self) -> None:
         """A forward has ended: user code runs next, in the midst of the step."""
         self.guard.user_code_begins(self.runner.movable(self.homes.parameters.values()))

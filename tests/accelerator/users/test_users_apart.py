@@ -25,6 +25,47 @@ COPIES_BYTES = LAYERS * (WIDTH * WIDTH + 2 * WIDTH) * 4  # each bias in a block 
 APART = "what the program has there apart from the step; a budget in bytes pays for it"
 
 
+class Late:
+    """Trains a model, and from a step on has copies of its weights on the device, or ever more of something.
+
+    Args:
+        what: "a penalty" on the distance from the copies is in the loss; "an average" follows the weights after each update; "a
+            buffer" gets a tensor in each step.
+    """
+
+    AT, STEPS = 4, 14
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, p: Program) -> None:
+        self.kept = []
+        model = Mlp(WIDTH, LAYERS).to(p.device)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        p.wrap(model, optimizer)
+        for index in range(self.STEPS):
+            loss = model(p.rows(index, 32, WIDTH)).square().mean()
+            if self.what == "a penalty" and self.kept:
+                pairs = zip(model.parameters(), self.kept, strict=True)
+                loss = loss + 0.1 * sum((q - old).square().sum() for q, old in pairs)
+            loss.backward()
+            update(optimizer)
+            self._keep(p, model, index)
+            p.end(model, loss)
+        p.note(*model.parameters())
+
+    def _keep(self, p: Program, model: torch.nn.Module, index: int) -> None:
+        if self.what == "a buffer":
+            self.kept.append(torch.ones(WIDTH, WIDTH, device=p.device))
+        elif index == self.AT:
+            self.kept = [q.detach().clone() for q in model.parameters()]
+        elif self.what == "an average" and self.kept:
+            with torch.no_grad():
+                for mean, q in zip(self.kept, model.parameters(), strict=True):
+                    mean.lerp_(q, 0.1)
+
+
 class Averaged:
     """Trains a model whose parameters an average on the device follows; keeps what `explain()` says, and what a step took.
 
@@ -102,3 +143,39 @@ def test_it_is_told_where_the_least_of_the_step_is_too_much_beside_it(tmp_path: 
     over_bytes = usage.budget_bytes - 4096
     assert len(said) == 1
     assert said[0].endswith(f"is exceeded by {format_bytes(over_bytes)}")
+
+
+def late(folder: Path, budget: str, what: str, caplog: pytest.LogCaptureFixture) -> tuple[Program, list[str]]:
+    """Returns the run under a budget, after it was compared with a plain one, and what was said of memory that came."""
+    device = target.device()
+    plain = run(Late(what), Program(device, folder))
+    with caplog.at_level(logging.WARNING, "tieroff"):
+        wrapped = run(Late(what), Program(device, folder, budget, target.backend))
+    assert differing(plain, wrapped) == []
+    assert [(step.phase, step.fallbacks) for step in wrapped.steps[-2:]] == [("planned", 0)] * 2
+    said = [record.getMessage() for record in caplog.records]
+    return wrapped, [message for message in said if "than when its step was traced" in message]
+
+
+@pytest.mark.parametrize("what", ["a penalty", "an average"])
+def test_a_step_is_traced_again_after_copies_were_made(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    budget_bytes = 400 << 10
+    wrapped, said = late(tmp_path, f"{budget_bytes}B", what, caplog)
+    assert wrapped.steps[-1].peak_bytes <= budget_bytes + ON_DEVICE_BYTES
+    assert len(said) == 1
+    assert said[0].startswith(f"the program has {format_bytes(COPIES_BYTES)} more")
+
+
+@pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
+def test_a_share_holds_with_copies_that_a_loss_uses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wrapped, said = late(tmp_path, "50%", "a penalty", caplog)
+    last = wrapped.steps[-1]
+    assert last.limit_bytes is not None
+    assert last.peak_bytes <= last.limit_bytes + ON_DEVICE_BYTES
+    assert len(said) == 1
+
+
+def test_memory_that_grows_all_the_time_has_steps_traced_again_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wrapped, said = late(tmp_path, "50%", "a buffer", caplog)
+    assert [step.phase for step in wrapped.steps].count("traced") == 3
+    assert len(said) == 1

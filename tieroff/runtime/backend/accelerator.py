@@ -313,6 +313,14 @@ class AcceleratorBackend:
     def return_freed(self) -> None:
         """Nothing to return: the budget is about the device's memory."""
 
+    def allocated_bytes(self) -> int | None:
+        # As `torch.accelerator.memory_allocated`, which flattens and sorts all figures: 0.3 ms.
+        try:
+            stats = torch._C._accelerator_getDeviceStats(self.device.index)
+            return int(stats["allocated_bytes"]["all"]["current"])
+        except (RuntimeError, AttributeError, KeyError, NotImplementedError):
+            return None  # not for this device, or a torch before it was counted
+
     def allocated_most(self) -> tuple[int, int]:
         memory = torch.accelerator
         return memory.max_memory_reserved(self.device), memory.max_memory_allocated(self.device)

@@ -90,6 +90,9 @@ class Backend(Protocol):
     def return_freed(self) -> None:
         """Has memory leave the process that was freed and is kept by nobody's wish, as after planning."""
 
+    def allocated_bytes(self) -> int | None:
+        """Returns what PyTorch has lent of the device now, to whomever; None where nobody counts."""
+
     def allocated_most(self) -> tuple[int, int] | None:
         """Returns the most bytes that PyTorch's allocator took of the device, and that tensors had; None on the host."""
 

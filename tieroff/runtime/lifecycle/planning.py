@@ -15,6 +15,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import InfeasiblePlanError, StoreError
 from tieroff.runtime.execution.clock import StepTimes
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
+from tieroff.runtime.lifecycle.unmanaged import MemoryApart
 from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.feedback import Span
 from tieroff.runtime.step.kinds import Asked, Planned, Recording, StepKind, Unplanned
@@ -58,6 +59,7 @@ class StepPlanning:
         self._managed, self._plans, self._recomputation = managed, plans, recomputation
         self._steps_done = steps_done
         self._has_told_over = False
+        self.apart = MemoryApart(managed)
 
     def plan(self, kind: StepKind, recorded: Recorded) -> None:
         """Asks for a plan of a kind whose measured step has just ended; `look` adopts it.
@@ -158,11 +160,13 @@ class StepPlanning:
     def check_peak(self, kind: StepKind, stage: Planned) -> None:
         """A step has followed its plan, if not to the end: of one that took more than the budget, it is said once.
 
-        Steps of its kind leave the plan.
+        Steps of its kind leave the plan, as they do where the program has more of the device than its plan knows.
         """
         peak_bytes, budget_bytes = self._managed.executor.runner.peak_bytes, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
         if peak_bytes <= budget_bytes or stage.plan.moves_nothing:
             kind.overs = 0
+            if not (stage.plan.moves_nothing or self._is_given) and kind.stage is stage and self.apart.has_grown(kind, stage):
+                kind.advance(Recording())
             return
         kind.overs += 1
         strangers = self._managed.executor.runner.strangers(self._managed.executor.homes)

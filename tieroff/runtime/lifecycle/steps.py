@@ -423,6 +423,7 @@ class Steps:
             log.info("an optimizer that is not attached has made its state, perhaps unseen: the next step is traced")
             return
         kind.feedback = Feedback(kind.feedback.rates)
+        self._planning.apart.traced(kind)
         kind.advance(Measuring(traced.finish()))
         self.kinds.rename(kind, (*self._signature, contents))
 

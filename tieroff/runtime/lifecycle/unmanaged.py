@@ -1,8 +1,17 @@
-"""What lies on the device and is nobody's to move: it counts in every step, and people are told why it stays."""
+"""What lies on the device and is nobody's to move: it counts in every step, and people are told why it stays.
+
+[Note: memory apart]
+An average of weights that begins late, copies of weights for a penalty, a buffer that fills: no event of a step is new where
+they are made, so a plan that does not know them is followed, and the device has more than the budget. Only the allocator tells.
+So as a step ends, what it has lent, less what engines have, is compared with what that was as the step was traced. Where a part
+of the budget has come since, in two steps one after the other, steps of that kind are traced again: what they use is in the new
+trace, and a budget in bytes pays for the rest. Where memory grows all the time, steps are traced again twice at most.
+"""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +26,11 @@ from tieroff.runtime.step.kinds import Planned, StepKind
 from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
+
+# Of the budget: what may come after a step was traced; how often it is traced again for more.
+_SHARE, _TIMES_AT_MOST = 32, 2
+
+_managed: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +132,46 @@ class StateGrowth:
                         storage = tensor.untyped_storage()
                         sizes[storage._cdata] = max(storage.nbytes(), tensor.numel() * tensor.element_size())
         return sum(sizes.values())
+
+
+class MemoryApart:
+    """Watches it for one model; see [Note: memory apart]."""
+
+    def __init__(self, managed: ManagedModel) -> None:
+        self._managed = managed
+        self._has_told = False
+        _managed.add(managed)
+
+    def traced(self, kind: StepKind) -> None:
+        """A step of this kind was traced, and is over."""
+        kind.apart.traced_bytes, kind.apart.is_grown = self._now(), False
+
+    def has_grown(self, kind: StepKind, stage: Planned) -> bool:
+        """Returns whether the kind is to be traced again, now that a step of it which followed its plan is over."""
+        known = kind.apart
+        if known.traced_bytes is None or known.times >= _TIMES_AT_MOST or (now := self._now()) is None:
+            return False
+        was_grown, grown_bytes = known.is_grown, now - known.traced_bytes
+        budget_bytes = stage.plan.budget_bytes.get(Tier.DEVICE, 0)
+        known.is_grown = grown_bytes > budget_bytes // _SHARE
+        if not (was_grown and known.is_grown):
+            return False
+        known.times += 1
+        if not self._has_told:
+            self._has_told = True
+            log.warning(
+                "the program has %s more of the device than when its step was traced (copies of weights, data), which its plan "
+                "for %s does not know: steps of this kind are traced and planned again",
+                format_bytes(grown_bytes),
+                format_bytes(budget_bytes),
+            )
+        return True
+
+    def _now(self) -> int | None:
+        """Returns what is lent of the device to others than engines."""
+        backend = self._managed.backend
+        lent_bytes = backend.allocated_bytes()
+        if lent_bytes is None:
+            return None
+        here = [one for one in _managed if not one.is_closed and one.backend.device == backend.device]
+        return lent_bytes - sum(one.executor.device_bytes for one in here)

@@ -109,10 +109,26 @@ class Asked:
     take: Callable[[], None]
 
 
+@dataclass(slots=True)
+class Apart:
+    """What the program has on the device apart from a kind of step; see [Note: memory apart] in lifecycle/unmanaged.py.
+
+    Attributes:
+        traced_bytes: as it was traced; None where nobody says.
+        times: it was traced again for what had come since.
+        is_grown: so was the last step that was looked at.
+    """
+
+    traced_bytes: int | None = None
+    times: int = 0
+    is_grown: bool = False
+
+
 class StepKind:
     """One kind of step.
 
     Attributes:
+        apart: see there.
         asked: what is under way about this kind; void once it is in another stage.
         is_passed_through: gradients flow through it to another model, which may be all that is updated after it.
         stage: see the table of the module; `advance` changes it.
@@ -131,6 +147,7 @@ class StepKind:
     """
 
     __slots__ = (
+        "apart",
         "asked",
         "feedback",
         "foreseen",
@@ -156,7 +173,7 @@ class StepKind:
         self.ran: Ran | None = None
         self.retraces = self.mismatches = self.foreseen = self.strangers = self.overs = 0
         self.left: tuple[int, str, str] | None = None
-        self.feedback = Feedback()
+        self.feedback, self.apart = Feedback(), Apart()
         self.asked: Asked | None = None
 
     def trace_again(self, keys: Sequence[Hashable], known: Sequence[Hashable]) -> None:
