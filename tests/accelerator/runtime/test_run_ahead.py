@@ -92,7 +92,7 @@ def test_a_planned_step_is_issued_while_the_device_does_nothing(wrapped: Loop) -
     assert waits == 0
     engine = tieroff.engine(wrapped.model)
     stats = engine.stats()
-    said = engine.explain().splitlines()
+    said = [line for line in engine.explain().splitlines() if not line.startswith("Not managed")]  # of other tests
     assert len(said) == 6 and not any(line.startswith("Fragmentation") for line in said)  # no memory in pieces
     assert (stats.phase, stats.fallbacks) == ("planned", 0)
     assert stats.moved_bytes["d2h"] > 0

@@ -5,6 +5,7 @@ By the allocator's count of all that is there.
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,13 @@ class Averaged:
         self.budget_bytes, self.most_bytes = engine.plan.budget_bytes[Tier.DEVICE], peak_bytes
 
 
+@pytest.fixture
+def before_bytes() -> int:
+    """What other tests of this process have left on the device."""
+    gc.collect()
+    return torch.accelerator.memory_allocated(target.device())
+
+
 def trained(folder: Path, budget: str, usage: Averaged) -> Program:
     """Returns the run under a budget, after it was compared with a plain one."""
     device = target.device()
@@ -113,32 +121,34 @@ def trained(folder: Path, budget: str, usage: Averaged) -> Program:
     return wrapped
 
 
-def test_a_budget_in_bytes_pays_for_copies_that_no_step_uses(tmp_path: Path) -> None:
+def test_a_budget_in_bytes_pays_for_copies_that_no_step_uses(before_bytes: int, tmp_path: Path) -> None:
     usage = Averaged()
-    wrapped = trained(tmp_path, f"{BUDGET}B", usage)
+    wrapped = trained(tmp_path, f"{BUDGET + before_bytes}B", usage)
     assert usage.most_bytes <= BUDGET + ON_DEVICE_BYTES
     assert usage.budget_bytes == BUDGET - COPIES_BYTES
-    assert usage.said == [f"Not managed, and why: {format_bytes(COPIES_BYTES)} ({APART})."]
+    assert usage.said == [f"Not managed, and why: {format_bytes(COPIES_BYTES + before_bytes)} ({APART})."]
     assert wrapped.steps[-1].moved_bytes > 0
 
 
-def test_a_share_is_of_what_the_step_takes(tmp_path: Path) -> None:
+def test_a_share_is_of_what_the_step_takes(before_bytes: int, tmp_path: Path) -> None:
     usage = Averaged()
     trained(tmp_path, "50%", usage)
-    assert usage.said == [f"Not managed, and why: {format_bytes(COPIES_BYTES)} ({APART})."]
+    assert usage.said == [f"Not managed, and why: {format_bytes(COPIES_BYTES + before_bytes)} ({APART})."]
     assert usage.most_bytes <= usage.budget_bytes + COPIES_BYTES + ON_DEVICE_BYTES
 
 
-def test_what_another_engine_has_is_its_own(tmp_path: Path) -> None:
+def test_what_another_engine_has_is_its_own(before_bytes: int, tmp_path: Path) -> None:
     usage = Averaged(with_another=True)
-    trained(tmp_path, f"{BUDGET}B", usage)
+    trained(tmp_path, f"{BUDGET + before_bytes}B", usage)
     assert usage.budget_bytes == BUDGET - COPIES_BYTES
 
 
-def test_it_is_told_where_the_least_of_the_step_is_too_much_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_told_where_the_least_of_the_step_is_too_much_beside_it(
+    before_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     usage = Averaged()
     with caplog.at_level(logging.WARNING, "tieroff"):
-        trained(tmp_path, f"{COPIES_BYTES + 4096}B", usage)
+        trained(tmp_path, f"{COPIES_BYTES + before_bytes + 4096}B", usage)
     said = [record.getMessage() for record in caplog.records if "apart from its step" in record.getMessage()]
     over_bytes = usage.budget_bytes - 4096
     assert len(said) == 1
@@ -158,9 +168,11 @@ def late(folder: Path, budget: str, what: str, caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("what", ["a penalty", "an average"])
-def test_a_step_is_traced_again_after_copies_were_made(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_traced_again_after_copies_were_made(
+    what: str, before_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     budget_bytes = 400 << 10
-    wrapped, said = late(tmp_path, f"{budget_bytes}B", what, caplog)
+    wrapped, said = late(tmp_path, f"{budget_bytes + before_bytes}B", what, caplog)
     assert wrapped.steps[-1].peak_bytes <= budget_bytes + ON_DEVICE_BYTES
     assert len(said) == 1
     assert said[0].startswith(f"the program has {format_bytes(COPIES_BYTES)} more")

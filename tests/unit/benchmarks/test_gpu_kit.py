@@ -153,8 +153,9 @@ def test_exactness_tells_variants_apart(tmp_path: Path) -> None:
     assert exact.main(["--device", "cpu", "--elements", "2048", "--json", str(tmp_path / "exact.json")]) == 0
     rows = json.loads((tmp_path / "exact.json").read_text())["rows"]
     assert all(row["equal_shares"] == [1.0] * exact.UPDATES for row in rows if row["device"] == row["cpu"])
-    adamw = [row for row in rows if row["optimizer"] == "AdamW" and row["device"] == "fused" and row["cpu"] == "foreach"]
-    assert adamw and all(min(row["equal_shares"]) < 1.0 for row in adamw)
+    # In float32 they are equal on some CPUs, whose square roots are those of the other kernel.
+    halves = [row for row in rows if row["dtype"] == "bfloat16" and row["device"] == "fused" and row["cpu"] == "foreach"]
+    assert halves and all(min(row["equal_shares"]) < 1.0 for row in halves)
 
 
 @pytest.mark.long

@@ -244,10 +244,13 @@ class Kept:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, leaf: torch.Tensor | None) -> Kept:
-        """Keeps a tensor of any class or layout; as torch saves results, without its graph: one that the op which made it saves
-        would keep itself alive. Inside a transform of functorch, where a tensor is one of its levels, as it is.
+        """Keeps a tensor of any class or layout as it is; as torch does, the result of the op that saves it without its graph.
+
+        Such a result would keep itself alive where no backward runs. What an op saves of its arguments stays what it is: to
+        detach it is a call to its class, which may do more (a `DTensor` is reduced).
         """
-        if tensor.grad_fn is None or functorch_is_active():
+        node = tensor.grad_fn
+        if node is None or functorch_is_active() or node._sequence_nr() != torch._C._autograd._get_sequence_nr() - 1:
             return cls(tensor, leaf)
         with unseen_by_the_program():
             return cls(tensor.detach(), leaf)
