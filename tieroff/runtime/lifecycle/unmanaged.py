@@ -27,7 +27,7 @@ from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
 
-# Of the budget: what may come after a step was traced; how often it is traced again for more.
+# This part of the budget (1/32) may come after a step was traced; a step is traced again so often for more.
 _SHARE, _TIMES_AT_MOST = 32, 2
 
 _managed: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
@@ -135,7 +135,7 @@ class StateGrowth:
 
 
 class MemoryApart:
-    """Watches it for one model; see [Note: memory apart]."""
+    """Tells when the program has taken so much memory apart from one model's steps; see [Note: memory apart]."""
 
     def __init__(self, managed: ManagedModel) -> None:
         self._managed = managed
