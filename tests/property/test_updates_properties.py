@@ -37,8 +37,8 @@ def steps(draw: st.DrawFn) -> Trace:
     tensors: list[Tensor] = []
     ops: list[tuple[str, set[int], set[int]]] = []
 
-    def add(name: str, kind: TensorClass, *, most: int = 60) -> int:
-        lasts = kind in (TensorClass.PARAMETER, TensorClass.OPTIMIZER)
+    def add(name: str, kind: TensorClass, *, most: int = 60, lasts: bool = False) -> int:
+        lasts = lasts or kind in (TensorClass.PARAMETER, TensorClass.OPTIMIZER)
         is_movable = draw(st.integers(0, 19)) < 19
         tensors.append(Tensor(name, draw(st.integers(1, most)), kind, is_persistent=lasts, is_movable=is_movable))
         return len(tensors) - 1
@@ -50,8 +50,9 @@ def steps(draw: st.DrawFn) -> Trace:
         made.append(add(f"a{layer}", TensorClass.ACTIVATION, most=100))
         ops.append(("forward", reads, {made[-1]}))
     gradients: dict[int, int] = {}
+    outlive = draw(st.booleans())  # gradients that the program writes in place
     for layer in reversed(range(depth)):
-        gradients[layer] = add(f"g{layer}", TensorClass.GRADIENT)
+        gradients[layer] = add(f"g{layer}", TensorClass.GRADIENT, lasts=outlive and draw(st.booleans()))
         ops.append(("backward", {made[layer], parameters[layer]}, {gradients[layer]}))
         if draw(st.integers(0, 3)) == 0:  # updated in backward
             moments = add(f"m{len(tensors)}", TensorClass.OPTIMIZER)

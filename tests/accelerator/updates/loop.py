@@ -109,16 +109,16 @@ class Loop:
     def backward(self) -> None:
         self.loss().backward()
 
-    def step(self) -> None:
+    def step(self, *, set_to_none: bool = True) -> None:
         self.backward()
         self.note(nn.utils.clip_grad_norm_(self.parameters, 0.02))
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
         self.scheduler.step()
 
-    def steps(self, count: int) -> None:
+    def steps(self, count: int, *, set_to_none: bool = True) -> None:
         for _ in range(count):
-            self.step()
+            self.step(set_to_none=set_to_none)
 
     def finish(self) -> Loop:
         """Notes what became of the model and its optimizer, and unwraps it."""

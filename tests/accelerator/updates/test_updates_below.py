@@ -29,7 +29,7 @@ from tests.accelerator.updates.loop import (
 from tests.support.covering import in_turn
 from tests.support.oracles.bytes.device import DeviceBytes
 from tieroff.core.machine import load_machine, save_machine
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import TensorClass, Tier
 from tieroff.probe.calibration.updates import UpdateRates
 from tieroff.probe.links import DEVICE_COPY_BYTES
 from tieroff.updates.native import HAS_UPDATES
@@ -99,6 +99,22 @@ def test_gradients_that_several_backwards_add_to_move_between_them(budget: str, 
             if index >= 5 and loop.engine is not None:
                 assert_updated_below_in_budget(loop, taken)
                 assert loop.engine.stats().moved_bytes_by_class["gradient"] > 3 * WIDTH * WIDTH * 4 * LAYERS
+    assert differing(plain.finish(), wrapped.finish()) == []
+
+
+@pytest.mark.parametrize("budget", ["25%", "min"])
+def test_gradients_that_outlive_the_step_are_read_below_and_loaded_for_the_next_backward(budget: str, tmp_path: Path) -> None:
+    plain, wrapped = Loop(None), Loop(tmp_path, budget=budget)
+    plain.steps(12, set_to_none=False)
+    taken = DeviceBytes(target.device())
+    for index in range(12):
+        taken.begin()
+        wrapped.step(set_to_none=False)
+        if index >= 6:
+            assert_updated_below_in_budget(wrapped, taken)
+    assert wrapped.engine is not None
+    trace = wrapped.engine.trace
+    assert all(tensor.is_persistent for tensor in trace.tensors if tensor.kind is TensorClass.GRADIENT)
     assert differing(plain.finish(), wrapped.finish()) == []
 
 

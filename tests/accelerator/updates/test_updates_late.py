@@ -119,6 +119,18 @@ def clears_in_place(loop: Loop) -> None:
     loop.optimizer.zero_grad()
 
 
+def keeps_gradients(loop: Loop) -> None:
+    loop.steps(5, set_to_none=False)
+    if loop.engine is not None:
+        loop.assert_updated_below()
+    loop.backward()
+    loop.optimizer.step()
+    loop.backward()  # adds to what that update reads
+    loop.note(*[parameter.grad for parameter in loop.parameters])
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
 def adds_to_gradients(loop: Loop) -> None:
     loop.backward()
     loop.optimizer.step()
@@ -196,6 +208,7 @@ USAGES: tuple[Usage, ...] = (
     clips_twice,
     clears_at_once,
     clears_in_place,
+    keeps_gradients,
     adds_to_gradients,
     gives_other_memory,
     writes_parameters,

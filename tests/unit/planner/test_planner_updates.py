@@ -137,6 +137,32 @@ def test_a_gradient_that_two_backwards_add_to_lies_in_the_host_between_them(caps
         assert (stay.start < 3) is moves
 
 
+@pytest.mark.parametrize("caps", [RUNTIME_EXECUTOR, IDEAL_EXECUTOR])
+def test_a_gradient_that_outlives_the_step_is_loaded_before_backward_adds_to_it(caps: Capabilities) -> None:
+    """The program writes it in the host once the step has ended, so the update has no time of the next one."""
+    ops = (Op("data", 100), _OPS[0], replace(_OPS[1], reads=(0, 1, 2)), _OPS[2])
+    trace = Trace(ops, (*_TENSORS[:2], replace(_TENSORS[2], is_persistent=True), _TENSORS[3]))
+    can = replace(caps, updates_on_host=True, updates_cross=True, min_bytes=0, granule_bytes=1)
+    problem = _problem(trace, caps=can, machine=_SLOW_CPU)
+    plan = plan_auto(problem)
+    check(plan, trace, can)
+    assert plan.host_updates == (HostUpdate(3, 3, 4, 100),)
+    moves = sorted((t.source, t.issue_at, t.ready_by) for t in plan.transfers if t.tensor == 2)
+    assert moves == [(DEVICE, 3, 3), (HOST, 1, 2)]
+    assert sorted((r.tier, r.start, r.stop) for r in plan.residencies if r.tensor == 2) == [(DEVICE, 1, 3), (HOST, 0, 4)]
+    assert plan.step_ns == 100 + 50 + 50 + 10 + 100  # the parameter comes back beside the next step's first op
+
+
+def test_it_is_loaded_where_it_is_awaited_if_the_device_has_no_room_before() -> None:
+    ops = (replace(_OPS[0], transient_bytes=20), replace(_OPS[1], reads=(0, 1, 2)), _OPS[2])
+    trace = Trace(ops, (*_TENSORS[:2], replace(_TENSORS[2], is_persistent=True), _TENSORS[3]))
+    can = replace(RUNTIME_EXECUTOR, updates_on_host=True, updates_cross=True, min_bytes=0, granule_bytes=1)
+    plan = plan_auto(_problem(trace, caps=can))
+    check(plan, trace, can)
+    assert plan.host_updates
+    assert [(t.issue_at, t.ready_by) for t in plan.transfers if (t.tensor, t.target) == (2, DEVICE)] == [(1, 1)]
+
+
 def test_the_device_updates_where_the_cpu_is_slower_than_the_links() -> None:
     machine = replace(_MACHINE, cpu_update_bytes_per_s=10**9 // 2)
     assert [bucket.cpu_ns for bucket in find_buckets(_problem(machine=machine))] == [200]
@@ -166,7 +192,8 @@ def test_what_is_left_has_no_state_and_ends_gradients_with_their_copy() -> None:
         (_changed(3, is_movable=False), "state that cannot move"),
         (_changed(0, is_movable=False), "a parameter that cannot move"),
         (_changed(2, kind=TensorClass.INPUT), "an input"),
-        (_changed(2, is_persistent=True), "a gradient that lasts and is written again"),
+        (_changed(2, is_persistent=True), ""),
+        (_changed(2, is_persistent=True, holds=((2, 4),)), "a gradient that lasts and is wanted from the update on"),
         (_changed(0, holds=((2, 3),)), ""),
         (_changed(3, is_persistent=False), "state that is born in the update"),
         (replace(_CASE, ops=(*_OPS, Op("log", 1, (2,)))), "a gradient that is read later"),

@@ -117,7 +117,8 @@ def _kind(problem: Problem, tensor: int, runs: list[int], op: int) -> str:
     if not own.is_persistent:
         return "gradient" if others and others[-1] < op else ""
     if any(tensor in trace.ops[run].writes for run in others):
-        return ""
+        is_sum = own.kind is TensorClass.GRADIENT and others[-1] < op and all(stop <= op + 1 for _, stop in own.holds)
+        return "gradient" if is_sum else ""
     if others and tensor not in trace.ops[op].writes and not problem.capabilities.wraps:
         return ""  # a frozen one, which a plan may keep on the device across the step's end, and nothing brings back
     return "parameter" if others else "state"

@@ -9,14 +9,16 @@ Its tensors are of three kinds:
 |---|---|---|---|
 | state | persistent, touched by no other op | always | never, but where the program holds it |
 | parameter | persistent, written by no other op | always | as planned; loaded again after each update |
-| gradient | ends with the step, its last op is the update | from its last write on | until it is copied out |
+| gradient | its last op is the update | from its last write on | until it is copied out |
 
 Before its last write, a gradient that several backwards add to moves as any other tensor, but to the host alone, where
-there is room for it. So the choice of buckets turns a problem into another one of the same kind: the op takes no time and
-touches nothing, its state is gone, its gradients end once they are copied out, its parameters are never written, and the host
-has so much less room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and
-memory of its plans are those of the first; `Updated.plan` adds the copies of gradients, the updates, and the loads of
-parameters, which may not begin before the update is awaited.
+there is room for it. One that outlives the step (`zero_grad(set_to_none=False)`) is always on the host, and is loaded before
+backward adds to it; the program writes it there once the step has ended, so its update ends before. So the choice of buckets
+turns a problem into another one of the same kind: the op takes no time and touches nothing, its state is gone, its gradients
+are born with their load and end once they are copied out, its parameters are never written, and the host has so much less
+room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and memory of its
+plans are those of the first; `Updated.plan` adds the moves of gradients, the updates, and the loads of parameters, which may
+not begin before the update is awaited.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ from tieroff.planner.simulate.simulator import simulate
 _SHARES = (1.0, 0.9, 0.8, 0.6, 0.4)
 
 
+_Hurried = tuple[int, Tier]
+"""A gradient, and where its move leads that is awaited where it begins."""
+
+
 @dataclass(frozen=True)
 class _Return:
     """What brings an updated parameter back: the load is awaited at tick `due`, on the line after the update."""
@@ -60,6 +66,7 @@ class Updated:
         origin: per tensor of `problem` that of `original`.
         buckets: those that the CPU updates, in order of op.
         copies: per gradient the copy to the host.
+        loads: per gradient that outlives the step the one before backward adds to it.
     """
 
     original: Problem
@@ -67,6 +74,7 @@ class Updated:
     origin: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     copies: dict[int, Transfer]
+    loads: dict[int, Transfer]
 
     def plan(self, plan: Plan) -> Plan | None:
         """Returns the plan of the original problem that a plan of this one stands for.
@@ -119,11 +127,11 @@ class Updated:
         """Returns the tick at which each update is awaited, on the line [0, 2 n]: in order, before its parameters are due.
 
         With durations of the updates it is the tick by which each should be over, without them the first one. Where updates
-        may not cross the step's end, that is the last tick. No gradient's copy meets the next step's.
+        may not cross the step's end, or gradients outlive it, that is the last tick. No gradient's copy meets the next step's.
         """
         n, starts = self.original.op_count, self._two_steps_ns
         crosses = self.original.capabilities.updates_cross
-        last = [b.op + n if crosses else n for b in self.buckets]
+        last = [b.op + n if crosses and self.loads.keys().isdisjoint(b.gradients) else n for b in self.buckets]
         for number, bucket in enumerate(self.buckets):
             # A copy that is awaited as it is issued comes before the room of the one before ends at the same tick.
             last[number] = min([last[number], *(begun[g] + n - 1 for g in bucket.gradients)])
@@ -180,7 +188,7 @@ class Updated:
         residencies = [_begun_later(r, later, count) for r in residencies]
         transfers += self._returned(awaits, loaded)
         residencies += self._held(awaits, begun)
-        transfers += self.copies.values()
+        transfers += [*self.copies.values(), *self.loads.values()]
         peaks = peak_bytes(replace(self.original, trace=_with_repeats(self.original.trace, plan)), residencies)
         windows = zip(self.buckets, self._issues, awaits, strict=True)
         updates = (HostUpdate(b.op, issue, ready, b.cpu_ns) for b, issue, ready in windows)
@@ -214,7 +222,8 @@ class Updated:
                 yield Residency(tensor, Tier.HOST, 0, self.original.op_count)
             for tensor in bucket.gradients:
                 death = self.original.trace.lifetimes[tensor].death
-                yield Residency(tensor, Tier.HOST, begun[tensor], max(death, ready))
+                start, stop = (begun[tensor], max(death, ready)) if tensor not in self.loads else (0, self.original.op_count)
+                yield Residency(tensor, Tier.HOST, start, stop)
 
 
 def _load(load: Transfer, issue_at: int, due: int, op_count: int) -> Transfer:
@@ -247,20 +256,21 @@ def _with_repeats(trace: Trace, plan: Plan) -> Trace:
 
 def update(problem: Problem, buckets: list[Bucket]) -> Updated:
     """Returns the problem in which the CPU updates these buckets, in order of op; the host must have room for them."""
-    hurried = set[int]()
+    hurried = set[_Hurried]()
     while True:
         updated = _update(problem, buckets, hurried)
         over = np.flatnonzero(updated.problem.base > updated.problem.device_bytes)
-        late = {t for t, copy in updated.copies.items() if ((copy.issue_at <= over) & (over < copy.ready_by)).any()}
+        moves = (*updated.copies.values(), *updated.loads.values())
+        late = {(m.tensor, m.target) for m in moves if ((m.issue_at <= over) & (over < m.ready_by)).any()}
         if late <= hurried:
             return updated
         hurried |= late
 
 
-def _update(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> Updated:
-    """Returns the same with copies of some gradients awaited where they begin: until links have time, there is no room."""
+def _update(problem: Problem, buckets: list[Bucket], hurried: set[_Hurried]) -> Updated:
+    """Returns the same with moves of some gradients awaited where they begin: until links have time, there is no room."""
     trace = problem.trace
-    copies = _copies(problem, buckets, hurried)
+    copies, loads = _copies(problem, buckets, hurried), _loads(problem, buckets, hurried)
     by_op = {tensor: bucket.op for bucket in buckets for tensor in bucket.tensors}
     states = {tensor for bucket in buckets for tensor in bucket.state}
     tensors = dict(enumerate(trace.tensors))
@@ -268,7 +278,7 @@ def _update(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> Updat
         holds = tuple(hold for hold in trace.tensors[tensor].holds if hold != (op, op + 1))
         changed = replace(trace.tensors[tensor], holds=holds)
         if tensor in copies:
-            changed = _gradient(problem, changed, copies[tensor], op)
+            changed = _gradient(problem, changed, copies[tensor], loads.get(tensor), op)
         elif tensor in states:
             changed = replace(changed, is_movable=False)
         tensors[tensor] = changed
@@ -279,13 +289,14 @@ def _update(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> Updat
     budget = {**problem.budget, Tier.HOST: problem.budget[Tier.HOST] - _taken_bytes(problem, buckets)}
     once = replace(problem.capabilities, updates_on_host=False)  # what the CPU updates is decided
     rest = make_problem(derived, problem.machine, budget, once, problem.effort)
-    return Updated(problem, rest, origin, tuple(buckets), copies)
+    return Updated(problem, rest, origin, tuple(buckets), copies, loads)
 
 
-def _gradient(problem: Problem, gradient: Tensor, copy: Transfer, op: int) -> Tensor:
+def _gradient(problem: Problem, gradient: Tensor, copy: Transfer, load: Transfer | None, op: int) -> Tensor:
     """Returns a gradient as it is left: there until it is copied out, and movable before, between backwards that add to it.
 
     It leaves on its own, whatever becomes of its parameter. One that is used again after it might have left stays until then.
+    One that is loaded is there from then on, as if it were born.
     """
     life = problem.trace.lifetimes[copy.tensor]
     written_at = copy.issue_at - 1
@@ -295,7 +306,9 @@ def _gradient(problem: Problem, gradient: Tensor, copy: Transfer, op: int) -> Te
     holds = gradient.holds
     if is_movable and copy.issue_at < copy.ready_by:
         holds = (*holds, (copy.issue_at, copy.ready_by))
-    return replace(gradient, is_movable=is_movable, holds=holds, lives_until=copy.ready_by, owner=-1)
+    if load is not None and load.issue_at < load.ready_by:
+        holds = (*holds, (load.issue_at, load.ready_by))
+    return replace(gradient, is_persistent=False, is_movable=is_movable, holds=holds, lives_until=copy.ready_by, owner=-1)
 
 
 def _renumbered(trace: Trace, tensors: dict[int, Tensor], on_host: set[int]) -> Trace:
@@ -320,7 +333,7 @@ def _taken_bytes(problem: Problem, buckets: list[Bucket]) -> int:
     return sum(problem.room_bytes(tensor) for bucket in buckets for tensor in bucket.tensors)
 
 
-def _copies(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> dict[int, Transfer]:
+def _copies(problem: Problem, buckets: list[Bucket], hurried: set[_Hurried]) -> dict[int, Transfer]:
     """Returns the copy of each gradient to the host, from its last write on, one after the other; of some awaited at once."""
     link, latest = problem.links(Tier.HOST)[0], _latest_issues(problem, buckets)
     starts_ns = np.array(problem.trace.with_durations(_left_ns(problem.trace, {b.op for b in buckets})).starts_ns, np.int64)
@@ -332,9 +345,24 @@ def _copies(problem: Problem, buckets: list[Bucket], hurried: set[int]) -> dict[
     now_ns = 0
     for tick, op, tensor in sorted(made):
         now_ns = max(now_ns, int(starts_ns[tick])) + link.transfer_ns(problem.size_bytes(tensor))
-        ready = tick if tensor in hurried else min(latest[op], int(np.searchsorted(starts_ns, now_ns)))
+        ready = tick if (tensor, Tier.HOST) in hurried else min(latest[op], int(np.searchsorted(starts_ns, now_ns)))
         copies[tensor] = Transfer(tensor, Tier.DEVICE, Tier.HOST, tick, ready, 0)
     return copies
+
+
+def _loads(problem: Problem, buckets: list[Bucket], hurried: set[_Hurried]) -> dict[int, Transfer]:
+    """Returns the load of each gradient that outlives the step, up to its first use, one after the other; some begin there."""
+    link, starts_ns = problem.links(Tier.HOST)[1], problem.starts_ns
+    sums = [tensor for bucket in buckets for tensor in bucket.gradients if problem.trace.tensors[tensor].is_persistent]
+    due = sorted(((problem.trace.lifetimes[tensor].required[0][0], tensor) for tensor in sums), reverse=True)
+    loads: dict[int, Transfer] = {}
+    now_ns = int(starts_ns[-1])
+    for ready, tensor in due:
+        now_ns = min(now_ns, int(starts_ns[ready])) - link.transfer_ns(problem.size_bytes(tensor))
+        begin = max(int(np.searchsorted(starts_ns, now_ns, "right")) - 1, 0)
+        issue = ready if (tensor, Tier.DEVICE) in hurried else min(begin, ready)
+        loads[tensor] = Transfer(tensor, Tier.HOST, Tier.DEVICE, issue, ready, 0)
+    return loads
 
 
 def _latest_issues(problem: Problem, buckets: list[Bucket]) -> dict[int, int]:
