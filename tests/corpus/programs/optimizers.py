@@ -54,6 +54,22 @@ def muon_with_adam(p: Program) -> None:
 
 
 @stranger()
+def first_update_that_makes_state_alone(p: Program) -> None:
+    def adopt_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(q), grad.square()
+            return
+        scale = state["v"].sqrt().clamp_(min=1e-6)
+        normed, sign = grad / scale, grad.sign()
+        state["m"].lerp_(normed + sign * 0.1, 0.1)
+        q.add_(state["m"], alpha=-lr)
+        state["v"].lerp_(grad.square(), 0.01)
+
+    model = Mlp().to(p.device)
+    trained(p, model, own(model.parameters(), adopt_update))
+
+
+@stranger()
 def state_of_eight_bits(p: Program) -> None:
     def bytes_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
         if not state:

@@ -422,10 +422,23 @@ class Steps:
         if self._managed.stepper is not None and contents.unattached != self._contents.unattached:
             log.info("an optimizer that is not attached has made its state, perhaps unseen: the next step is traced")
             return
+        if self._was_first_update(contents):
+            log.info("the optimizer's first update has made its state: a later one may take more, so the next step is traced")
+            return
         kind.feedback = Feedback(kind.feedback.rates)
         self._planning.apart.traced(kind)
         kind.advance(Measuring(traced.finish()))
         self.kinds.rename(kind, (*self._signature, contents))
+
+    def _was_first_update(self, contents: Contents) -> bool:
+        """True after an update that has made state in the place of all that later ones do, for all that is known.
+
+        Some optimizers make preconditioners or a first moment of squares in their first update, and return.
+        """
+        stepper = self._managed.stepper
+        if stepper is None or self._contents.held.with_state or not contents.held.with_state:
+            return False
+        return stepper.buckets.known is None or not stepper.buckets.known.is_steady
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""
