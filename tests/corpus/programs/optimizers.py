@@ -70,6 +70,28 @@ def first_update_that_makes_state_alone(p: Program) -> None:
 
 
 @stranger()
+def state_made_anew(p: Program) -> None:
+    def momentum_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
+        state["m"] = state["m"] * 0.9 + grad if state else torch.zeros_like(q)
+        q.add_(state["m"], alpha=-lr)
+
+    model = Mlp().to(p.device)
+    trained(p, model, own(model.parameters(), momentum_update))
+
+
+@stranger()
+def parameters_and_state_on_other_memory(p: Program) -> None:
+    def assigning_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
+        if not state:
+            state["m"] = torch.zeros_like(q)
+        state["m"].data = state["m"] * 0.9 + grad * 0.1
+        q.data = q.data - lr * state["m"]
+
+    model = Mlp().to(p.device)
+    trained(p, model, own(model.parameters(), assigning_update))
+
+
+@stranger()
 def state_of_eight_bits(p: Program) -> None:
     def bytes_update(q: torch.Tensor, grad: torch.Tensor, state: Any, lr: float) -> None:
         if not state:

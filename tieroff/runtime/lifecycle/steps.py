@@ -438,7 +438,7 @@ class Steps:
         stepper = self._managed.stepper
         if stepper is None or self._contents.held.with_state or not contents.held.with_state:
             return False
-        return stepper.buckets.known is None or not stepper.buckets.known.is_steady
+        return not stepper.buckets.is_read
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""

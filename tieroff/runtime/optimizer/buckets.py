@@ -68,6 +68,11 @@ class Buckets:
         """True when that is known of its class, and was not only tried."""
         return self.known is not None and self.known is not TRIED
 
+    @property
+    def is_read(self) -> bool:
+        """True when its code was read, so that it is known how it updates; see `Known.is_read`."""
+        return self.known is not None and self.known.is_read
+
     def all(self) -> list[list[torch.Tensor]]:
         """Returns the buckets of the parameters that the optimizer has now."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -26,6 +26,9 @@ _NOTHING: Label = frozenset()
 # Ways out of a tensor that no dispatch mode sees. Those that a tensor's metadata needs are not among them.
 _READS = frozenset({"tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
 
+# Ops that return a plain value, of what kind of tensors these are and not of what they hold; `p.data = t` asks for the first.
+_OF_METADATA = frozenset({"_has_compatible_shallow_copy_type", "_has_same_storage_numel", "is_same_size"})
+
 
 class Watch(TorchDispatchMode):
     """Follows from op to op which parameters a tensor depends on.
@@ -64,7 +67,7 @@ class Watch(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # looks at storages below are no reads of the optimizer's
             if name.startswith(("_foreach_", "_fused_")):
                 self._elementwise(func, args, kwargs or {}, out)
-            else:
+            elif name not in _OF_METADATA:
                 self._together(func, tree_leaves((args, kwargs)), _written(func, args, kwargs or {}), out)
         return out
 

@@ -25,14 +25,14 @@ class Known:
         counts_calls: its groups or attributes hold counters that each call of `step` moves on.
         writes_gradients: its step may write gradients.
         may_run_early: its buckets may be stepped in any order, and while other gradients are missing.
-        is_steady: its first update does what all later ones do, and makes its state besides.
+        is_read: its code was read: all its updates do the same, beside making state in the first, and write in place.
     """
 
     why: str
     counts_calls: bool = False
     writes_gradients: bool = False
     may_run_early: bool = True
-    is_steady: bool = True
+    is_read: bool = True
 
 
 TRIED = Known(
@@ -40,9 +40,9 @@ TRIED = Known(
     counts_calls=True,
     writes_gradients=True,
     may_run_early=False,
-    is_steady=False,
+    is_read=False,
 )
-_DECLARATION = Known("declared with tieroff.per_parameter", counts_calls=True, writes_gradients=True, is_steady=False)
+_DECLARATION = Known("declared with tieroff.per_parameter", counts_calls=True, writes_gradients=True, is_read=False)
 _TORCH = Known("torch's own: elementwise, state and step counter per parameter")
 _MATRICES = Known("torch's own: takes 2-d matrices alone, and orthogonalizes each by itself")
 _FACTORED = Known("torch's own: row and column means, and the root mean square, of one parameter each")

@@ -113,9 +113,13 @@ class BucketUpdate:
                 context.clock.leave_plan()
 
     def _unmanage_replaced(self, moved: list[HomeItem]) -> None:
-        """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value."""
+        """Lets go of items that are not where they were brought to: of one with `p.data = x` in `step`, x is the value.
+
+        Where x is memory of the same form, which nothing else lies on, the item has it from here on.
+        """
         context = self._context
-        for item in context.runner.not_resident(moved):
+        for item in context.runner.not_resident(moved) if self._buckets.is_read else moved:
+            item.refresh(context.traffic)
             if item.is_lifted and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
                 context.on_demand.forget(item)
@@ -198,12 +202,13 @@ class BucketUpdate:
     def _moving_of(self, bucket: list[torch.Tensor]) -> list[HomeItem] | None:
         """Returns the parameters and state of a bucket that the plan moves, where its state is as it was in a whole step.
 
-        None where that is not known: in steps that are not quiet, see [Note: quiet events] in step/quiet.py.
+        None where that is not known: in steps that are not quiet, see [Note: quiet events] in step/quiet.py, and of code that
+        may give any of them other memory, which is to be followed at once.
         """
         quiet = self._context.runner.quiet
         if quiet is not self._moving_in:
             self._moving_in, self._moving, self._positions = quiet, {}, {}
-        if quiet is NOTHING:
+        if quiet is NOTHING or not self._buckets.is_read:
             return None
         known, settled = self._moving.get(id(bucket)), self._state.settled(bucket)
         if settled is None:

@@ -261,6 +261,10 @@ def transient_bytes(
         if life.death < 0 and life.birth > 0 and not life.is_next and not (kinds and life.is_copy) and all(kinds):
             born[0] += size_bytes
             dead[max(life.birth, life.named)] += size_bytes
+    for old, new in _replaced(lives, subjects):
+        size_bytes = allocated_bytes(old.size_bytes, device_type)
+        born[new.birth] += size_bytes
+        dead[old.death] += size_bytes
     peaks = [0] * len(starts)
     total, op, made_bytes = 0, 0, 0
     for instant in range(now + 1):
@@ -274,3 +278,14 @@ def transient_bytes(
         user_calls.note(instant, op, total + scratch.get(instant, 0) + made_bytes)
         total -= dead.get(instant, 0)
     return peaks
+
+
+def _replaced(lives: Iterable[Life], subjects: Container[Hashable]) -> Iterator[tuple[Life, Life]]:
+    """Yields pairs of which the program made the second in the place of the first while that was there: both take room then."""
+    last: dict[Hashable, Life] = {}
+    for life in lives:
+        for key in life.keys:
+            old = last.get(key)
+            if key in subjects and old is not None and not life.is_copy and life.birth < old.death:
+                yield old, life
+            last[key] = life
