@@ -153,8 +153,9 @@ class Engine:
         executor = self.executor
         stepper = BucketedStep(optimizer, executor.context, executor.gradients, self._steps, self.settings)
         self._slots.append(state_dicts.refuse_in_child(optimizer, self._managed.can_read))
-        below, given = self._managed.below, self._managed.given_out
-        self._slots.append(state_dicts.install_on_optimizer(optimizer, self._backend.device, below, given))
+        below, given, device = self._managed.below, self._managed.given_out, self._backend.device
+        self._slots.append(state_dicts.install_on_optimizer(optimizer, device, below, given))
+        self._slots += state_dicts.load_below(optimizer, device, self._steps.end_updated, stepper.state.take_over)
         self._steps.come_back()
         self._managed.attach(stepper)
         self._steps.forget()

@@ -1,4 +1,4 @@
-"""Copies of more than the device's budget holds at once."""
+"""Copies, and checkpoints that are loaded, of more than the device's budget holds at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from torch.utils._pytree import tree_leaves
 
 import tieroff
+from tests.accelerator import target
 from tests.accelerator.users.loops import Program, check
+from tests.corpus.parts import Mlp, update
+from tests.corpus.run import ON_DEVICE_BYTES, differing, run
+from tests.corpus.run import Program as Counted
 from tieroff.core.tensor import Tier
 
 
@@ -103,3 +109,51 @@ def test_a_child_that_is_forked_in_the_midst_of_a_step_ends_by_itself(project: P
     command = [sys.executable, "-c", FORKS, str(tmp_path)]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "3 []\n"), done.stderr
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("budget", ["min", "40%"])
+@pytest.mark.parametrize("steps", [0, 4], ids=["first", "later"])
+@pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
+def test_a_checkpoint_of_the_optimizer_is_loaded_in_its_budget(steps: int, budget: str, fused: bool, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.pt"
+    seen = list[str]()
+
+    def train(p: Counted, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for index in range(steps):
+            loss = model(p.rows(index, 4, 64)).square().mean()
+            loss.backward()
+            update(optimizer)
+            p.end(model, loss.detach())
+
+    def usage(p: Counted) -> None:
+        model = Mlp(64, 12).to(p.device)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
+        optimizer.register_load_state_dict_post_hook(
+            lambda optimizer: seen.extend(state["exp_avg"].device.type for state in optimizer.state.values())
+        )
+        p.wrap(model, optimizer)
+        train(p, model, optimizer, steps)
+        p.taken.begin()
+        loaded = torch.load(saved)
+        optimizer.load_state_dict(loaded)
+        peaks.append(p.taken.peak_bytes)
+        train(p, model, optimizer, 4)
+        p.note(*model.parameters(), tree_leaves(list(optimizer.state_dict()["state"].values())), tree_leaves(loaded))
+
+    peaks = list[int]()
+    device = target.device()
+    model = Mlp(64, 12)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), saved)
+    plain, wrapped = run(usage, Counted(device, tmp_path)), run(usage, Counted(device, tmp_path, budget, target.backend))
+    assert differing(plain, wrapped) == []
+    assert set(seen) == {device.type}
+    last = wrapped.steps[-1]
+    assert last.phase == "planned"
+    assert last.limit_bytes is not None
+    model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert peaks[0] > 3 * model_bytes
+    assert peaks[1] <= last.limit_bytes + ON_DEVICE_BYTES

@@ -22,9 +22,9 @@ from tieroff.core.seams import PlanSource
 from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task, refuse_compiled_autograd
 from tieroff.runtime.execution.experience import Experience, Shapes
-from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, leaves_of, shapes_of, signature_of
+from tieroff.runtime.hooks.forward.inputs import Signature, is_given_gradients, shapes_of, signature_of
 from tieroff.runtime.hooks.forward.walk import Walk
-from tieroff.runtime.hooks.forward.watch import Watch
+from tieroff.runtime.hooks.forward.watch import Watch, WatchedInputs
 from tieroff.runtime.hooks.parameters.access import install
 from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.lifecycle.contents import Contents, contents_of, held_by
@@ -81,7 +81,7 @@ class Steps:
         self._rest = Rest(managed, plans)
         self._signature: Signature = ()  # of the step that runs, without its contents
         self._contents = Contents()  # with which it began; see [Note: contents] in lifecycle/contents.py
-        self._watched: list[Any] = []  # handles of hooks on the inputs of the step that runs
+        self._watched = WatchedInputs(managed.executor.state)
 
     # -- a step begins ---------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Steps:
             self._managed.executor.begin_bypassed()
             self._begin_update()
             if kind.is_passed_through:
-                self._watch_inputs((args, kwargs))
+                self._watched.watch((args, kwargs))
 
     def come_back(self) -> None:
         """The engine manages everything again; see [Note: bypass]."""
@@ -148,7 +148,7 @@ class Steps:
             self._contents = contents_of(walk.used, managed)
             self._signature = signature
             self._start_step((*signature, self._contents), shapes, is_passed_through=is_given_gradients((args, kwargs)))
-            self._watch_inputs((args, kwargs))
+            self._watched.watch((args, kwargs))
         if executor.state.mode is not PASS:
             self._note_input(shapes)
             executor.saved_tensors.fixed = walk.fixed((args, kwargs))
@@ -158,16 +158,6 @@ class Steps:
         """A forward is about to return this."""
         if self._traced is not None:
             self._traced.returned(out)
-
-    def _watch_inputs(self, inputs: Any) -> None:
-        """Notes when a backward passes through to the inputs: of a frozen model nothing else shows it where nothing moves."""
-        for handle in self._watched:
-            handle.remove()
-        given = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-        self._watched = [leaf.register_hook(self._note_backward) for leaf in given]
-
-    def _note_backward(self, _gradient: torch.Tensor) -> None:
-        self._managed.executor.state.saw_backward = True
 
     def _note_input(self, shapes: Shapes) -> None:
         """Before a forward on inputs of these shapes, in whatever mode."""
@@ -254,6 +244,15 @@ class Steps:
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
+    def end_updated(self) -> bool:
+        """Ends the step that ran last, if it was updated; returns whether none runs now, in this process."""
+        if self._managed.is_closed or not self._managed.is_own_process:
+            return False
+        self.come_back()
+        if self._is_updated:
+            self._end_last_op()
+        return self._kind is None
+
     def sleep(self) -> None:
         """Sends everything below that can move. The step that ran last ends, if it was updated.
 
@@ -263,8 +262,7 @@ class Steps:
         if self._managed.executor.reads.depth or current_graph_task() != -1:
             raise StateError("tieroff.sleep was called in the middle of a forward or backward; call it between steps")
         self.mend()
-        if self._is_updated:
-            self._end_last_op()
+        self.end_updated()
         self._managed.executor.gradients.note_unseen()
         self._managed.sleep()
 
@@ -350,7 +348,7 @@ class Steps:
 
     def close(self) -> None:
         """Takes the hooks off inputs, and off layers of a step that was traced."""
-        self._watch_inputs(())
+        self._watched.watch(())
         if self._traced is not None:
             self._traced.end_spans()
             self._traced = None

@@ -147,13 +147,15 @@ class OptimizerState:
         mapped = MappedFiles()
         context, device = self._context, self._context.traffic.backend.device
         for bucket in self._buckets.all():
-            for param, key, tensor in self.tensors_of(bucket):
-                # A counter of steps may stay on the host; everything else goes where its parameter is updated.
+            for param in bucket:  # of which each may have as much as the device has room for
                 is_updated_there = id(param) in context.homes.parameters or param.device == device
-                if tensor.device != device and is_updated_there and key != "step" and tensor is state[param][key]:
-                    tensor.data = tensor.data.to(device)
-            for item in self.adopt(bucket):
-                settle_below(item, context.traffic, mapped)
+                for _, key, tensor in self.tensors_of([param]):
+                    # A counter of steps may stay on the host; everything else goes where its parameter is updated.
+                    if tensor.device != device and is_updated_there and key != "step" and tensor is state[param][key]:
+                        tensor.data = tensor.data.to(device)
+                for item in self.adopt([param]):
+                    settle_below(item, context.traffic, mapped)
+            self._settle(bucket)
 
     def forget_strangers(self) -> None:
         """Ends the care for state of parameters that left the optimizer; those that only left the model are named so."""

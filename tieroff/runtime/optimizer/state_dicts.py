@@ -7,6 +7,12 @@ plan keeps on the device is copied, so that a checkpoint never depends on the pl
 A plain state dict gives out the tensors themselves, and programs write into them: `model.state_dict()[name].copy_(value)`.
 Where one lay on the device it was copied, so what was given is kept, and looked at before the tensors are used next: a version
 that has moved tells of a write, also of one through a dict that is gone by then.
+
+[Note: loaded state]
+`optimizer.load_state_dict` puts all of the state on the device before anybody can send a part of it below: of Adam twice the
+bytes of the parameters at once. So tensors of the host get a class, for the call, whose `to` leaves them there, as copies of
+the type that was asked for. After it the state goes over the device to its tier, parameter by parameter, as that of a resumed
+run does.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from operator import is_
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tieroff.errors import StateError
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
@@ -146,6 +153,85 @@ def install_on_optimizer(
     """Has `optimizer.state_dict()` give CPU tensors, and parts on storages of their own."""
     hook = _Apart(items) if device.type == "cpu" else _ToCpu(given)
     return optimizer.register_state_dict_post_hook(hook)
+
+
+def load_below(
+    optimizer: torch.optim.Optimizer, device: torch.device, may_begin: Callable[[], bool], take_over: Callable[[], None]
+) -> list[Handle]:
+    """Has `optimizer.load_state_dict()` put state below without all of it on an accelerator: see [Note: loaded state].
+
+    Args:
+        optimizer: of a wrapped model.
+        device: where that computes.
+        may_begin: no step runs, so that state may be taken over.
+        take_over: puts what was loaded below.
+    """
+    if device.type == "cpu":
+        return []  # a state dict lies where it would be loaded to
+    load = _Load(device, may_begin, take_over)
+    after = optimizer.register_load_state_dict_post_hook(load.end)
+    hooks: Any = optimizer._optimizer_load_state_dict_post_hooks
+    hooks.move_to_end(after.id, last=False)  # those of other people find state on the device
+    return [optimizer.register_load_state_dict_pre_hook(load.begin), after]
+
+
+class _Load:
+    """The hooks round `load_state_dict()`. A copy or a pickle of them, in a copied optimizer, does nothing."""
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        may_begin: Callable[[], bool] | None = None,
+        take_over: Callable[[], None] | None = None,
+    ) -> None:
+        self._device, self._may_begin, self._take_over = device, may_begin, take_over
+
+    def begin(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns what is loaded in place of a state dict; the dict itself stays as it is."""
+        if self._may_begin is None or not self._may_begin():
+            return None
+        state = {
+            key: {name: self._staying(name, value) for name, value in entries.items()} if type(entries) is dict else entries
+            for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def end(self, _optimizer: torch.optim.Optimizer) -> None:
+        """What was loaded goes below."""
+        if self._may_begin is not None and self._take_over is not None and self._may_begin():
+            self._take_over()
+
+    def _staying(self, name: Any, value: Any) -> Any:
+        # A counter may belong on the host: it goes where the optimizer puts it.
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or name == "step":
+            return value
+        staying = value.detach().as_subclass(_Staying)
+        staying.away = self._device
+        return staying
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Load:
+        return _Load()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Load, ()
+
+
+class _Staying(torch.Tensor):
+    """A tensor of the host that stays there, as a copy, where it is sent to one device.
+
+    Attributes:
+        away: that device.
+    """
+
+    away: torch.device | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs everything else on the plain tensor."""
+        plain, named = tree_map_only(_Staying, lambda tensor: tensor.as_subclass(torch.Tensor), (args, kwargs or {}))
+        if func is torch.Tensor.to and isinstance(args[0], _Staying) and named.get("device") == args[0].away:
+            return plain[0].to(dtype=named.get("dtype"), copy=True)
+        return func(*plain, **named)
 
 
 class _RefuseInChild:

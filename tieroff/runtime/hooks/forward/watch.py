@@ -1,11 +1,14 @@
-"""A watch on a model: whether anybody changed it, asked in every step whose hooks are bypassed."""
+"""Watches: on a model, whether anybody changed it, asked in every step whose hooks are bypassed; on the inputs of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from tieroff.runtime.execution.state import StepState
+from tieroff.runtime.hooks.forward.inputs import leaves_of
 from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.items.offloaded import untouched
 
@@ -40,3 +43,21 @@ class Watch:
     def _look(self) -> list[int]:
         with untouched():
             return [*map(torch.Tensor.data_ptr, self._homes)]
+
+
+class WatchedInputs:
+    """Notes when a backward passes through to a step's inputs: of a frozen model nothing else shows it where nothing moves."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._handles: list[Any] = []
+
+    def watch(self, inputs: Any) -> None:
+        """Watches these instead of those of the step before."""
+        for handle in self._handles:
+            handle.remove()
+        given = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        self._handles = [leaf.register_hook(self._note_backward) for leaf in given]
+
+    def _note_backward(self, _gradient: torch.Tensor) -> None:
+        self._state.saw_backward = True
