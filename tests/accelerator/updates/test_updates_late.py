@@ -131,6 +131,17 @@ def keeps_gradients(loop: Loop) -> None:
     loop.optimizer.zero_grad()
 
 
+def clears_what_is_infinite(loop: Loop) -> None:
+    """No product makes that zero."""
+    loop.backward()
+    loop.optimizer.step()
+    torch._foreach_mul_([parameter.grad for parameter in loop.parameters], float("-inf"))
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.optimizer.step()  # as the gradients are
+    loop.note(*[parameter.grad for parameter in loop.parameters])
+    loop.optimizer.zero_grad()
+
+
 def adds_to_gradients(loop: Loop) -> None:
     loop.backward()
     loop.optimizer.step()
@@ -209,6 +220,7 @@ USAGES: tuple[Usage, ...] = (
     clears_at_once,
     clears_in_place,
     keeps_gradients,
+    clears_what_is_infinite,
     adds_to_gradients,
     gives_other_memory,
     writes_parameters,
@@ -324,4 +336,21 @@ def test_step_returns_and_the_next_forward_begins_before_the_jobs_end(lateness: 
     handle.remove()
     assert seen == [False]
     plain.steps(2)
+    assert differing(plain.finish(), loop.finish()) == []
+
+
+def test_gradients_are_set_to_zero_before_the_jobs_that_read_them_end(lateness: Lateness, tmp_path: Path) -> None:
+    plain, loop = Loop(None), Loop(tmp_path)
+    for one in (plain, loop):
+        one.steps(STEPS_BEFORE + 4, set_to_none=False)
+    loop.assert_updated_below()
+    (pool,) = lateness.pools
+    pool.are_shut = True
+    loop.step(set_to_none=False)
+    pool.are_shut = False
+    assert not any(map(pool.native.is_done, pool.submitted[-len(pool.gates) :]))
+    for gate in pool.gates:
+        gate.open()
+    loop.step(set_to_none=False)
+    plain.steps(2, set_to_none=False)
     assert differing(plain.finish(), loop.finish()) == []

@@ -138,19 +138,20 @@ def test_a_gradient_that_two_backwards_add_to_lies_in_the_host_between_them(caps
 
 
 @pytest.mark.parametrize("caps", [RUNTIME_EXECUTOR, IDEAL_EXECUTOR])
-def test_a_gradient_that_outlives_the_step_is_loaded_before_backward_adds_to_it(caps: Capabilities) -> None:
-    """The program writes it in the host once the step has ended, so the update has no time of the next one."""
-    ops = (Op("data", 100), _OPS[0], replace(_OPS[1], reads=(0, 1, 2)), _OPS[2])
+def test_a_gradient_that_outlives_the_step_is_loaded_after_its_update_and_before_backward_adds_to_it(
+    caps: Capabilities,
+) -> None:
+    ops = (Op("data", 100), _OPS[0], replace(_OPS[1], reads=(0, 1, 2)), replace(_OPS[2], writes=(0, 2, 3)))
     trace = Trace(ops, (*_TENSORS[:2], replace(_TENSORS[2], is_persistent=True), _TENSORS[3]))
     can = replace(caps, updates_on_host=True, updates_cross=True, min_bytes=0, granule_bytes=1)
     problem = _problem(trace, caps=can, machine=_SLOW_CPU)
     plan = plan_auto(problem)
     check(plan, trace, can)
-    assert plan.host_updates == (HostUpdate(3, 3, 4, 100),)
+    assert plan.host_updates == (HostUpdate(3, 3, 4 + 1, 100),)
     moves = sorted((t.source, t.issue_at, t.ready_by) for t in plan.transfers if t.tensor == 2)
     assert moves == [(DEVICE, 3, 3), (HOST, 1, 2)]
     assert sorted((r.tier, r.start, r.stop) for r in plan.residencies if r.tensor == 2) == [(DEVICE, 1, 3), (HOST, 0, 4)]
-    assert plan.step_ns == 100 + 50 + 50 + 10 + 100  # the parameter comes back beside the next step's first op
+    assert plan.step_ns == 100 + 50 + 50 + 10 + 10
 
 
 def test_it_is_loaded_where_it_is_awaited_if_the_device_has_no_room_before() -> None:

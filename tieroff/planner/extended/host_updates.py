@@ -12,8 +12,8 @@ Its tensors are of three kinds:
 | gradient | its last op is the update | from its last write on | until it is copied out |
 
 Before its last write, a gradient that several backwards add to moves as any other tensor, but to the host alone, where
-there is room for it. One that outlives the step (`zero_grad(set_to_none=False)`) is always on the host, and is loaded before
-backward adds to it; the program writes it there once the step has ended, so its update ends before. So the choice of buckets
+there is room for it. One that outlives the step (`zero_grad(set_to_none=False)`) is always on the host, and is loaded, once its
+update is over, before backward adds to it. So the choice of buckets
 turns a problem into another one of the same kind: the op takes no time and touches nothing, its state is gone, its gradients
 are born with their load and end once they are copied out, its parameters are never written, and the host has so much less
 room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and memory of its
@@ -23,6 +23,7 @@ not begin before the update is awaited.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -127,14 +128,15 @@ class Updated:
         """Returns the tick at which each update is awaited, on the line [0, 2 n]: in order, before its parameters are due.
 
         With durations of the updates it is the tick by which each should be over, without them the first one. Where updates
-        may not cross the step's end, or gradients outlive it, that is the last tick. No gradient's copy meets the next step's.
+        may not cross the step's end, that is the last tick. No gradient's copy meets the next step's.
         """
         n, starts = self.original.op_count, self._two_steps_ns
         crosses = self.original.capabilities.updates_cross
-        last = [b.op + n if crosses and self.loads.keys().isdisjoint(b.gradients) else n for b in self.buckets]
+        last = [b.op + n if crosses else n for b in self.buckets]
         for number, bucket in enumerate(self.buckets):
             # A copy that is awaited as it is issued comes before the room of the one before ends at the same tick.
             last[number] = min([last[number], *(begun[g] + n - 1 for g in bucket.gradients)])
+            last[number] = min([last[number], *(self.loads[g].issue_at + n for g in bucket.gradients if g in self.loads)])
         for back in self._returns.values():
             last[back.bucket] = min(last[back.bucket], back.due)
         # The last of a step is awaited before the first of the next one is served again.
@@ -361,7 +363,8 @@ def _loads(problem: Problem, buckets: list[Bucket], hurried: set[_Hurried]) -> d
         now_ns = min(now_ns, int(starts_ns[ready])) - link.transfer_ns(problem.size_bytes(tensor))
         begin = max(int(np.searchsorted(starts_ns, now_ns, "right")) - 1, 0)
         issue = ready if (tensor, Tier.DEVICE) in hurried else min(begin, ready)
-        loads[tensor] = Transfer(tensor, Tier.HOST, Tier.DEVICE, issue, ready, 0)
+        # Behind all else that begins at its tick, by when they are due: a forward that waits comes before backward.
+        loads[tensor] = Transfer(tensor, Tier.HOST, Tier.DEVICE, issue, ready, sys.maxsize - problem.op_count + ready)
     return loads
 
 

@@ -25,6 +25,7 @@ from tieroff.runtime.step.recorded import Norm, Recorded
 
 _NORMS: frozenset[Any] = frozenset({torch.linalg.vector_norm, torch._foreach_norm})
 _PRODUCTS: frozenset[Any] = frozenset({torch.Tensor.mul_, torch._foreach_mul_})
+_ZEROS: frozenset[Any] = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +92,19 @@ class ScaledGradients:
         self._measured.pop(item.key, None)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """Answers a norm or a product of gradients that lie below.
+        """Answers a norm or a product of gradients that lie below, or has them set to 0.
 
         Returns:
             What the function returns, in a tuple; None: it is another function, or none of these gradients can be left below.
         """
+        if function in _ZEROS and len(args) == 1 and not kwargs:
+            return self._later(function, args, self._waits_with_zero)
         if kwargs or len(args) != 2:
             return None
         if function in _NORMS and isinstance(args[1], (int, float)):
             return self._norms(function, args[0], float(args[1]))
         if function in _PRODUCTS and _is_number(args[1]):
-            return self._products(function, args[0], args[1])
+            return self._later(function, args, lambda tensor: self._waits(tensor, args[1]))
         return None
 
     def _norms(self, function: Any, what: Any, order: float) -> tuple[Any] | None:
@@ -140,14 +143,15 @@ class ScaledGradients:
         item.leave(traffic)
         return value
 
-    def _products(self, function: Any, what: Any, factor: Any) -> tuple[Any] | None:
+    def _later(self, function: Any, args: tuple[Any, ...], waits: Callable[[Any], bool]) -> tuple[Any] | None:
+        what, *rest = args
         is_listed = isinstance(what, (list, tuple))
         tensors = list(what) if is_listed else [what]
-        others = [tensor for tensor in tensors if not self._waits(tensor, factor)]
+        others = [tensor for tensor in tensors if not waits(tensor)]
         if len(others) == len(tensors):
             return None
         if others:
-            function(others, factor)
+            function(others, *rest)
         return (None if is_listed else what,)
 
     def _waits(self, tensor: Any, factor: Any) -> bool:
@@ -161,6 +165,15 @@ class ScaledGradients:
                 self.asked.setdefault(item.key, set())
             # As it is now: whether a tensor was written since the last call, no version would say.
             item.wait_with(self._scalars.keep(factor.detach()) if isinstance(factor, torch.Tensor) else factor)
+        return True
+
+    def _waits_with_zero(self, tensor: Any) -> bool:
+        item, is_recorded = self._below(tensor), self._context.state.record.recorder is not None
+        if item is None or item.is_shown_below or item.device is not None or is_recorded or current_graph_task() != -1:
+            return False
+        with self._context.state.lock, as_the_engine():
+            self.used(item)
+            item.wait_with_zero()
         return True
 
     def _below(self, tensor: object) -> GradientItem | None:

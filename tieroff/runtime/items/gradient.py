@@ -4,8 +4,9 @@
 Clipping multiplies every gradient by one number, between backward and update. Where a gradient lies below, that would bring it
 up, or read and write it through its mapping, and send it down again, right before its update brings it up once more. So the
 factor waits. What lies below is then without it, and the tensor's value is the bytes below times its factors, in their order:
-the very `mul_` of the program, made later.
-Factors belong to the copy below, so they count only while that is valid (states LOWER, ARRIVING, BOTH); bytes of the
+the very `mul_` of the program, made later. So is its `zero_` (`zero_grad(set_to_none=False)`), of one that lies below a device:
+nothing moves for it, and it waits for no update that reads the bytes.
+Factors belong to the copy below, so they count only while that is valid (states LOWER, ARRIVING, BOTH, UPDATING); bytes of the
 device in other states have them. A copy that comes up gets them before anybody sees it. Whatever else wants the bytes below has
 them multiplied there first. An exception may come between any two lines: how many factors are in is told by the version counter
 of the memory that was multiplied, which moves with the multiplication itself.
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from enum import Enum
+from typing import Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,10 +27,18 @@ from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.item import Mover
 from tieroff.runtime.items.offloaded import guard_class, is_offloaded
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
+from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, UPDATING, Event
 from tieroff.runtime.items.traffic import Traffic
 
-Factor = torch.Tensor | float
+
+class Zero(Enum):
+    """The one of its kind that sets a gradient to 0, which no product does: infinities stay, and signs."""
+
+    ZERO = "zero"
+
+
+ZERO: Final = Zero.ZERO
+Factor = torch.Tensor | float | Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class Waiting:
     """The factors of one tensor, oldest first.
 
     Attributes:
-        factors: numbers, or tensors of shape [] that nobody writes.
+        factors: numbers, tensors of shape [] that nobody writes, or ZERO.
         below_version: of the memory below, before the first of them.
     """
 
@@ -53,6 +64,9 @@ class Waiting:
         """
         with torch.no_grad(), _disable_current_modes():
             for factor in self.left_of(memory, version):
+                if factor is ZERO:
+                    memory.zero_()
+                    continue
                 if isinstance(factor, torch.Tensor) and factor.device != memory.device:  # the memory is the host's
                     factor = factor.to(memory.device)
                 memory.mul_(factor)
@@ -62,8 +76,8 @@ class Waiting:
         return self.factors[memory._version - version :]
 
 
-# States in which the copy below is valid.
-_HAS_BELOW = (LOWER, ARRIVING, BOTH)
+# States in which the copy below is valid: an update reads it.
+_HAS_BELOW = (LOWER, ARRIVING, BOTH, UPDATING)
 
 
 class GradientItem(HomeItem):
@@ -92,6 +106,11 @@ class GradientItem(HomeItem):
         assert self.lower is not None
         waiting = self.waiting if self.waiting is not None else Waiting((), self.lower._version)
         self.waiting = waiting.and_then(factor)
+
+    def wait_with_zero(self) -> None:
+        """The gradient, which lies below alone, is set to 0 when it comes up next; other factors make no difference."""
+        assert self.lower is not None and self.device is None
+        self.waiting = Waiting((ZERO,), self.lower._version)
 
     def multiply_below(self, traffic: Mover) -> None:
         """Somebody is about to use the bytes below as they are: what waits is done there."""

@@ -31,7 +31,7 @@ from tieroff.runtime.backend.base import TRANSFER_TIMEOUT_S
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.forked import settle_before_forks
-from tieroff.runtime.items.gradient import GradientItem
+from tieroff.runtime.items.gradient import ZERO, GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.offloaded import owners_of
 from tieroff.runtime.items.parameter import ParameterItem
@@ -257,6 +257,8 @@ class HostUpdates:
         if waiting is None or lower is None:
             return
         for factor in waiting.left_of(lower, waiting.below_version):
+            if factor is ZERO:
+                raise NotBelowError(f"{gradient.name} was set to 0 since backward", is_expected=True)
             if isinstance(factor, torch.Tensor) and factor.dtype is not gradient.dtype:
                 raise NotBelowError(f"{gradient.name} is multiplied by a number of another type")
             yield float(factor)
