@@ -48,6 +48,21 @@ def test_a_deep_copy_brings_up_one_tensor_after_another(tmp_path: Path) -> None:
     check(usage, tmp_path)
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_an_average_over_state_dicts_goes_where_it_lies(is_on_host: bool, tmp_path: Path) -> None:
+    def usage(p: Program) -> None:
+        average = copy.deepcopy(p.model).to("cpu" if is_on_host else target.device())
+        p.wrap()
+        for first in (0, 4):
+            p.steps(4, first)
+            with torch.no_grad():
+                for mine, theirs in zip(average.state_dict().values(), p.model.state_dict().values(), strict=True):
+                    mine.copy_(mine * 0.9 + theirs.to(mine.device) * 0.1)
+        p.note(*average.parameters())
+
+    check(usage, tmp_path)
+
+
 def test_a_deep_copy_shares_memory_where_its_original_does(tmp_path: Path) -> None:
     def usage(p: Program) -> None:
         p.wrap()
