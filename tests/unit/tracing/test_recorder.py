@@ -61,6 +61,49 @@ def test_result_lies_beside_the_argument_that_ends_with_its_op() -> None:
     assert transients(last_of_its_op, in_mid_op) == [2, 2]
 
 
+def subject(key: str, kind: TensorClass, *, is_persistent: bool = True) -> Subject:
+    return Subject(key, key, MIB, kind, is_persistent=is_persistent)
+
+
+def test_state_made_anew_lies_beside_what_it_replaces() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    state = {"m": mib()}
+    replaced: list[torch.Tensor] = []
+
+    def find() -> None:
+        recorder.bind(state["m"].untyped_storage(), "m", is_new=True)
+
+    def in_place() -> None:
+        state["m"].add_(1)
+
+    def anew() -> None:
+        replaced.append(state["m"])
+        state["m"] = state["m"] + 1
+        recorder.bind(state["m"].untyped_storage(), "m")
+        replaced.clear()
+        state["m"].sum()
+
+    found = transients(find, in_place, anew, in_place, recorder=recorder, subjects=[subject("m", TensorClass.OPTIMIZER)])
+    assert found == [0, 0, 1, 0]
+
+
+def test_memory_given_to_a_parameter_counts_once_until_then_and_as_the_parameter_from_then_on() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    held = [mib()]
+
+    def find() -> None:
+        recorder.bind(held[0].untyped_storage(), "p", is_new=True)
+
+    def give() -> None:
+        made = held[0] + 1
+        made.sum()
+        recorder.bind(made.untyped_storage(), "p", is_set=True)
+        held[0] = made
+
+    found = transients(find, give, lambda: held[0].sum(), recorder=recorder, subjects=[subject("p", TensorClass.PARAMETER)])
+    assert found == [0, 1, 0]
+
+
 def test_what_died_before_an_op_does_not_lie_beside_its_result() -> None:
     def one_after_the_other() -> None:
         for _ in range(3):

@@ -151,10 +151,12 @@ class UserCalls:
             self._instants[instant] = max(self._instants.get(instant, {}), kept, key=lambda one: sum(one.values()))
 
     def given(self, life: Life, now: int, op: int) -> Life:
-        """User code gives a subject memory that it has made; returns the life of that until now, which is nobody's."""
+        """User code gives a subject memory that it made: its life is the subject's from here; returns that before, nobody's."""
         for instant in range(life.birth, now + 1):  # what the subject lay on may have come up for this
             self._instants.setdefault(instant, {})
-        return life.until(now, op)
+        past = life.until(now, op)
+        life.birth = now + 1
+        return past
 
     def note(self, instant: int, op: int, size_bytes: int) -> None:
         """There were so many bytes at an instant of an op."""
@@ -286,6 +288,6 @@ def _replaced(lives: Iterable[Life], subjects: Container[Hashable]) -> Iterator[
     for life in lives:
         for key in life.keys:
             old = last.get(key)
-            if key in subjects and old is not None and not life.is_copy and life.birth < old.death:
+            if key in subjects and old is not None and not life.is_copy and life.birth <= old.death:
                 yield old, life
             last[key] = life
