@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from tieroff.errors import StateError
+from tieroff.runtime.items.offloaded import untouched
 from tieroff.runtime.optimizer.trial import is_same
 
 _RULES = (
@@ -111,8 +112,12 @@ class EarlyUpdates:
         self._rounds_left = dict.fromkeys(self._number_of, self._rounds)
 
     def begin(self, buckets: Sequence[Iterable[torch.Tensor]]) -> None:
-        """A step begins, in which these are updated in backward; none are, when there is no bucket."""
-        self._reset(buckets)
+        """A step begins, in which these are updated in backward; none are, when there is no bucket.
+
+        A gradient that is there by now as a part of other memory adds up in the program's own, which may scale or clip that as
+        one, with no access to the gradient: `optimizer.step` updates its bucket.
+        """
+        self._reset([() if any(map(_is_in_other_memory, bucket)) else bucket for bucket in buckets])
 
     def end(self) -> None:
         """The optimizer's step is over."""
@@ -212,6 +217,11 @@ class EarlyUpdates:
         finally:
             for parameter, stand_in, _ in self._applied:
                 parameter.grad = stand_in
+
+
+def _is_in_other_memory(parameter: torch.Tensor) -> bool:
+    with untouched():
+        return parameter.grad is not None and parameter.grad._is_view()
 
 
 def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
