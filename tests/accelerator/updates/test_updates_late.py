@@ -273,7 +273,8 @@ def test_without_the_wait_it_does_not(
         is_wrong = bool(differing(plain, run(usage, tmp_path, lateness)))
     except AssertionError:  # the program noticed it by itself
         is_wrong = True
-    assert is_wrong
+    # State that is loaded takes the place of what jobs write: no value shows that, but its memory is used beside them.
+    assert is_wrong or sim.races()
     sim.forget_races()
 
 
