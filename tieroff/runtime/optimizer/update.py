@@ -119,6 +119,8 @@ class BucketUpdate:
         """
         context = self._context
         for item in context.runner.not_resident(moved) if self._buckets.is_read else moved:
+            if item.is_current():
+                continue
             item.refresh(context.traffic)
             if item.is_lifted and not item.is_current() and item.tensor is not None:
                 context.runner.unassign(item)
