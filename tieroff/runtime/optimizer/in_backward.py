@@ -19,6 +19,7 @@ import torch
 
 from tieroff.errors import StateError
 from tieroff.runtime.items.offloaded import untouched
+from tieroff.runtime.movable import why_unmovable
 from tieroff.runtime.optimizer.trial import is_same
 
 _RULES = (
@@ -114,10 +115,10 @@ class EarlyUpdates:
     def begin(self, buckets: Sequence[Iterable[torch.Tensor]]) -> None:
         """A step begins, in which these are updated in backward; none are, when there is no bucket.
 
-        A gradient that is there by now as a part of other memory adds up in the program's own, which may scale or clip that as
-        one, with no access to the gradient: `optimizer.step` updates its bucket.
+        Where a gradient is there by now, in memory that it shares, backward adds to that, and the program may scale or clip it
+        as one, which uses no gradient: `optimizer.step` updates such a bucket.
         """
-        self._reset([() if any(map(_is_in_other_memory, bucket)) else bucket for bucket in buckets])
+        self._reset([() if any(map(_has_shared_gradient, bucket)) else bucket for bucket in buckets])
 
     def end(self) -> None:
         """The optimizer's step is over."""
@@ -219,9 +220,9 @@ class EarlyUpdates:
                 parameter.grad = stand_in
 
 
-def _is_in_other_memory(parameter: torch.Tensor) -> bool:
+def _has_shared_gradient(parameter: torch.Tensor) -> bool:
     with untouched():
-        return parameter.grad is not None and parameter.grad._is_view()
+        return type(parameter.grad) is torch.Tensor and bool(why_unmovable(parameter.grad))
 
 
 def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
