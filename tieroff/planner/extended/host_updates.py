@@ -13,12 +13,13 @@ Its tensors are of three kinds:
 
 Before its last write, a gradient that several backwards add to moves as any other tensor, but to the host alone, where
 there is room for it. One that outlives the step (`zero_grad(set_to_none=False)`) is always on the host, and is loaded, once its
-update is over, before backward adds to it. So the choice of buckets
-turns a problem into another one of the same kind: the op takes no time and touches nothing, its state is gone, its gradients
-are born with their load and end once they are copied out, its parameters are never written, and the host has so much less
-room. An update that crosses the step's end keeps its gradients' copies in the host until it ends. Ticks and memory of its
-plans are those of the first; `Updated.plan` adds the moves of gradients, the updates, and the loads of parameters, which may
-not begin before the update is awaited.
+update is over, before backward adds to it.
+
+So the choice of buckets turns a problem into another one of the same kind: the op takes no time and touches nothing, its state
+is gone, its gradients are born with their load, if they have one, and end once they are copied out, its parameters are never
+written, and the host has so much less room. An update that crosses the step's end keeps its gradients' copies in the host until
+it ends. Ticks and memory of its plans are those of the first; `Updated.plan` adds the moves of gradients, the updates, and the
+loads of parameters, which may not begin before the update is awaited.
 """
 
 from __future__ import annotations

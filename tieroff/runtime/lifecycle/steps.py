@@ -429,9 +429,9 @@ class Steps:
         self.kinds.rename(kind, (*self._signature, contents))
 
     def _was_first_update(self, contents: Contents) -> bool:
-        """True after an update that has made state in the place of all that later ones do, for all that is known.
+        """True after the update that made the first state, of an optimizer whose code nobody has read.
 
-        Some optimizers make preconditioners or a first moment of squares in their first update, and return.
+        Some make preconditioners or a moment of squares then, and return: what all later updates take is not in that trace.
         """
         stepper = self._managed.stepper
         if stepper is None or self._contents.held.with_state or not contents.held.with_state:
