@@ -239,3 +239,58 @@ def gradients_kept_and_never_cleared(p: Program) -> None:
             q.grad.mul_(0.5)
         p.end(model, loss)
     p.note(*model.parameters(), [q.grad for q in model.parameters()])
+
+
+class TwoHeads(nn.Module):
+    """A trained trunk below two frozen heads, one of which each forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.used = nn.Linear(16, 64), 0
+        self.heads = nn.ModuleList(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]) for _ in range(2))
+        self.heads.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.heads[self.used](self.trunk(x))
+
+
+@stranger(planned=8)
+def frozen_heads_in_turn(p: Program) -> None:
+    """Steps that begin alike; what the plan of one keeps on the device has no room there in the next."""
+    model = TwoHeads().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(18):
+        model.used = index % 2
+        loss = model(p.rows(index, 4, 16)).square().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+        del loss
+    p.note(*model.parameters())
+
+
+class Penalized(Mlp):
+    """Its forward returns a penalty on the weights, too, where it is asked for one."""
+
+    is_asked = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights: list[Any] = [layer.weight for layer in self.layers] if self.is_asked else []
+        return super().forward(x), sum((weight @ weight).square().mean() for weight in weights)
+
+
+@stranger(planned=6)
+def a_penalty_in_every_third_step(p: Program) -> None:
+    model = Penalized().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(24):
+        model.is_asked = index % 3 == 2
+        out, penalty = model(p.rows(index, 6, 32))
+        loss = out.square().mean() + penalty
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+        del loss, penalty
+    p.note(*model.parameters())

@@ -16,7 +16,8 @@ from tieroff.core.trace import Op, Trace
 from tieroff.errors import StateError
 from tieroff.runtime.step.executable import Executable, make_executable
 from tieroff.runtime.step.kinds import Measuring, Recording, Stage, StepKind, Unplanned
-from tieroff.runtime.step.likeness import is_like, suits
+from tieroff.runtime.step.known_kinds import KnownKinds
+from tieroff.runtime.step.likeness import Turns, is_like, likeness_of, suits
 from tieroff.runtime.step.program import Actions
 from tieroff.runtime.step.quiet import Quiet, Residents, make_quiet
 from tieroff.runtime.step.recorded import Recorded
@@ -226,3 +227,89 @@ def test_a_quiet_walk_counts_the_memory_of_a_whole_one(data: st.DataObject) -> N
         at = made.following[at + 1]
     assert max(walked) == max(whole)
     assert unborn == born_early + sum(births)
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=16), st.lists(st.integers(0, 3), max_size=20))
+def test_steps_that_come_by_turns_are_foreseen_once_two_rounds_have_passed(turn: list[int], before: list[int]) -> None:
+    turns = Turns()
+    for one in before:
+        turns.note(one)
+    for one in turn * 6:
+        turns.note(one)
+    for one in turn:
+        expected = turns.next()
+        assert expected == one or (expected is None and len(set(turn)) == 1)
+        turns.note(one)
+
+
+def test_what_is_no_turn_is_not_foreseen() -> None:
+    turns = Turns()
+    assert turns.next() is None
+    for one in (1, 1, 1, 1, 2):
+        turns.note(one)
+        assert turns.next() is None
+    turns.note(1)
+    turns.note(2)
+    assert turns.next() == 1, "two of each"
+
+
+def test_a_recorded_step_waits_for_its_like_no_longer_than_it_has_taken_before() -> None:
+    turns = Turns()
+    for one in (1, 2, 3, 1):
+        turns.note(one)
+    waits = []
+    for one in (2, 3, 3, 3):
+        turns.note(one)
+        waits.append(turns.awaits(1))
+    assert waits == [True, True, False, False]
+    turns = Turns()
+    turns.note(1)
+    turns.note(1)
+    turns.note(2)
+    assert not turns.awaits(1), "it never came back after another"
+    assert not turns.awaits(9)
+
+
+def test_steps_in_turn_are_kinds_of_their_own_and_share_what_came() -> None:
+    kinds, signature = KnownKinds(), ("float32", "held")
+
+    def enter() -> StepKind:
+        return kinds.enter(signature, is_covered=False, is_passed_through=False)
+
+    first = enter()
+    for one in (1, 2, 1, 2):
+        first.came(one)
+    other = enter()
+    assert other is not first and other.turn == 1 and other.turns is first.turns
+    assert not other.came(2), "a known one, out of turn"
+    assert enter() is first, "no turns any more"
+    for one in (1, 2, 1, 2):
+        first.came(one)
+    assert enter() is other
+    assert other.came(3) and other.turn == 3, "what was seen of it, while it left a plan, was not all"
+    kinds.rename(other, ("float32", "more"))
+    assert kinds["float32", "more", 3] is other
+
+
+def test_likeness_is_of_events_and_not_of_sizes() -> None:
+    large, small = ((torch.float32, (8, 4), False), "int", True), ((torch.float32, (3, 4), False), "int", True)
+    keys = (("forward", large), ("pack", 9), ("grad", 0), ("end",))
+    assert likeness_of(keys) == likeness_of((("forward", small), ("pack", 8), ("grad", 0), ("end",)))
+    assert likeness_of(keys) == likeness_of((("forward", large), ("pass",), ("param", 3), ("passed",), *keys[1:]))
+    assert likeness_of(keys) != likeness_of((*keys[:2], ("grad", 1), ("end",)))
+
+
+def test_a_kind_that_others_foretell_is_traced_in_its_time_though_one_like_it_was_traced_before() -> None:
+    """Inputs of two shapes in turn, of which the second made more state: the first is another kind from then on."""
+    kinds = KnownKinds()
+    wide, long = (torch.float32, (16, 1, 64), False), (torch.float32, (8, 2, 64), False)
+
+    def enter(*signature: Any) -> StepKind:
+        return kinds.enter(signature, is_covered=True, is_passed_through=False)
+
+    for signature in ((wide, "some state"), (long, "all state")):
+        kind = enter(*signature)
+        kind.retraces = 1
+        kind.advance(Measuring(recorded()))
+    stages = [type(enter(wide, "all state").stage) for _ in range(6)]
+    assert stages[-1] is Recording and stages[0] is Unplanned

@@ -302,6 +302,7 @@ class Clock:
     def leave_plan(self) -> None:
         """The step goes on without its plan."""
         self._state.mode = DEMAND
+        self._state.record.keys = self._runner.events
         self._runner.stop()
         self._traffic.backend.keep_freed(0)  # the memory that the next op needs is unknown
         self.take_over()

@@ -257,6 +257,11 @@ class PlanRunner:
         return cursor < len(self._keys) and self._keys[cursor] == key
 
     @property
+    def events(self) -> list[Hashable]:
+        """Those of the plan that went by."""
+        return [*self._keys[: self.cursor]]
+
+    @property
     def expected(self) -> str:
         """The event that the plan has next, for people."""
         names = self.planned.recorded.names if self.planned is not None else ()

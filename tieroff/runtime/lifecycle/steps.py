@@ -38,7 +38,7 @@ from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.feedback import Feedback
 from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
 from tieroff.runtime.step.known_kinds import KnownKinds
-from tieroff.runtime.step.likeness import is_like
+from tieroff.runtime.step.likeness import is_like, likeness_of
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 from tieroff.runtime.step.recorded import Recorded
 
@@ -227,7 +227,7 @@ class Steps:
         self._begin_update()
         if self._traced is not None:
             self._traced.start(is_recomputing=bool(self.recomputation.slots))
-        elif kind.moves_nothing and managed.may_be_bypassed():
+        elif kind.moves_nothing and managed.may_be_bypassed() and not kind.turns.alternate:
             self._bypassed = kind
             self._watch = managed.bypass(kind)
 
@@ -381,6 +381,8 @@ class Steps:
         stage = kind.stage
         if isinstance(stage, Planned) and self._is_updated:
             self._planning.check_peak(kind, stage)
+            if mode is PASS or (mode is PLANNED and not kind.mismatches):
+                kind.turns.note(stage.recorded.likeness)
             if mode is PLANNED:
                 executor.on_demand.experience.cover(self._larger)  # all that they saved was as large as planned
                 self.readings.observe(kind, stage)
@@ -389,8 +391,9 @@ class Steps:
         is_whole = self._managed.stepper is None or ("end",) in keys or kind.is_passed_through
         if mode is not DEMAND or not is_whole or self._is_void or not self._is_as_it_was(self._managed.walk()):
             return
+        is_in_turn = kind.came(likeness_of(keys))
         if isinstance(kind.stage, Recording) and traced is not None:
-            self._keep_recording(kind, traced)
+            self._keep_recording(kind, traced, is_in_turn=is_in_turn)
         elif isinstance(kind.stage, Measuring) and kind.asked is not None:
             return  # it was measured, and its plan is under way
         elif isinstance(kind.stage, Measuring) and self._may_plan(kind.stage.recorded, keys):
@@ -398,20 +401,22 @@ class Steps:
         elif isinstance(kind.stage, Measuring) and self._is_stranger:
             kind.strangers += 1
         elif isinstance(kind.stage, Measuring):
-            log.info("two steps in a row differed: the step is traced again")
-            kind.trace_again(keys, kind.stage.recorded.keys)
+            kind.trace_again(keys, kind.stage.recorded)
 
     def _may_plan(self, recorded: Recorded, keys: tuple[Hashable, ...]) -> bool:
         """True after a step like the recorded one; a plan that moves nothing suits others too."""
         return is_like(keys, recorded.keys) or not self._plans.can_move(recorded.trace)
 
-    def _keep_recording(self, kind: StepKind, traced: TracedStep) -> None:
+    def _keep_recording(self, kind: StepKind, traced: TracedStep, *, is_in_turn: bool) -> None:
         if not traced.is_watched:
             return
         kind.retraces += 1
         if kind.retraces > _RECORDINGS_AT_MOST:
             log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
             kind.advance(Unplanned())
+            return
+        if not is_in_turn:
+            log.info("another step was foreseen, by the turns in which such steps came before: that is traced when it comes")
             return
         if traced.has_compiled:
             log.info("this step compiled code, which takes memory of its own: the next one is traced")
@@ -434,9 +439,8 @@ class Steps:
         Some make preconditioners or a moment of squares then, and return: what all later updates take is not in that trace.
         """
         stepper = self._managed.stepper
-        if stepper is None or self._contents.held.with_state or not contents.held.with_state:
-            return False
-        return not stepper.buckets.is_read
+        made_state = bool(contents.held.with_state and not self._contents.held.with_state)
+        return stepper is not None and made_state and not stepper.buckets.is_read
 
     def forget(self) -> None:
         """The model or its optimizer is another one now: what is known of its steps is void."""

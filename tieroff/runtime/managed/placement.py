@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from tieroff.core.tensor import TensorClass, Tier
+from tieroff.core.tensor import TensorClass, Tier, allocated_bytes
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.table import ResidentSnapshot, bytes_elsewhere, is_leaving, leave_place, lies_in
@@ -32,9 +32,9 @@ class Placement:
     def place_for(self, kind: StepKind, *, is_looked_at: bool = False) -> None:
         """Puts parameters and optimizer state where the plan of this kind of step has them between steps.
 
-        Those that go to files move first and those that go to host memory last, so that host memory is free by then. Gradients
-        that were kept come up where nothing moves: what backward adds to them then passes no hook of ours. Those that another
-        kind's plan left on the device go where this one has them.
+        Those that go to files move first and those that go to host memory last, so that host memory is free by then; sooner
+        where the device needs their room. Gradients that were kept come up where nothing moves: what backward adds to them
+        then passes no hook of ours. Those that another kind's plan left on the device go where this one has them.
 
         Args:
             kind: of the step that begins.
@@ -52,16 +52,33 @@ class Placement:
         targets = [
             (item, tier) for item in items if not lies_in(item, tier := between.of(item)) and not between.is_on_its_way(item)
         ]
-        order: tuple[Tier | None, ...] = (Tier.NVME, None, Tier.HOST)
-        for item, tier in sorted(targets, key=lambda target: order.index(target[1])):
-            if tier is not None:
+        for item, tier in targets:
+            if tier is Tier.NVME:
                 self._send_below(item, tier)
-            elif item.tensor is not None:
+        to_host = [item for item, tier in targets if tier is Tier.HOST]
+        for item, tier in targets:
+            if tier is None and item.tensor is not None:
+                self._make_room(item, to_host, kind)
                 item.refresh(traffic)
                 item.lift(traffic)
                 leave_place(item, traffic)
+        for item in to_host:
+            self._send_below(item, Tier.HOST)
         # Memory that need not leave the process when it is freed need not be zeroed when it is wanted again.
         self._backend.tune_allocator(None if kind.moves_nothing else self._allocator_threshold_bytes)
+
+    def _make_room(self, item: HomeItem, to_host: list[HomeItem], kind: StepKind) -> None:
+        """Sends what goes to host memory while an item that comes up does not fit beside it, and host memory has room."""
+        traffic, stage = self._executor.traffic, kind.stage
+        store = traffic.stores.get(Tier.HOST)
+        budget_bytes = stage.plan.budget_bytes.get(Tier.DEVICE) if isinstance(stage, Planned) else None
+        if store is None or budget_bytes is None:
+            return
+        needed_bytes = allocated_bytes(item.size_bytes, self._backend.device.type)
+        while to_host and traffic.device_bytes + needed_bytes > budget_bytes:
+            if store.capacity_bytes - store.used_bytes < to_host[-1].size_bytes:
+                return
+            self._send_below(to_host.pop(), Tier.HOST)
 
     def keep_freed(self, kind: StepKind) -> None:
         """Lets the backend keep freed memory for reuse in the step that begins, up to the step's peak or the budget."""

@@ -18,6 +18,7 @@ Steps that differ from a kind in smaller inputs only are taken for it once it wa
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,8 +29,10 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.step.executable import Executable, make_executable
 from tieroff.runtime.step.feedback import Feedback
-from tieroff.runtime.step.likeness import is_like_but_for_passes
+from tieroff.runtime.step.likeness import Turns, is_like_but_for_passes
 from tieroff.runtime.step.recorded import Recorded
+
+log = logging.getLogger("tieroff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class StepKind:
         overs: steps in a row that followed their plan and took more than its budget.
         was_over: it was traced again for that, though the plan knew all tensors; it is not again.
         passes_vary: passes without gradients come in some of its steps only: they make no events.
+        turn: the likeness of its steps, if it is of those that come by turns; else None.
+        turns: of all steps that begin as its steps do; see [Note: turns] in step/likeness.py.
         strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
     """
@@ -162,6 +167,8 @@ class StepKind:
         "retraces",
         "stage",
         "strangers",
+        "turn",
+        "turns",
         "was_over",
     )
 
@@ -174,11 +181,25 @@ class StepKind:
         self.retraces = self.mismatches = self.foreseen = self.strangers = self.overs = 0
         self.left: tuple[int, str, str] | None = None
         self.feedback, self.apart = Feedback(), Apart()
+        self.turn: int | None = None
+        self.turns = Turns()
         self.asked: Asked | None = None
 
-    def trace_again(self, keys: Sequence[Hashable], known: Sequence[Hashable]) -> None:
-        """The step that was to be measured had other events than the traced one."""
-        self.passes_vary = self.passes_vary or is_like_but_for_passes(keys, known)
+    def came(self, likeness: int) -> bool:
+        """A step with such events ran on demand; returns False for one that is traced out of turn: another was foreseen."""
+        is_in_turn = True
+        if self.turn is not None and isinstance(self.stage, Recording):
+            is_in_turn = self.turns.name(self.turn, likeness)
+            self.turn = likeness if is_in_turn else self.turn
+        self.turns.note(likeness)
+        return is_in_turn
+
+    def trace_again(self, keys: Sequence[Hashable], recorded: Recorded) -> None:
+        """The step to be measured had other events than the traced one, which waits where its like may be about to come."""
+        if self.turns.awaits(recorded.likeness):
+            return
+        log.info("two steps in a row differed: the step is traced again")
+        self.passes_vary = self.passes_vary or is_like_but_for_passes(keys, recorded.keys)
         self.advance(Recording())
 
     def advance(self, stage: Stage) -> None:

@@ -34,6 +34,17 @@ class KnownKinds(OrderedDict[Signature, StepKind]):
             is_covered: inputs at least as large were traced, so it is known what the ops of this step need.
             is_passed_through: gradients flow through it to another model.
         """
+        kind = self._enter(signature, is_covered=is_covered, is_passed_through=is_passed_through)
+        turn = kind.turns.next()
+        if turn is None or (
+            kind.recorded is not None and kind.recorded.likeness == turn and not isinstance(kind.stage, Unplanned)
+        ):
+            return kind
+        in_turn = self._enter((*signature, turn), is_covered=False, is_passed_through=is_passed_through)
+        in_turn.turn, in_turn.turns = turn, kind.turns
+        return in_turn
+
+    def _enter(self, signature: Signature, *, is_covered: bool, is_passed_through: bool) -> StepKind:
         kind = self.serving(signature)
         if kind is not None and signature not in self:
             self.move_to_end(self._name_of(kind))
@@ -41,15 +52,16 @@ class KnownKinds(OrderedDict[Signature, StepKind]):
         if kind is None:
             kind = StepKind(is_passed_through=is_passed_through)
             before = self._unrepeated(signature)
-            if before is not None:
-                kind.retraces = before.retraces
             if before is not None and isinstance(before.stage, Unplanned):
                 kind.advance(Unplanned())
+                kind.retraces = before.retraces
             elif is_covered and self._has_traced_like(signature):
                 kind.advance(Unplanned())
                 kind.foreseen = _FORESEEN_STEPS
             elif len(self) >= _KINDS_KEPT:
                 kind.advance(Unplanned())  # of so many kinds, only one that comes again soon is worth a trace
+            elif before is not None:
+                kind.retraces = before.retraces
             self[signature] = kind
             if len(self) > _KINDS_KEPT:
                 self.popitem(last=False)
@@ -88,7 +100,8 @@ class KnownKinds(OrderedDict[Signature, StepKind]):
         return kind if kind is not None and not kind.foreseen and (kind.planned is None or kind.mismatches) else None
 
     def rename(self, kind: StepKind, signature: Signature) -> None:
-        """A kind is of steps of this signature from here on, unless others are known of it."""
+        """A kind is of steps of this signature from here on, in its turn if it has one, unless others are known of it."""
+        signature = signature if kind.turn is None else (*signature, kind.turn)
         if signature not in self:
             del self[self._name_of(kind)]
             self[signature] = kind

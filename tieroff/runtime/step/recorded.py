@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tieroff.core.trace import Trace
+from tieroff.runtime.step.likeness import likeness_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class Recorded:
     def update_at(self) -> int:
         """The tick at which the update begins; the number of ticks when there is none."""
         return update_of(self.keys)
+
+    @functools.cached_property
+    def likeness(self) -> int:
+        """What steps with these events share; see [Note: turns] in step/likeness.py."""
+        return likeness_of(self.keys)
 
     @functools.cached_property
     def is_updated(self) -> bool:
