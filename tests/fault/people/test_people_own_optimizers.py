@@ -195,6 +195,25 @@ class LastByPlace(Own):
             p.add_(p.grad, alpha=-1e-2 if p is active[-1] else -1e-3)
 
 
+class CountsByTheFirst(Own):
+    """Counts for each parameter, and goes by the first one's count in all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.active():
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        for p in self.active():
+            p.add_(p.grad, alpha=-1e-2 / self.state[self.active()[0]]["step"])
+
+
+class NeedsGradients(Own):
+    """Cannot be called where no parameter has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        torch._foreach_add_(self.active(), [p.grad for p in self.active()], alpha=-1e-2)
+
+
 COUPLED = [
     (ClippedByAttribute, {"clip": 0.1}),
     (ClippedAbove, {"threshold": 1e30}),
@@ -207,6 +226,8 @@ COUPLED = [
     (CountsInModule, {}),
     (CountsItsParameters, {}),
     (LastByPlace, {}),
+    (CountsByTheFirst, {}),
+    (NeedsGradients, {}),
 ]
 
 
@@ -460,6 +481,55 @@ class CountsInGroup(Own):
                 if p.grad is not None:
                     average = self.state[p].setdefault("average", torch.zeros_like(p))
                     p.sub_(average.lerp_(p.grad, 0.1), alpha=group["weight"] / group["step"])
+
+
+class CountsInTensors(Own):
+    """Has a counter in a tensor for each parameter, raised by one tensor for all, and reads it, as torch's own do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        active = self.active()
+        for p in active:
+            self.state[p].setdefault("step", torch.zeros(()))
+            self.state[p].setdefault("average", torch.zeros_like(p))
+        if active:
+            torch._foreach_add_([self.state[p]["step"] for p in active], torch.ones(()), alpha=1.0)
+        for p in active:
+            p.sub_(self.state[p]["average"].lerp_(p.grad, 0.1), alpha=1e-2 / (1 - 0.9 ** self.state[p]["step"].item()))
+
+
+class DerivedAdamW(torch.optim.AdamW):
+    """Has options of its own and torch's update."""
+
+
+def of_torch(**options: Any) -> Any:
+    def make(parameters: Any) -> Any:
+        torch.optim.AdamW([nn.Parameter(torch.zeros(2))])  # the first of a class has torch replace its `step`
+        return DerivedAdamW(parameters, lr=1e-2, **options)
+
+    return make
+
+
+@with_plans(
+    make_optimizer=(CountsInTensors, of_torch(foreach=False), of_torch(foreach=True), of_torch(fused=True)),
+    is_later=(False, True),
+)
+def test_counters_in_tensors_that_are_read_couple_nothing(
+    make_optimizer: Any, is_later: bool, planned_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Any:
+        model = Deep()
+        optimizer = make_optimizer(model.parameters())
+        if is_later:  # as one that was resumed
+            step_of(model, optimizer, 0)
+        return model, optimizer
+
+    def step(model: Any, optimizer: Any, index: int) -> Any:
+        model.first.requires_grad_(index > 1)  # counters of its parameters stay behind
+        return step_of(model, optimizer, index)
+
+    check(make, step, planned_setting, steps=7)
+    assert "stepped whole" not in caplog.text
 
 
 @with_plans(is_declared=(False, True))

@@ -156,8 +156,13 @@ class Narrowed:
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Returns the optimizer class's `step` without the wrapper that fires the hooks."""
-    step = type(optimizer).step
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    return _without_hooks(type(optimizer).step)
+
+
+def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `step` without the wrapper that torch puts in its place in each class, also of one that is inherited."""
+    own: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    return own
 
 
 def _on_one_memory(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -219,7 +224,8 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 def _builds_on_another(kind: type) -> bool:
     """Returns whether a class has a `step` and inherits one that may be called by it, whose hooks would fire in each bucket."""
-    return sum("step" in base.__dict__ and not _is_abstract(base.__dict__["step"]) for base in kind.__mro__[:-1]) > 1
+    steps = (base.__dict__["step"] for base in kind.__mro__[:-1] if "step" in base.__dict__)
+    return len({_without_hooks(step) for step in steps if not _is_abstract(step)}) > 1
 
 
 def _is_abstract(step: Any) -> bool:

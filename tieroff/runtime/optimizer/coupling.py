@@ -4,7 +4,8 @@
 A comparison of results shows nothing of a branch that was not taken: gradients are clipped by their common norm only when
 that is large. But the norm is computed each time. So each tensor carries a label, the set of parameters whose value,
 gradient or state it was computed from, and a tensor with two of them shows coupling. What Python reads (`item`, `if tensor`,
-`tolist`, NumPy) leaves the tensors, and may come back anywhere: it counts as coupling too.
+`tolist`, NumPy) leaves the tensors, and may come back anywhere: it counts as coupling too. What no parameter's values went
+into has no label, wherever it is kept: a counter of updates may be read.
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ class Watch(TorchDispatchMode):
         common = [value for value in values if isinstance(value, torch.Tensor)]
         common += [leaf for value in lists if len(value) != count for leaf in value]
         outs = [out] if isinstance(out, (list, tuple)) and len(out) == count else []
+        changed = set(map(id, _written(func, args, kwargs)))  # a tensor that all places read stays what it was
         for place in range(count):
             inputs = [value[place] for value in lists if len(value) == count] + common
-            self._together(func, inputs, [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)], [o[place] for o in outs])
+            self._together(func, inputs, [leaf for leaf in inputs if id(leaf) in changed], [o[place] for o in outs])
 
     def _set(self, tensor: Any, label: Label) -> None:
         if is_wrapper(tensor):

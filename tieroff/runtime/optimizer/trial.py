@@ -4,9 +4,9 @@
 It runs once, right before the first update, with the real gradients, values, state, groups and attributes. The copies are of
 all parameters or, where these take more than a bucket, of the smallest of each group, number of dimensions and type. Both
 runs begin with the same random numbers; the generators, and plain values in globals, classes and closures of the
-optimizer's code, are put back afterwards. The steps after the first have the same gradients, larger and smaller: what
-depends on a threshold shows. Where one run does something that the other does not, or parameters reach each other (see
-coupling.py), the optimizer is stepped whole.
+optimizer's code, are put back afterwards. The steps after the first have the same gradients, larger and smaller, some for
+every other parameter only: what depends on a threshold, or on another parameter's counter, shows. Where one run does
+something that the other does not, or parameters reach each other (see coupling.py), the optimizer is stepped whole.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tieroff.units import format_bytes
 
 # Of the gradients, step by step: more steps than most schedules within an optimizer take, and both sides of thresholds.
 FACTORS = (1.0, 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0, 1.0, 1e6, 1.0)
+# Of those steps, these have a gradient for every other parameter only: counters of single parameters come to differ.
+_PARTIAL = frozenset({3, 7})
 _OWN = frozenset({"state", "param_groups", "step", "defaults"})
 _LEAVES = (torch.dtype, torch.device, type, types.FunctionType, types.BuiltinFunctionType, numpy.generic, range)
 
@@ -125,20 +127,23 @@ class Copied:
     params: list[torch.nn.Parameter]
     grads: list[torch.Tensor]
 
-    def set_gradients(self, factor: float) -> None:
-        """Gives each parameter its gradient times a factor."""
-        for param, grad in zip(self.params, self.grads, strict=True):
-            param.grad = grad * factor if factor != 1.0 else grad.clone()
+    def set_gradients(self, factor: float, *, is_partial: bool = False) -> None:
+        """Gives each parameter, or every other one and no other, its gradient times a factor."""
+        for position, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            param.grad = None if is_partial and position % 2 else grad * factor
 
     def run_whole(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Steps all parameters together; returns what couples them, or ""."""
         watch = Watch()
-        for factor in FACTORS:
-            self.set_gradients(factor)
+        for owner, param in enumerate(self.params):
+            state = self.optimizer.state.get(param)
+            entries = state.values() if isinstance(state, dict) else ()
+            # Of earlier updates, and so of this parameter; one number of them counts as a plain one would.
+            watch.mark((one for entry in entries for one in tensors_in(entry) if one.numel() > 1), owner)
+        for index, factor in enumerate(FACTORS):
+            self.set_gradients(factor, is_partial=index in _PARTIAL)
             for owner, param in enumerate(self.params):
-                state = self.optimizer.state.get(param)
-                entries = state.values() if isinstance(state, dict) else ()
-                watch.mark((param, param.grad, *(one for entry in entries for one in tensors_in(entry))), owner)
+                watch.mark((param, param.grad), owner)
             with watch, WatchReads(watch):
                 step(self.optimizer, *args, **kwargs)
             if watch.why:
@@ -153,8 +158,8 @@ class Copied:
         """
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
-        for factor in FACTORS:
-            self.set_gradients(factor)
+        for index, factor in enumerate(FACTORS):
+            self.set_gradients(factor, is_partial=index in _PARTIAL)
             shared = SharedValues(self.optimizer)
             for param in (p for params in whole for p in params):
                 for group, params in zip(groups, whole, strict=True):
