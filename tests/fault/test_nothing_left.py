@@ -24,6 +24,13 @@ from tests.support.twins import usual_step as usual
 pytestmark = pytest.mark.timeout(120)
 
 
+class First(torch.nn.Module):
+    """The first of several results."""
+
+    def forward(self, results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return results[0]
+
+
 def threads() -> int:
     """Native threads included."""
     return len(os.listdir("/proc/self/task"))
@@ -142,6 +149,52 @@ def test_two_engines_in_one_folder_keep_apart(setting: Setting) -> None:
     usual(*pairs[1])
     tieroff.unwrap(pairs[1][0])
     assert list(setting.dir.iterdir()) == []
+
+
+def drop(model: Any, optimizer: Any, *places: int) -> list[weakref.ref[Any]]:
+    """Takes layers out of a model and its optimizer; returns what is to die."""
+    dropped = [weakref.ref(one) for place in places for one in (model[place], *model[place].parameters())]
+    for place in places:
+        del model[place]
+    optimizer.param_groups[0]["params"] = kept = list(model.parameters())
+    for key in [key for key in optimizer.state if not any(key is one for one in kept)]:
+        del optimizer.state[key]
+    return dropped
+
+
+def test_a_layer_that_the_program_drops_dies_with_the_next_step(each_setting: Setting) -> None:
+    """Without the garbage collector, as in a plain run."""
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(linear(8, 8), torch.nn.LSTM(8, 8), First(), *(linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    each_setting.wrap(model, optimizer, background=False)
+    gc.collect()
+    gc.disable()
+    try:
+        for places in ((5, 4), (2, 1)):
+            for _ in range(4):
+                usual(model, optimizer)
+            dropped = drop(model, optimizer, *places)
+            usual(model, optimizer)
+            assert [one() for one in dropped if one() is not None] == [], f"dropped {places}"
+    finally:
+        gc.enable()
+    tieroff.unwrap(model)
+
+
+def test_a_compiled_layer_that_the_program_drops_dies(each_setting: Setting) -> None:
+    """It holds itself, so that a plain one waits for the garbage collector, too."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model[2].compile(backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    each_setting.wrap(model, optimizer, background=False)
+    for _ in range(5):
+        usual(model, optimizer)
+    dropped = drop(model, optimizer, 2)
+    usual(model, optimizer)
+    gc.collect()
+    assert [one() for one in dropped if one() is not None] == []
+    tieroff.unwrap(model)
 
 
 def test_a_failed_wrap_leaves_nothing(setting: Setting) -> None:

@@ -20,12 +20,10 @@ from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import functorch_is_active, is_followed, refused_hooks
 from tieroff.runtime.hooks.forward.compiled import CompiledCall, find_compiled
 from tieroff.runtime.hooks.forward.inputs import as_computed, elements_in, makes_graph, signature_of, to_device
-from tieroff.runtime.hooks.forward.recurrent import RecurrentWeights
 from tieroff.runtime.hooks.forward.slot import ForwardSlot
 from tieroff.runtime.hooks.host_view import HostView
 from tieroff.runtime.hooks.parameters.access import install, uninstall
 from tieroff.runtime.hooks.parameters.fsdp2 import fsdp_roots
-from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.recompute.layers import layers_of
 from tieroff.runtime.hooks.unattached import check_shares, inside
 from tieroff.runtime.items.offloaded import untouched
@@ -89,7 +87,7 @@ class Engine:
             self.executor = self._managed.executor
             self._reporting = Reporting(self._managed, self._steps, plans)
             self._compiled: dict[torch.nn.Module, CompiledCall] = {}
-            self._slots: list[ForwardSlot | RecurrentWeights | EarlyBegin | state_dicts.Handle] = []
+            self._slots: list[state_dicts.Handle] = []
             refused.pop_all()
         try:
             self._take_over()
@@ -108,15 +106,12 @@ class Engine:
         self._backend.tune_allocator(self.settings.allocator_threshold_bytes)
         if self._backend.device.type != "cpu":
             self._managed.move_to_device()
+        self._slots += self._managed.covers
         self._managed.register()
         self._managed.unattached.watch(self._steps.before_first_update)
         self.executor.shards.await_first_forward(self.model)
         self.executor.communication.watch(self.model)
         install(self.model, self.executor.reads)
-        self._slots.append(PlainStates(self.model))
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.RNNBase):
-                self._slots.append(RecurrentWeights(module, self.executor.reads))
         self._take_compiled()
         if self.model in fsdp_roots(self.model):
             self._slots.append(EarlyBegin(self._managed, self._steps))
@@ -131,8 +126,11 @@ class Engine:
             self._slots += [state_dicts.part_model(self.model, self._managed.below), state_dicts.copy_in_handlers(self.model)]
 
     def _take_compiled(self) -> None:
-        """Intercepts the calls of submodules that are compiled by now."""
-        for module in list(find_compiled(self.model)):
+        """Intercepts the calls of the submodules that are compiled by now, and of no others."""
+        compiled = dict.fromkeys(find_compiled(self.model))
+        for gone in self._compiled.keys() - compiled.keys():
+            self._compiled.pop(gone).remove()
+        for module in compiled:
             known = self._compiled.get(module)
             if known is None or not known.is_current:
                 self._compiled[module] = CompiledCall(module, self.executor.reads, self.executor.context)
@@ -282,7 +280,7 @@ class Engine:
             if walk.has_substitutes:
                 return self._infer(inner, args, kwargs)
             signature = signature_of(self.model, args, kwargs, walk.trained)
-            if walk.has_compiled:
+            if walk.has_compiled or self._compiled:
                 self._take_compiled()
         try:
             if is_bypassed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,15 +56,25 @@ class PlainStates:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self.install()
+        self._covered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    def install(self) -> None:
-        """Covers modules that are new too; one that has a way of its own on the instance keeps it."""
-        for module in self._model.modules():
+    def cover(self) -> None:
+        """Covers the modules that the model has now, and no others; one that has a way of its own on the instance keeps it.
+
+        A `PlainState` and its module hold each other: one that the program took out of the model would die late.
+        """
+        modules = list(self._model.modules())
+        _uncover(self._covered.difference(modules))
+        for module in modules:
             module.__dict__.setdefault(_METHOD, PlainState(module))
+        self._covered = weakref.WeakSet(modules)
 
     def remove(self) -> None:
         """Gives every module its class's own way again."""
-        for module in self._model.modules():
-            if isinstance(module.__dict__.get(_METHOD), PlainState):
-                del module.__dict__[_METHOD]
+        _uncover(self._model.modules())
+
+
+def _uncover(modules: Iterable[torch.nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module.__dict__.get(_METHOD), PlainState):
+            del module.__dict__[_METHOD]

@@ -14,10 +14,12 @@ from tieroff.errors import StateError
 from tieroff.runtime.backend.place import HomePlace
 from tieroff.runtime.executor import Executor
 from tieroff.runtime.hooks.forked import guard_forks_of
+from tieroff.runtime.hooks.forward.recurrent import RecurrentLayers
 from tieroff.runtime.hooks.forward.walk import Walk
 from tieroff.runtime.hooks.forward.watch import Watch
 from tieroff.runtime.hooks.gradient_hooks import GradientHooks
 from tieroff.runtime.hooks.parameters.access import quieten
+from tieroff.runtime.hooks.plain_state import PlainStates
 from tieroff.runtime.hooks.unattached import Unattached
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.joined.items import JoinedParameter
@@ -44,6 +46,7 @@ class ManagedModel:
         executor: what moves tensors in a step.
         stepper: the optimizer's stand-in, once one is attached.
         unattached: knows of optimizers that are not.
+        covers: what stands in for methods of its modules, wherever they are in it.
         unmoved: name of a parameter that stays where it is -> why.
         may_be_on_meta: some parameter or buffer lay on the meta device when last checked.
         is_closed: everything was given back, or is about to be.
@@ -63,6 +66,7 @@ class ManagedModel:
         self.unmoved, self.given_out, self.unattached = dict[str, str](), GivenOut(), Unattached(model)
         self.may_be_on_meta = self.is_closed = self.is_asleep = False
         self._pid = os.getpid()
+        self.covers = PlainStates(model), RecurrentLayers(model, self.executor.reads)
         self._placement = Placement(self.executor, settings.allocator_threshold_bytes)
         self._gradient_hooks = GradientHooks(self.executor.context, self.executor.gradients)
         self._fingerprint: tuple[Any, ...] = ()
@@ -133,7 +137,7 @@ class ManagedModel:
                 self._bring(parameter)
 
     def register(self) -> None:
-        """Makes an item of every parameter that can have a home below."""
+        """Makes an item of every parameter that can have a home below; what was taken out of the model is plain again."""
         homes, reads, traffic, shards = self.executor.homes, self.executor.reads, self.executor.traffic, self.executor.shards
         shards.look(self.model)
         known = {id(item.leaf): item for item in homes.parameters.values()}
@@ -141,6 +145,7 @@ class ManagedModel:
         homes.names.clear()
         self.__dict__.pop("_scripted", None)  # there may be other modules now
         self.unmoved = {}
+        self._placement.forget()
         mapped = MappedFiles()
         for position, (name, used) in enumerate(self.model.named_parameters()):
             parameter = shards.leaf_of(used)
@@ -157,17 +162,19 @@ class ManagedModel:
                 self._gradient_hooks.hang_on(parameter)
             self._take(position, name, parameter, mapped)
         self.may_be_on_meta = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
-        for gone in known.values():
-            gone.detach(traffic)
-        shards.keep_only(homes.parameters.values())
         reads.live.keep_only(homes.parameters.values())
         self._gradient_hooks.keep_only(homes.names)
+        while known:  # nobody here holds them any more: what the program dropped dies before the next one comes up
+            known.popitem()[1].detach(traffic)
+        shards.keep_only(homes.parameters.values())
         reads.cast_nodes.sweep()
         reads.rebound.watch(self.model, homes.parameters.values())
         reads.intercept(bool(homes.parameters))
         self._fingerprint, self._count = self._fingerprint_of(self.walk()), len(homes.parameters)
         self._known_as = None
         self.hook_gradients(self.walk())
+        for cover in self.covers:
+            cover.cover()
 
     def hook_gradients(self, walk: Walk) -> None:
         """Looks for gradients of parameters that were unfrozen since; frozen ones get none."""

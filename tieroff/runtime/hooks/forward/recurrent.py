@@ -14,14 +14,13 @@ from tieroff.runtime.signal_safety import runs_user_code
 
 
 class RecurrentWeights:
-    """`nn.RNNBase` reads its weights from a list made at construction: the list holds fetched ones while it runs."""
+    """`nn.RNNBase` reads its weights from a list made at construction: the list holds fetched ones while its forward runs."""
 
     def __init__(self, module: torch.nn.RNNBase, reads: ParameterReads) -> None:
-        self._slot = ForwardSlot(module, self._around)
         self._module, self._reads = module, reads
 
     @runs_user_code
-    def _around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module
         is_outside = not self._reads.depth and current_graph_task() == -1
         if not self._reads.is_open or is_outside or functorch_is_active():
@@ -35,6 +34,23 @@ class RecurrentWeights:
         finally:
             module.__dict__["_flat_weights"] = held
 
+
+class RecurrentLayers:
+    """`RecurrentWeights` round every recurrent layer of a model, until this is removed."""
+
+    def __init__(self, model: torch.nn.Module, reads: ParameterReads) -> None:
+        self._model, self._reads = model, reads
+        self._covered: dict[torch.nn.Module, ForwardSlot] = {}
+
+    def cover(self) -> None:
+        """Covers the layers that the model has now, and no others: one that was taken out of it is plain, and may die."""
+        layers = {module for module in self._model.modules() if isinstance(module, torch.nn.RNNBase)}
+        for gone in self._covered.keys() - layers:
+            self._covered.pop(gone).remove()
+        for layer in layers - self._covered.keys():
+            self._covered[layer] = ForwardSlot(layer, RecurrentWeights(layer, self._reads).around)
+
     def remove(self) -> None:
-        """Gives the module its own forward back."""
-        self._slot.remove()
+        """Gives every layer its own forward back."""
+        for slot in self._covered.values():
+            slot.remove()

@@ -11,6 +11,7 @@ copies of its rows are a part of the update's time. So where there is room for a
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ class Slices:
         self._is_least = settings.device_budget is not None and settings.device_budget.is_least
         self._narrowed = narrowed
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
-        self._decided: dict[int, torch.Tensor] = {}  # by id
+        self._decided: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self._rows: _RowsBelow | None = None
 
     def are_of(self, bucket: list[torch.Tensor]) -> bool:
