@@ -318,6 +318,16 @@ def test_two_forwards_before_one_backward_are_one_step(tmp_path: Path) -> None:
     tieroff.unwrap(model)
 
 
+def test_a_first_step_unlike_the_others_keeps_no_hooks(tmp_path: Path) -> None:
+    model, optimizer, engine = wrapped(tmp_path)
+    model(torch.randn(4, 32)).sum().backward()
+    for index in range(6):
+        step(model, optimizer, index)
+    assert [seen.phase for seen in engine.history.steps[:4]] == ["traced", "measured", "traced", "measured"]
+    assert is_bypassed(model)
+    tieroff.unwrap(model)
+
+
 def test_a_step_without_an_update_is_one(tmp_path: Path) -> None:
     model, optimizer, engine = wrapped(tmp_path)
     for index in range(5):

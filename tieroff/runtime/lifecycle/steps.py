@@ -227,7 +227,7 @@ class Steps:
         self._begin_update()
         if self._traced is not None:
             self._traced.start(is_recomputing=bool(self.recomputation.slots))
-        elif kind.moves_nothing and managed.may_be_bypassed() and not kind.turns.alternate:
+        elif kind.moves_nothing and managed.may_be_bypassed() and kind.turns.next() is None:
             self._bypassed = kind
             self._watch = managed.bypass(kind)
 
