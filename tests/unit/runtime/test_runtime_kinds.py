@@ -257,6 +257,7 @@ def test_a_recorded_step_waits_for_its_like_no_longer_than_it_has_taken_before()
     turns = Turns()
     for one in (1, 2, 3, 1):
         turns.note(one)
+    assert not turns.awaits(1), "the last one was such, and is not what was recorded for another reason"
     waits = []
     for one in (2, 3, 3, 3):
         turns.note(one)

@@ -96,9 +96,10 @@ class Turns:
         return len(set(self._seen)) > 1
 
     def awaits(self, likeness: int) -> bool:
-        """Returns whether such a step may come after no more others than it came after before."""
+        """Returns whether the last step was another, and such a one may come after no more others than it came after before."""
         at = [i for i, one in enumerate(self._seen) if one == likeness]
-        return len(self._seen) - at[-1] <= max(map(sub, at[1:], at), default=0) if at else False
+        others = len(self._seen) - 1 - at[-1] if at else 0
+        return 0 < others < max(map(sub, at[1:], at), default=0)
 
     def next(self) -> int | None:
         """Returns the likeness of the step that begins, or None where no period says it."""
