@@ -128,9 +128,12 @@ def test_a_child_that_is_forked_in_the_midst_of_a_step_ends_by_itself(project: P
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("budget", ["min", "40%"])
-@pytest.mark.parametrize("steps", [0, 4], ids=["first", "later"])
+@pytest.mark.parametrize(("steps", "is_own"), [(0, False), (4, False), (4, True)], ids=["first", "later", "into-its-own"])
 @pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
-def test_a_checkpoint_of_the_optimizer_is_loaded_in_its_budget(steps: int, budget: str, fused: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_optimizer_is_loaded_in_its_budget(
+    steps: int, is_own: bool, budget: str, fused: bool, tmp_path: Path
+) -> None:
+    """Also one that was read into the tensors of the optimizer's own state dict, as torch.distributed.checkpoint does."""
     saved = tmp_path / "saved.pt"
     seen = list[str]()
 
@@ -150,8 +153,14 @@ def test_a_checkpoint_of_the_optimizer_is_loaded_in_its_budget(steps: int, budge
         p.wrap(model, optimizer)
         train(p, model, optimizer, steps)
         p.taken.begin()
-        loaded = torch.load(saved)
-        optimizer.load_state_dict(loaded)
+        given = loaded = torch.load(saved)
+        if is_own:
+            given = optimizer.state_dict()
+            for key, entries in given["state"].items():
+                for name, value in entries.items():
+                    value.copy_(loaded["state"][key][name])
+        optimizer.load_state_dict(given)
+        del given
         peaks.append(p.taken.peak_bytes)
         train(p, model, optimizer, 4)
         p.note(*model.parameters(), tree_leaves(list(optimizer.state_dict()["state"].values())), tree_leaves(loaded))
@@ -170,5 +179,6 @@ def test_a_checkpoint_of_the_optimizer_is_loaded_in_its_budget(steps: int, budge
     assert last.phase == "planned"
     assert last.limit_bytes is not None
     model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    assert peaks[0] > 3 * model_bytes
-    assert peaks[1] <= last.limit_bytes + ON_DEVICE_BYTES
+    assert peaks[0] >= 3 * model_bytes
+    counters_bytes = 512 * len(list(model.parameters())) if is_own and fused else 0  # a block each: they go where they count
+    assert peaks[1] <= last.limit_bytes + ON_DEVICE_BYTES + counters_bytes
