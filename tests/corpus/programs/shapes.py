@@ -270,3 +270,30 @@ def layers_of_frequencies(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters())
+
+
+@stranger()
+def lengths_on_the_host(p: Program) -> None:
+    """A recurrent net packs sequences of several lengths, which the program keeps on the host, for a loss over alignments."""
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.head = nn.GRU(16, 32, 2, batch_first=True), nn.Linear(32, 12)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            out, _ = nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True)
+            return self.head(out).log_softmax(-1)
+
+    model = Speech().to(p.device)
+    optimizer = adamw(model)
+    lengths = torch.tensor([20, 14, 9])
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        found = model(p.rows(index, 3, 20, 16), lengths).transpose(0, 1)
+        loss = torch.ctc_loss(found, p.tokens(index, 3, 5, vocabulary=11) + 1, lengths.tolist(), [5, 4, 3])
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

@@ -152,8 +152,13 @@ def makes_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def to_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the inputs on an accelerator; for the CPU as they are."""
-    if device.type == "cpu":
+    """Returns the inputs on an accelerator; for the CPU as they are.
+
+    A program that has put one of them there places its inputs itself: others are on the host for a reason (lengths of packed
+    sequences), as in the plain run.
+    """
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    if device.type == "cpu" or any(isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in leaves):
         return args, kwargs
 
     def move(leaf: Any) -> Any:
