@@ -36,7 +36,7 @@ from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.lifecycle.unmanaged import StateGrowth
 from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.step.feedback import Feedback
-from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind, Unplanned
+from tieroff.runtime.step.kinds import Measuring, Planned, Recording, StepKind
 from tieroff.runtime.step.known_kinds import KnownKinds
 from tieroff.runtime.step.likeness import is_like, likeness_of
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
@@ -412,8 +412,7 @@ class Steps:
             return
         kind.retraces += 1
         if kind.retraces > _RECORDINGS_AT_MOST:
-            log.warning("steps of this model do not repeat: they run with transfers on demand (right, but slower)")
-            kind.advance(Unplanned())
+            kind.give_up()
             return
         if not is_in_turn:
             log.info("another step was foreseen, by the turns in which such steps came before: that is traced when it comes")

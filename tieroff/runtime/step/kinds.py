@@ -202,6 +202,12 @@ class StepKind:
         self.passes_vary = self.passes_vary or is_like_but_for_passes(keys, recorded.keys)
         self.advance(Recording())
 
+    def give_up(self) -> None:
+        """Steps of this kind were traced often and never came again; it is said, unless they only seemed to take turns."""
+        level = logging.WARNING if self.turn is None else logging.INFO
+        log.log(level, "steps of this model do not repeat: they run with transfers on demand (right, but slower)")
+        self.advance(Unplanned())
+
     def advance(self, stage: Stage) -> None:
         """Enters a stage.
 
