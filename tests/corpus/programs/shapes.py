@@ -292,7 +292,7 @@ def lengths_on_the_host(p: Program) -> None:
     p.wrap(model, optimizer)
     for index in range(STEPS):
         found = model(p.rows(index, 3, 20, 16), lengths).transpose(0, 1)
-        loss = torch.ctc_loss(found, p.tokens(index, 3, 5, vocabulary=11) + 1, lengths.tolist(), [5, 4, 3])
+        loss = torch.ctc_loss(found, p.tokens(index, 3, 5, vocabulary=11) + 1, lengths.tolist(), [5, 4, 3]).mean()
         loss.backward()
         update(optimizer)
         p.end(model, loss)
