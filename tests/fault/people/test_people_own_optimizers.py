@@ -532,6 +532,27 @@ def test_counters_in_tensors_that_are_read_couple_nothing(
     assert "stepped whole" not in caplog.text
 
 
+class AsksForNoGradient(Own):
+    """Takes it that each parameter has one, as many written by hand do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                p.sub_(average.lerp_(p.grad, 0.1), alpha=1e-2)
+
+
+@with_plans()
+def test_one_that_needs_all_gradients_is_stepped_in_buckets(planned_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Any:
+        model = Deep()
+        return model, AsksForNoGradient(model.parameters())
+
+    check(make, step_of, planned_setting, steps=5)
+    assert "stepped whole" not in caplog.text
+
+
 @with_plans(is_declared=(False, True))
 def test_counters_of_groups_and_instances_move_once_per_update(
     is_declared: bool, planned_setting: Setting, caplog: pytest.LogCaptureFixture

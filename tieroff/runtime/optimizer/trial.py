@@ -16,7 +16,7 @@ import copy
 import random
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,10 @@ Step = Callable[..., Any]
 
 class NotTriableError(Exception):
     """The optimizer cannot be tried; the message says why."""
+
+
+class NeedsGradientsError(Exception):
+    """Its step fails where a parameter has no gradient, as it would in the plain loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +83,27 @@ class Trial:
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any], outside: _Outside) -> str:
         taken = self._sample()
         before = _generators()
+        partial = _PARTIAL
         whole = copied(self.optimizer, taken, self.value_of)
-        why = whole.run_whole(self.step, args, kwargs)
+        try:
+            why = whole.run_whole(self.step, args, kwargs, partial)
+        except NeedsGradientsError:
+            partial = frozenset()  # the program's parameters always have one
+        if not partial:  # not in the handler: its error holds the copies, and there is room for one
+            outside.put_back()
+            _put_generators(before)
+            del whole
+            whole = copied(self.optimizer, taken, self.value_of)
+            why = whole.run_whole(self.step, args, kwargs, partial)
         if why:
             return why
         if outside.has_changed():
             return "its step changes values outside of the optimizer"
         after, expected = _generators(), whole.outcome()
         _put_generators(before)
-        del whole  # one copy at a time on the device
+        del whole
         split = copied(self.optimizer, taken, self.value_of)
-        split.run_split(self.step, args, kwargs)
+        split.run_split(self.step, args, kwargs, partial)
         if not is_same(after, _generators()):
             return "it draws random numbers in another order"
         got = split.outcome()
@@ -132,8 +146,12 @@ class Copied:
         for position, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
             param.grad = None if is_partial and position % 2 else grad * factor
 
-    def run_whole(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Steps all parameters together; returns what couples them, or ""."""
+    def run_whole(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], partial: Collection[int]) -> str:
+        """Steps all parameters together; returns what couples them, or "".
+
+        Raises:
+            NeedsGradientsError: it failed in one of the `partial` steps.
+        """
         watch = Watch()
         for owner, param in enumerate(self.params):
             state = self.optimizer.state.get(param)
@@ -141,16 +159,21 @@ class Copied:
             # Of earlier updates, and so of this parameter; one number of them counts as a plain one would.
             watch.mark((one for entry in entries for one in tensors_in(entry) if one.numel() > 1), owner)
         for index, factor in enumerate(FACTORS):
-            self.set_gradients(factor, is_partial=index in _PARTIAL)
+            self.set_gradients(factor, is_partial=index in partial)
             for owner, param in enumerate(self.params):
                 watch.mark((param, param.grad), owner)
-            with watch, WatchReads(watch):
-                step(self.optimizer, *args, **kwargs)
+            try:
+                with watch, WatchReads(watch):
+                    step(self.optimizer, *args, **kwargs)
+            except Exception as error:
+                if index in partial:
+                    raise NeedsGradientsError from error
+                raise
             if watch.why:
                 return watch.why
         return ""
 
-    def run_split(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run_split(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], partial: Collection[int]) -> None:
         """Steps each parameter by itself.
 
         Raises:
@@ -159,7 +182,7 @@ class Copied:
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for index, factor in enumerate(FACTORS):
-            self.set_gradients(factor, is_partial=index in _PARTIAL)
+            self.set_gradients(factor, is_partial=index in partial)
             shared = SharedValues(self.optimizer)
             for param in (p for params in whole for p in params):
                 for group, params in zip(groups, whole, strict=True):
