@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -550,6 +551,78 @@ def test_one_that_needs_all_gradients_is_stepped_in_buckets(planned_setting: Set
         return model, AsksForNoGradient(model.parameters())
 
     check(make, step_of, planned_setting, steps=5)
+    assert "stepped whole" not in caplog.text
+
+
+class Evaluates(Own):
+    """Evaluates the model once as it begins, as torch's own do; Lightning gives a closure in each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.evaluate(closure) if closure is not None else None
+        for p in self.active():
+            p.sub_(self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1), alpha=1e-2)
+        return loss
+
+    def evaluate(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            return closure()
+
+
+class EvaluatesTwice(Evaluates):
+    def evaluate(self, closure: Any) -> Any:
+        return super().evaluate(closure) + super().evaluate(closure)
+
+
+class EvaluatesElsewhere(Evaluates):
+    """Evaluates where it will be after a step of the gradients that it finds."""
+
+    def evaluate(self, closure: Any) -> Any:
+        for p in self.active():
+            p.sub_(p.grad, alpha=1e-3)
+        return super().evaluate(closure)
+
+
+class UsesWhatItGives(Evaluates):
+    def evaluate(self, closure: Any) -> Any:
+        loss = super().evaluate(closure)
+        self.param_groups[0]["lr"] = 1e-3 * float(loss)
+        return loss
+
+
+def buckets_in(model: Any) -> int:
+    return sum(op.name.startswith("bucket:") for op in tieroff.engine(model).trace.ops)
+
+
+@pytest.mark.parametrize(
+    ("build", "is_split"), [(Evaluates, True), (EvaluatesTwice, False), (EvaluatesElsewhere, False), (UsesWhatItGives, False)]
+)
+def test_with_a_closure_one_that_evaluates_once_as_it_begins_is_stepped_in_buckets(
+    build: Any, is_split: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    runs = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+        optimizer = build(model.parameters())
+        if is_wrapped:
+            Setting(tmp_path, device="100%").wrap(model, optimizer)
+        losses = []
+        for index in range(7):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(index))
+
+            def closure(x: torch.Tensor = x, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        if is_wrapped:
+            assert (buckets_in(model) > 1) == is_split
+            tieroff.unwrap(model)
+        runs.append([losses, *(p.tolist() for p in model.parameters())])
+    assert runs[0] == runs[1]
     assert "stepped whole" not in caplog.text
 
 

@@ -181,8 +181,10 @@ class BucketedStep:
             out = self._update(args, kwargs)
             self.early.end()
             return out
-        if not self.buckets.is_trusted:  # it may use the loss, or want another one
-            return self._step_whole(functools.partial(raw_step(self.optimizer), self.optimizer), args, kwargs)
+        if not self.buckets.begins_with_closure:  # it may use the loss, or want another one
+            out = self._step_whole(functools.partial(raw_step(self.optimizer), self.optimizer), args, kwargs)
+            self.buckets.settle_closures(self._update_one.value_of)
+            return out
         with torch.enable_grad():
             loss = closure()
         return self._step_after(loss, args, kwargs)

@@ -32,6 +32,7 @@ class Buckets:
 
     Attributes:
         known: why the optimizer may be stepped in parts; None: it is stepped whole.
+        begins_with_closure: it calls a closure once, before it updates, and does not use what that gives.
         current: what `all` returned last.
         position: id of a parameter -> its place in the optimizer.
     """
@@ -51,8 +52,9 @@ class Buckets:
         # By id of one of `current`: how many parameters each group had, and those of the bucket in each.
         self._parts: dict[int, tuple[list[int], list[list[torch.Tensor]]]] = {}
         self._together: dict[tuple[int, ...], list[torch.Tensor]] = {}  # by numbers of those of `current`
+        self._has_tried_closures = False
         self.known: Known | None = None if is_replaced else known_of(optimizer)
-        self._is_settled = self.known is not None
+        self._is_settled = self.begins_with_closure = self.known is not None and self.known is not TRIED
         if is_replaced:
             self._is_whole("its step was replaced on the instance")
         elif self.known is None and _builds_on_another(type(optimizer)):
@@ -113,16 +115,30 @@ class Buckets:
             args: of its `step`.
             kwargs: of its `step`.
         """
-        if self._is_settled or not any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+        if self._is_settled or not self._has_gradients():
             return
-        sizes = [local_bytes(p) for group in self._optimizer.param_groups for p in group["params"]]
-        largest_bytes = max(sum(sizes[part.start : part.stop]) for part in buckets_of(sizes))
-        trial = Trial(self._optimizer, raw_step(self._optimizer), value_of, largest_bytes + _TRIAL_BYTES)
-        reason = trial.why_not(args, kwargs)
+        reason = self._trial(value_of).why_not(args, kwargs)
         if reason:
             self._is_whole(reason)
             return
         self.known, self._is_settled, self._ids = TRIED, True, None
+
+    def settle_closures(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Tries an optimizer that was stepped whole with a closure, and has the gradients of that: the next may go in parts."""
+        if self._has_tried_closures or (self._is_settled and not self.is_split) or not self._has_gradients():
+            return
+        self._has_tried_closures = True
+        if self._trial(value_of).begins_with_closure():
+            self.settle(value_of, (), {})
+            self.begins_with_closure = self.is_split
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+
+    def _trial(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Trial:
+        sizes = [local_bytes(p) for group in self._optimizer.param_groups for p in group["params"]]
+        largest_bytes = max(sum(sizes[part.start : part.stop]) for part in buckets_of(sizes))
+        return Trial(self._optimizer, raw_step(self._optimizer), value_of, largest_bytes + _TRIAL_BYTES)
 
     def _is_whole(self, reason: str) -> None:
         self._is_settled = True

@@ -36,6 +36,8 @@ from tieroff.units import format_bytes
 FACTORS = (1.0, 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0, 1.0, 1e6, 1.0)
 # Of those steps, these have a gradient for every other parameter only: counters of single parameters come to differ.
 _PARTIAL = frozenset({3, 7})
+# Steps in which it is looked at when a closure is called: the first may make state.
+_CLOSURES = 3
 _OWN = frozenset({"state", "param_groups", "step", "defaults"})
 _LEAVES = (torch.dtype, torch.device, type, types.FunctionType, types.BuiltinFunctionType, numpy.generic, range)
 
@@ -77,6 +79,18 @@ class Trial:
                 return str(error)
             except Exception as error:  # noqa: BLE001  any failure of foreign code on copies means: do not split it
                 return f"a trial on copies failed: {type(error).__name__}: {error}"
+            finally:
+                outside.put_back()
+
+    def begins_with_closure(self) -> bool:
+        """Returns whether `step` calls a closure once, before it changes anything, and returns what that gave, and no more."""
+        outside = _Outside(type(self.optimizer))
+        with _disable_current_modes(), random_numbers_put_back(), torch.no_grad():
+            try:
+                one = copied(self.optimizer, self._sample(), self.value_of)
+                return all(one.begins_with_closure(self.step) for _ in range(_CLOSURES))
+            except Exception:  # noqa: BLE001  as above: it takes none, or uses what it gave
+                return False
             finally:
                 outside.put_back()
 
@@ -172,6 +186,20 @@ class Copied:
             if watch.why:
                 return watch.why
         return ""
+
+    def begins_with_closure(self, step: Step) -> bool:
+        """See `Trial.begins_with_closure`; of one step of these copies."""
+        self.set_gradients(1.0)
+        before = tree_map_only(torch.Tensor, torch.clone, self.outcome())  # on the CPU that is not a copy
+        seen, given = list[bool](), object()  # of which nothing can be read
+
+        def closure() -> object:
+            now = self.outcome()
+            seen.append(all(is_same(before[name], now[name]) for name in before))
+            return given
+
+        returned = step(self.optimizer, closure)
+        return returned is given and seen == [True]
 
     def run_split(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], partial: Collection[int]) -> None:
         """Steps each parameter by itself.
