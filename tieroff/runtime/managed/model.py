@@ -164,6 +164,8 @@ class ManagedModel:
         self.may_be_on_meta = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         reads.live.keep_only(homes.parameters.values())
         self._gradient_hooks.keep_only(homes.names)
+        if self.stepper is not None:
+            self.stepper.keep_only(homes.names)
         while known:  # nobody here holds them any more: what the program dropped dies before the next one comes up
             known.popitem()[1].detach(traffic)
         shards.keep_only(homes.parameters.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Any, Protocol
@@ -201,6 +201,10 @@ class BucketedStep:
         """After an exception: the groups are whole again, and what belongs to an update in parts is over."""
         self._update_one.restore()
         self.host.restore()
+
+    def keep_only(self, parameters: Container[int]) -> None:
+        """The model has these parameters now, by id, and no others."""
+        self._update_one.slices.keep_only(parameters)
 
     def _moves_nothing(self) -> bool:
         return self._context.state.mode is PASS

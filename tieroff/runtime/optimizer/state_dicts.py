@@ -17,6 +17,7 @@ run does.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from operator import is_
@@ -46,14 +47,16 @@ class GivenOut:
     """The values that state dicts of one model and its optimizer gave out since they were used; see [Note: given out]."""
 
     def __init__(self) -> None:
-        # Tensors are not held: state that a load replaced would come up to the device, where it would wait to be taken back.
-        self._given: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+        # State is not held: what a load replaced would come up to the device, where it would wait to be taken back. Parameters
+        # are: torch swaps none that is held weakly.
+        self._given: list[tuple[Callable[[], torch.Tensor | None], torch.Tensor, int]] = []
 
     def note(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """A tensor's value was given out as this one; a wrapper of other tensors is not followed."""
         if value is not tensor and own_class(value) is torch.Tensor and not value.is_inference():
             # An alias counts on with it, and does not keep what people hang on theirs.
-            self._given.append((weakref.ref(tensor), value.detach(), value._version))
+            held = functools.partial(_itself, tensor) if isinstance(tensor, torch.nn.Parameter) else weakref.ref(tensor)
+            self._given.append((held, value.detach(), value._version))
 
     def take_back(self) -> None:
         """The tensors are used next: what was written into their values is theirs."""
@@ -64,6 +67,10 @@ class GivenOut:
             if value._version != version and (tensor := ref()) is not None:
                 with torch.no_grad():
                     tensor.copy_(value)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Apart:

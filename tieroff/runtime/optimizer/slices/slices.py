@@ -11,8 +11,7 @@ copies of its rows are a part of the update's time. So where there is room for a
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -55,12 +54,16 @@ class Slices:
         self._is_least = settings.device_budget is not None and settings.device_budget.is_least
         self._narrowed = narrowed
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
-        self._decided: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
+        self._decided: dict[int, torch.Tensor] = {}  # by id; torch swaps no tensor that is held weakly
         self._rows: _RowsBelow | None = None
 
     def are_of(self, bucket: list[torch.Tensor]) -> bool:
         """True for a bucket that is one parameter which is updated in slices; without a gradient nothing of it is updated."""
         return len(bucket) == 1 and id(bucket[0]) in self._state.sliced and bucket[0].grad is not None
+
+    def keep_only(self, parameters: Container[int]) -> None:
+        """Forgets parameters that are none of these, by id."""
+        self._decided = {key: parameter for key, parameter in self._decided.items() if key in parameters}
 
     def decide(self, bucket: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decides, before its first update, whether a bucket is updated in slices.
