@@ -48,6 +48,21 @@ def test_a_deep_copy_brings_up_one_tensor_after_another(tmp_path: Path) -> None:
     check(usage, tmp_path)
 
 
+def test_a_parameter_is_swapped_behind_a_state_dict(tmp_path: Path) -> None:
+    """Torch refuses to swap what somebody holds weakly."""
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+        given = p.model.state_dict()
+        weight = next(iter(p.model.parameters()))
+        torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.full_like(weight, 0.01)))
+        del given
+        p.steps(6, 8)
+
+    check(usage, tmp_path)
+
+
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_an_average_over_state_dicts_goes_where_it_lies(is_on_host: bool, tmp_path: Path) -> None:
     def usage(p: Program) -> None:
