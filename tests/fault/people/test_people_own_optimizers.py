@@ -574,6 +574,15 @@ class EvaluatesTwice(Evaluates):
         return super().evaluate(closure) + super().evaluate(closure)
 
 
+class EvaluatesTwiceAtTimes(Evaluates):
+    """In each fifth of its steps."""
+
+    def evaluate(self, closure: Any) -> Any:
+        loss = super().evaluate(closure)
+        self.param_groups[0]["steps"] = steps = self.param_groups[0].get("steps", 0) + 1
+        return loss if steps % 5 else super().evaluate(closure)
+
+
 class EvaluatesElsewhere(Evaluates):
     """Evaluates where it will be after a step of the gradients that it finds."""
 
@@ -595,7 +604,11 @@ def buckets_in(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("build", "is_split"), [(Evaluates, True), (EvaluatesTwice, False), (EvaluatesElsewhere, False), (UsesWhatItGives, False)]
+    ("build", "is_split"),
+    [
+        (Evaluates, True),
+        *((build, False) for build in (EvaluatesTwice, EvaluatesTwiceAtTimes, EvaluatesElsewhere, UsesWhatItGives)),
+    ],
 )
 def test_with_a_closure_one_that_evaluates_once_as_it_begins_is_stepped_in_buckets(
     build: Any, is_split: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path

@@ -36,8 +36,6 @@ from tieroff.units import format_bytes
 FACTORS = (1.0, 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0, 1e-3, 1.0, 1.0, 1e6, 1.0)
 # Of those steps, these have a gradient for every other parameter only: counters of single parameters come to differ.
 _PARTIAL = frozenset({3, 7})
-# Steps in which it is looked at when a closure is called: the first may make state.
-_CLOSURES = 3
 _OWN = frozenset({"state", "param_groups", "step", "defaults"})
 _LEAVES = (torch.dtype, torch.device, type, types.FunctionType, types.BuiltinFunctionType, numpy.generic, range)
 
@@ -88,7 +86,7 @@ class Trial:
         with _disable_current_modes(), random_numbers_put_back(), torch.no_grad():
             try:
                 one = copied(self.optimizer, self._sample(), self.value_of)
-                return all(one.begins_with_closure(self.step) for _ in range(_CLOSURES))
+                return all(one.begins_with_closure(self.step, factor) for factor in FACTORS)
             except Exception:  # noqa: BLE001  as above: it takes none, or uses what it gave
                 return False
             finally:
@@ -187,9 +185,9 @@ class Copied:
                 return watch.why
         return ""
 
-    def begins_with_closure(self, step: Step) -> bool:
+    def begins_with_closure(self, step: Step, factor: float) -> bool:
         """See `Trial.begins_with_closure`; of one step of these copies."""
-        self.set_gradients(1.0)
+        self.set_gradients(factor)
         before = tree_map_only(torch.Tensor, torch.clone, self.outcome())  # on the CPU that is not a copy
         seen, given = list[bool](), object()  # of which nothing can be read
 
