@@ -310,6 +310,44 @@ def test_closing_waits_for_what_was_asked(backend: AcceleratorBackend, store: Fi
     place.free()
 
 
+@pytest.mark.parametrize("action", ["write", "read"])
+def test_closing_waits_for_the_drive(action: Any, backend: AcceleratorBackend, store: FileStore, engine: WatchedEngine) -> None:
+    """The memory between device and drive is there for as long as a drive reads or writes it."""
+    closing = target.backend()
+    closing.use_staging(STAGING_BYTES)
+    value, place = filled(2 * PIECE_BYTES, 1), BlockPlace(store, 2 * PIECE_BYTES)
+    if action == "read":
+        out(backend, value, place)
+    engine.inject(action, "hang", after=1)
+    arrived = backend.empty(value.numel())
+    copy = closing.copy_out(value, place) if action == "write" else closing.copy_in(place, arrived)
+    thread = threading.Thread(target=closing.close)
+    thread.start()
+    while not engine.hits:
+        assert not copy.done()
+    thread.join(0.5)
+    assert thread.is_alive()
+    release(engine, copy)
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and copy.done()
+    assert torch.equal(back(backend, place, value.numel()), value)
+    place.free()
+
+
+def test_closing_waits_for_the_last_copy_to_the_device(backend: AcceleratorBackend, store: FileStore) -> None:
+    closing = target.backend()
+    closing.use_staging(STAGING_BYTES)
+    value, place = filled(PIECE_BYTES, 1), BlockPlace(store, PIECE_BYTES)
+    out(backend, value, place)
+    sim.set_late_links(0.2)
+    arrived = backend.empty(value.numel())
+    copy = closing.copy_in(place, arrived)
+    closing.close()
+    assert copy.done()
+    assert torch.equal(arrived, value)
+    place.free()
+
+
 ENDS_AT_ONCE = """
 import atexit, sys
 # After all that is registered later: the lines have passed on what they were given, and the drive may still write its last.

@@ -139,11 +139,14 @@ class Line(ABC):
         return passed.wait(timeout_s)
 
     def close(self) -> None:
-        """Returns when everything that was asked for has passed, and the threads have ended; also called at exit."""
+        """Returns when everything that was asked for is over, and the threads have ended; also called at exit."""
         atexit.unregister(self.close)
         self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        # The threads began the last pieces' second stages, which use the slots' memory until they end.
+        while not self._slots.empty():
+            self._free_slot()
 
     @abstractmethod
     def _begin(self, piece: Piece) -> Part:
