@@ -81,6 +81,14 @@ def backend() -> Iterator[AcceleratorBackend]:
 
 
 @pytest.fixture
+def closing() -> AcceleratorBackend:
+    """One that the test closes, beside the one that it reads back with."""
+    closing = target.backend()
+    closing.use_staging(STAGING_BYTES)
+    return closing
+
+
+@pytest.fixture
 def engine() -> Iterator[WatchedEngine]:
     engine = WatchedEngine(choose("threads"))
     yield engine
@@ -299,9 +307,7 @@ def test_a_copy_that_is_over_holds_no_memory_of_the_device(backend: AcceleratorB
     place.free()
 
 
-def test_closing_waits_for_what_was_asked(backend: AcceleratorBackend, store: FileStore) -> None:
-    closing = target.backend()
-    closing.use_staging(STAGING_BYTES)
+def test_closing_waits_for_what_was_asked(closing: AcceleratorBackend, backend: AcceleratorBackend, store: FileStore) -> None:
     value, place = filled(2 * STAGING_BYTES, 1), BlockPlace(store, 2 * STAGING_BYTES)
     copy = closing.copy_out(value, place)
     closing.close()
@@ -311,10 +317,10 @@ def test_closing_waits_for_what_was_asked(backend: AcceleratorBackend, store: Fi
 
 
 @pytest.mark.parametrize("action", ["write", "read"])
-def test_closing_waits_for_the_drive(action: Any, backend: AcceleratorBackend, store: FileStore, engine: WatchedEngine) -> None:
+def test_closing_waits_for_the_drive(
+    action: Any, closing: AcceleratorBackend, backend: AcceleratorBackend, store: FileStore, engine: WatchedEngine
+) -> None:
     """The memory between device and drive is there for as long as a drive reads or writes it."""
-    closing = target.backend()
-    closing.use_staging(STAGING_BYTES)
     value, place = filled(2 * PIECE_BYTES, 1), BlockPlace(store, 2 * PIECE_BYTES)
     if action == "read":
         out(backend, value, place)
@@ -334,9 +340,9 @@ def test_closing_waits_for_the_drive(action: Any, backend: AcceleratorBackend, s
     place.free()
 
 
-def test_closing_waits_for_the_last_copy_to_the_device(backend: AcceleratorBackend, store: FileStore) -> None:
-    closing = target.backend()
-    closing.use_staging(STAGING_BYTES)
+def test_closing_waits_for_the_last_copy_to_the_device(
+    closing: AcceleratorBackend, backend: AcceleratorBackend, store: FileStore
+) -> None:
     value, place = filled(PIECE_BYTES, 1), BlockPlace(store, PIECE_BYTES)
     out(backend, value, place)
     sim.set_late_links(0.2)
@@ -350,8 +356,8 @@ def test_closing_waits_for_the_last_copy_to_the_device(backend: AcceleratorBacke
 
 ENDS_AT_ONCE = """
 import atexit, sys
-# After all that is registered later: the lines have passed on what they were given, and the drive may still write its last.
-# What its threads had not begun by then is taken back, and the copy says so.
+# After all that is registered later: the lines have waited for the drive. Where the I/O engine ended before them, what its
+# threads had not begun is taken back, and the copy says so.
 def tell():
     try:
         print(copy.wait(), copy.done())
