@@ -35,6 +35,7 @@ PEAK_TOLERANCE = 0.02
 NVME_BYTES = 16 << 20
 SMALL_HOST_BYTES = 64 << 10
 LARGE_HOST_BYTES = 64 << 20
+_NUMBERS_BYTES = 64 * torch.float32.itemsize  # what numbers of gradients are kept in: see tieroff/runtime/hooks/scaled.py
 
 State = dict[str, Tensor]
 Step = Callable[["Trainer"], None]
@@ -360,11 +361,12 @@ def run_plain(workload: Workload, device: torch.device, **options: Any) -> Outco
 def unseen_bytes(trainer: Trainer, scratch_bytes: int) -> int:
     """Returns what a step takes that its trace does not have: little, and of a model of some KiB more than a hundredth.
 
-    On the CPU that is the scratch of ops on small tensors; on an accelerator the memory of numbers that are kept of gradients.
+    That is the memory of numbers that are kept of gradients which leave, before or after the peak as the plan has it, and on
+    the CPU the scratch of ops on small tensors.
     """
     own_bytes = trainer.workload.unseen_bytes
     if trainer.device.type == "cpu":
-        return own_bytes + scratch_bytes
+        return own_bytes + scratch_bytes + _NUMBERS_BYTES
     return own_bytes + 2 * UNIT_BYTES
 
 
