@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tieroff.errors import ConfigError
-from tieroff.units import parse_bytes
+from tieroff.units import format_bytes, parse_bytes
 
 _LEAST = "min"
 # A number without a unit up to here is meant as a share: no step runs in so few bytes.
@@ -76,6 +76,11 @@ class DeviceBudget:
         if self.is_least:
             return _LEAST
         return self.size_bytes if self.size_bytes is not None else f"{(self.share or 0.0) * 100:.12g}%"
+
+    def text(self) -> str:
+        """Returns the same for people, bytes with their unit."""
+        written = self.written()
+        return written if isinstance(written, str) else format_bytes(written)
 
 
 def _meant(value: object) -> str:

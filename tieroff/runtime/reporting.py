@@ -11,6 +11,7 @@ from tieroff.core.explain.describe import Explained, explain
 from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import Plan
 from tieroff.core.seams import PlanSource
+from tieroff.core.tensor import Tier
 from tieroff.core.timeline import Timeline
 from tieroff.core.trace import Trace
 from tieroff.errors import StateError
@@ -58,8 +59,22 @@ class Reporting:
         unmoved = self._managed.unmoved_by_reason()
         planned = kind.feedback.plan_count, kind.feedback.replanned_since
         updates = stepper.host.evidence.words() if stepper is not None else ""
+        asked, raised_from = self._managed.settings.device_budget, ""
+        if asked is not None and not asked.is_least and plan.budget_bytes.get(Tier.DEVICE, 0) > asked.resolve(trace.peak_bytes):
+            raised_from = asked.text()
         step = Explained(
-            trace, plan, measured, unmoved, is_cpu, compute_type, may_update, allocator, self._unmanaged(kind), planned, updates
+            trace,
+            plan,
+            measured,
+            unmoved,
+            is_cpu,
+            compute_type,
+            may_update,
+            allocator,
+            self._unmanaged(kind),
+            planned,
+            updates,
+            raised_from,
         )
         return "\n".join(explain(step, detail=detail))
 

@@ -86,6 +86,15 @@ def test_a_budget_beside_the_config_overrides_it(config: dict[str, Any]) -> None
     tieroff.unwrap(model)
 
 
+@pytest.mark.parametrize(("budget", "raised_from"), [("2%", "2%"), ("1KiB", "1.00 KiB"), ("50%", ""), ("min", "")])
+def test_explain_says_where_the_budget_was_raised_from(config: dict[str, Any], budget: str, raised_from: str) -> None:
+    model, warned = train(config, budget)
+    said = tieroff.engine(model).explain().splitlines()[0]
+    tieroff.unwrap(model)
+    assert bool(warned) == bool(raised_from)
+    assert said.partition(", raised from ")[2].partition(";")[0] == raised_from
+
+
 @pytest.mark.parametrize("written", ["min", " MIN "])
 def test_the_least_that_runs_runs_and_moves_most(config: dict[str, Any], written: str) -> None:
     model, said = train(config, written)

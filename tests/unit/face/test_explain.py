@@ -32,6 +32,15 @@ def test_five_lines_say_fit_moves_cost_exactness_and_what_was_left_alone() -> No
     ]
 
 
+def test_a_budget_that_was_raised_is_no_fit() -> None:
+    assert "of 7.00 MiB, raised from 10%; with" in explain(Explained(TRACE, PLAN, raised_from="10%"))[0]
+    assert explain(Explained(TRACE, FITS, raised_from="1.00 KiB"))[:2] == [
+        "Nothing moved, because no plan needs less: the device holds at most 7.00 MiB of 7.00 MiB, raised from 1.00 KiB.",
+        "Moved: none of 3 tensors. Host memory is there and unused, because no plan needs less of the device with it. "
+        "NVMe is there and unused, because no plan needs less of the device with it.",
+    ]
+
+
 def test_the_engines_work_is_told_per_tick_where_it_is_something() -> None:
     whole = replace(figures(3), compute_ns=figures(3).step_ns - figures(3).stall_ns)  # as where ops have no times of their own
     assert explain(Explained(TRACE, PLAN, whole))[2].endswith("the engine's own work 0 us.")

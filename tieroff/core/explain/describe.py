@@ -45,6 +45,7 @@ class Explained:
         planned: how many plans were made of the step, and why the last took the place of the one before it.
         unmanaged: why tensors stay on the device whatever a plan says -> their bytes.
         updates: a sentence on who updates, and whether it makes a difference; "" where that is no question.
+        raised_from: the device budget as it was asked for, where that is less than the step runs in; else "".
     """
 
     trace: Trace
@@ -58,6 +59,7 @@ class Explained:
     unmanaged: Mapping[str, int] = field(default_factory=dict)
     planned: tuple[int, str] = (1, "")
     updates: str = ""
+    raised_from: str = ""
 
 
 def explain(step: Explained, *, detail: bool = False) -> list[str]:
@@ -70,7 +72,7 @@ def explain(step: Explained, *, detail: bool = False) -> list[str]:
         step: the step.
         detail: adds the lines of `describe`.
     """
-    lines = [fit(step.trace, step.plan), _moved(step.trace, step.plan), _cost(step), exactness(step), _left_alone(step)]
+    lines = [fit(step.trace, step.plan, step.raised_from), _moved(step), _cost(step), exactness(step), _left_alone(step)]
     lines += held(step.trace, step.plan) + not_managed(step.unmanaged)
     if step.allocator is not None:
         lines += fragmentation(*step.allocator)
@@ -80,9 +82,13 @@ def explain(step: Explained, *, detail: bool = False) -> list[str]:
     return lines
 
 
-def fit(trace: Trace, plan: Plan) -> str:
-    """Returns the sentence on whether anything had to move."""
+def fit(trace: Trace, plan: Plan, raised_from: str = "") -> str:
+    """Returns the sentence on whether anything had to move; `raised_from`: see `Explained`."""
     peak, budget = (format_bytes(of.get(Tier.DEVICE, 0)) for of in (plan.peak_bytes, plan.budget_bytes))
+    if raised_from:
+        budget = f"{budget}, raised from {raised_from}"
+    if plan.moves_nothing and raised_from:
+        return f"Nothing moved, because no plan needs less: the device holds at most {peak} of {budget}."
     if plan.moves_nothing:
         return f"Nothing moved, because everything fits: the device holds at most {peak} of {budget}."
     plain = format_bytes(trace.peak_bytes)
@@ -139,8 +145,9 @@ def exactness(step: Explained) -> str:
     return f"{text} {own}"
 
 
-def _moved(trace: Trace, plan: Plan) -> str:
-    ring, count = trace, len(trace.tensors) - _held_by_program(trace)
+def _moved(step: Explained) -> str:
+    ring, plan = step.trace, step.plan
+    count = len(ring.tensors) - _held_by_program(ring)
     away = away_bytes(ring, plan)
     words = []
     for kind in _MOVING:
@@ -153,15 +160,15 @@ def _moved(trace: Trace, plan: Plan) -> str:
         text = f"Moved: none of {count} tensors."
     else:
         text = f"Moved: none of {count} tensors; ops run again instead."
-    return " ".join([text, *unused(plan, trace)])
+    return " ".join([text, *unused(plan, ring, is_raised=bool(step.raised_from))])
 
 
-def unused(plan: Plan, trace: Trace) -> list[str]:
-    """Returns a sentence per tier that has a budget and is not used, with the reason."""
+def unused(plan: Plan, trace: Trace, *, is_raised: bool = False) -> list[str]:
+    """Returns a sentence per tier that has a budget and is not used, with the reason; `is_raised`: so was the device's."""
     sliced = bytes_below(trace.meta)
     used = [tier.value for tier in (Tier.HOST, Tier.NVME) if plan.peak_bytes.get(tier, 0) or sliced.get(tier, 0)]
     if plan.moves_nothing:
-        reason = "everything fits without it"
+        reason = "no plan needs less of the device with it" if is_raised else "everything fits without it"
     else:
         reason = (
             f"{'NVMe' if used[0] == Tier.NVME.value else 'host memory'} was enough" if used else "nothing has to be held there"
