@@ -107,7 +107,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     };
     set(stats.allocated_bytes, figures.allocated, figures.allocated_peak, figures.allocated_sum, figures.freed_sum);
     set(stats.active_bytes, figures.allocated, figures.allocated_peak, figures.allocated_sum, figures.freed_sum);
-    set(stats.requested_bytes, figures.requested, figures.requested, 0, 0);
+    set(stats.requested_bytes, figures.requested, figures.requested_peak, 0, 0);
     set(stats.reserved_bytes, figures.reserved, figures.reserved_peak, figures.reserved_peak, 0);
     set(stats.allocation, figures.allocations - figures.frees, 0, figures.allocations, figures.frees);
     stats.num_ooms = figures.refusals;

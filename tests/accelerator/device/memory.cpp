@@ -200,6 +200,7 @@ void* allocate(int index, Stream& stream, size_t asked) {
   device.figures.allocated_sum += static_cast<int64_t>(size);
   device.figures.requested += static_cast<int64_t>(asked);
   device.figures.allocated_peak = std::max(device.figures.allocated_peak, device.figures.allocated);
+  device.figures.requested_peak = std::max(device.figures.requested_peak, device.figures.requested);
   if (!is_poisoned) poison(placed);
   lock.unlock();
   Span span;
@@ -280,6 +281,7 @@ void restart_peaks(int device) {
   Locked lock(state_mutex());
   Figures& figures = devices()[device].figures;
   figures.allocated_peak = figures.allocated;
+  figures.requested_peak = figures.requested;
   figures.reserved_peak = figures.reserved;
 }
 

@@ -16,7 +16,7 @@ struct OutOfMemory : std::runtime_error {
 };
 
 struct Figures {
-  int64_t allocated = 0, allocated_peak = 0, requested = 0, reserved = 0, reserved_peak = 0;
+  int64_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0, reserved = 0, reserved_peak = 0;
   int64_t allocations = 0, frees = 0, allocated_sum = 0, freed_sum = 0, retries = 0, refusals = 0;
 };
 

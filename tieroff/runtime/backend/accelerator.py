@@ -314,10 +314,15 @@ class AcceleratorBackend:
         """Nothing to return: the budget is about the device's memory."""
 
     def allocated_bytes(self) -> int | None:
-        # As `torch.accelerator.memory_allocated`, which flattens and sorts all figures: 0.3 ms.
+        return self._figure("allocated_bytes", "current")
+
+    def requested_most(self) -> int | None:
+        return self._figure("requested_bytes", "peak")
+
+    def _figure(self, name: str, which: str) -> int | None:
+        # As `torch.accelerator.memory_stats`, which flattens and sorts all figures: 0.3 ms.
         try:
-            stats = torch._C._accelerator_getDeviceStats(self.device.index)
-            return int(stats["allocated_bytes"]["all"]["current"])
+            return int(torch._C._accelerator_getDeviceStats(self.device.index)[name]["all"][which])
         except (RuntimeError, AttributeError, KeyError, NotImplementedError):
             return None  # not for this device, or a torch before it was counted
 

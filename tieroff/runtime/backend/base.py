@@ -93,6 +93,12 @@ class Backend(Protocol):
     def allocated_bytes(self) -> int | None:
         """Returns what PyTorch has lent of the device now, to whomever; None where nobody counts."""
 
+    def requested_most(self) -> int | None:
+        """Returns the most bytes that were asked of PyTorch's allocator at once, since somebody last had it count anew.
+
+        What its blocks have more than was asked for is left out. None where nobody counts.
+        """
+
     def allocated_most(self) -> tuple[int, int] | None:
         """Returns the most bytes that PyTorch's allocator took of the device, and that tensors had; None on the host."""
 

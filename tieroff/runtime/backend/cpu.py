@@ -137,6 +137,9 @@ class CpuBackend:
     def allocated_bytes(self) -> None:
         """Returns None: who has memory of the host, nobody says."""
 
+    def requested_most(self) -> None:
+        """None, as above."""
+
     def allocated_most(self) -> None:
         """None: the C library's allocator does not say."""
 

@@ -157,15 +157,17 @@ class StepPlanning:
             predicted, took = format_seconds(stage.plan.step_ns / NS_PER_S), format_seconds(observed.step_s())
             log.info("the plan holds after %d planned steps: %s a step, %s predicted", feedback.settled_after, took, predicted)
 
-    def check_peak(self, kind: StepKind, stage: Planned) -> None:
-        """A step has followed its plan, if not to the end: of one that took more than the budget, it is said once.
+    def check_peak(self, kind: StepKind, stage: Planned, *, is_followed: bool) -> None:
+        """A step has followed its plan, to the end or not: of one that took more than the budget, it is said once.
 
         Steps of its kind leave the plan, as they do where the program has more of the device than its plan knows.
         """
         peak_bytes, budget_bytes = self._managed.executor.runner.peak_bytes, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
         if peak_bytes <= budget_bytes or stage.plan.moves_nothing:
             kind.overs = 0
-            if not (stage.plan.moves_nothing or self._is_given) and kind.stage is stage and self.apart.has_grown(kind, stage):
+            if stage.plan.moves_nothing or self._is_given or kind.stage is not stage:
+                return
+            if (is_followed and self.apart.had_more(kind, stage)) or self.apart.has_grown(kind, stage):
                 kind.advance(Recording())
             return
         kind.overs += 1

@@ -220,6 +220,7 @@ class Steps:
             recorder = self._plans.recorder()
             self._traced = TracedStep(managed, self._plans, recorder)
         self._kind = self.last = kind
+        self._planning.apart.begins(kind)
         self._is_void = False
         self._larger.clear()
         managed.executor.begin(kind, recorder, may_be_quiet=self._may_be_quiet(kind))
@@ -359,8 +360,8 @@ class Steps:
             self._traced.end_update()
         self._steps_done += 1
         self.readings.note(kind, self._steps_done, self.recomputation.spent_ns)
-        if self._managed.executor.state.mode is PASS:
-            self.growth.look(kind)
+        self.growth.look(kind)
+        self._planning.apart.updated(kind)
         if self._steps_done == _WARMUP_STEPS:
             for store in self._managed.stores.values():
                 store.end_warmup()
@@ -380,7 +381,7 @@ class Steps:
             kind.strangers += 1
         stage = kind.stage
         if isinstance(stage, Planned) and self._is_updated:
-            self._planning.check_peak(kind, stage)
+            self._planning.check_peak(kind, stage, is_followed=mode is PLANNED)
             if mode is PASS or (mode is PLANNED and not kind.mismatches):
                 kind.turns.note(stage.recorded.likeness)
             if mode is PLANNED:

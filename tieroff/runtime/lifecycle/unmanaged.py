@@ -6,6 +6,13 @@ they are made, so a plan that does not know them is followed, and the device has
 So as a step ends, what it has lent, less what engines have, is compared with what that was as the step was traced. Where a part
 of the budget has come since, in two steps one after the other, steps of that kind are traced again: what they use is in the new
 trace, and a budget in bytes pays for the rest. Where memory grows all the time, steps are traced again twice at most.
+
+[Note: more in a step]
+Nor is any event new where an update makes more for itself than the one that was traced: RAdam begins to rectify in its sixth,
+Lookahead looks back in each fifth. Nor is, for a budget in bytes, what the program made after the traced update and
+keeps, or a library's workspace. If the allocator's most has risen in a step that followed its plan, it is that step's. Where
+that is above the budget by as large a part of it, it is said, and steps of that kind are traced again, as above. The most is
+never begun anew for that, since it is the program's to read; and it tells nothing where several models move on the device.
 """
 
 from __future__ import annotations
@@ -17,12 +24,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tieroff.core.buckets import bytes_apart
 from tieroff.core.tensor import Tier
 from tieroff.parts import parts_of
 from tieroff.runtime.items.offloaded import untouched
 from tieroff.runtime.managed.model import ManagedModel
 from tieroff.runtime.movable import tensors_in
 from tieroff.runtime.step.kinds import Planned, StepKind
+from tieroff.runtime.step.mode import PASS
 from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
@@ -98,9 +107,9 @@ class StateGrowth:
         return self._grown_bytes if isinstance(kind.stage, Planned) and kind.stage.plan is self._plan else 0
 
     def look(self, kind: StepKind) -> None:
-        """A step has ended in which nothing moves; says once that it takes more than its budget."""
+        """A step was updated; of one in which nothing moves, and that takes more than its budget, it is said once."""
         stage, stepper = kind.stage, self._managed.stepper
-        if not isinstance(stage, Planned) or stepper is None:
+        if not isinstance(stage, Planned) or stepper is None or self._managed.executor.state.mode is not PASS:
             return
         self._steps += 1
         if self._steps & (self._steps - 1):
@@ -139,8 +148,47 @@ class MemoryApart:
 
     def __init__(self, managed: ManagedModel) -> None:
         self._managed = managed
-        self._has_told = False
+        self._has_told = self._has_told_more = False
         _managed.add(managed)
+
+    def begins(self, kind: StepKind) -> None:
+        """A step of this kind is about to begin."""
+        is_planned = isinstance(kind.stage, Planned) and not kind.stage.plan.moves_nothing
+        kind.apart.before_bytes = self._managed.backend.requested_most() if is_planned else None
+
+    def updated(self, kind: StepKind) -> None:
+        """A step of this kind was updated; the program may have the allocator count anew from here on."""
+        before_bytes = kind.apart.before_bytes
+        most_bytes = self._managed.backend.requested_most() if before_bytes is not None else None
+        kind.apart.most_bytes = most_bytes if most_bytes != before_bytes else None
+
+    def had_more(self, kind: StepKind, stage: Planned) -> bool:
+        """Returns whether the kind is to be traced again, as a step of it has followed its plan: [Note: more in a step]."""
+        known, budget_bytes = kind.apart, stage.plan.budget_bytes.get(Tier.DEVICE, 0)
+        if known.most_bytes is None or known.times >= _TIMES_AT_MOST or len(self._here()) > 1:
+            return False
+        now = self._now()
+        if known.traced_bytes is None or now is None:
+            return False
+        beside_bytes = bytes_apart(stage.recorded.trace.meta) + max(now - known.traced_bytes, 0)
+        asked = self._managed.settings.device_budget
+        if asked is None or asked.size_bytes is None:  # which is about the step alone, and not what the program keeps meanwhile
+            beside_bytes = max(beside_bytes, now)
+        over_bytes = known.most_bytes - beside_bytes - budget_bytes
+        if over_bytes <= budget_bytes // _SHARE:
+            return False
+        known.times += 1
+        if not self._has_told_more:
+            self._has_told_more = True
+            log.warning(
+                "a planned step had %s of the device at once, %s above its budget of %s, which is more than the step that was "
+                "traced (some updates compute more from some step on, some libraries keep a workspace): steps of this kind are "
+                "traced and planned again",
+                format_bytes(over_bytes + budget_bytes),
+                format_bytes(over_bytes),
+                format_bytes(budget_bytes),
+            )
+        return True
 
     def traced(self, kind: StepKind) -> None:
         """A step of this kind was traced, and is over."""
@@ -173,5 +221,8 @@ class MemoryApart:
         lent_bytes = backend.allocated_bytes()
         if lent_bytes is None:
             return None
-        here = [one for one in _managed if not one.is_closed and one.backend.device == backend.device]
-        return lent_bytes - sum(one.executor.device_bytes for one in here)
+        return lent_bytes - sum(one.executor.device_bytes for one in self._here())
+
+    def _here(self) -> list[ManagedModel]:
+        """Returns all that move on this device."""
+        return [one for one in _managed if not one.is_closed and one.backend.device == self._managed.backend.device]

@@ -120,11 +120,15 @@ class Apart:
         traced_bytes: as it was traced; None where nobody says.
         times: it was traced again for what had come since.
         is_grown: so was the last step that was looked at.
+        before_bytes: the most that were asked of the allocator at once, before the step that runs; None where nobody says.
+        most_bytes: in that step, once it is updated; None, too, where it had not more than those before it.
     """
 
     traced_bytes: int | None = None
     times: int = 0
     is_grown: bool = False
+    before_bytes: int | None = None
+    most_bytes: int | None = None
 
 
 class StepKind:
