@@ -170,12 +170,15 @@ class MemoryApart:
         now = self._now()
         if known.traced_bytes is None or now is None:
             return False
-        beside_bytes = bytes_apart(stage.recorded.trace.meta) + max(now - known.traced_bytes, 0)
+        grown_bytes, part_bytes = max(now - known.traced_bytes, 0), budget_bytes // _SHARE
+        if grown_bytes > part_bytes:
+            return False  # what the program has apart has grown, of which the next step is to say more
+        beside_bytes = bytes_apart(stage.recorded.trace.meta) + grown_bytes
         asked = self._managed.settings.device_budget
         if asked is None or asked.size_bytes is None:  # which is about the step alone, and not what the program keeps meanwhile
             beside_bytes = max(beside_bytes, now)
         over_bytes = known.most_bytes - beside_bytes - budget_bytes
-        if over_bytes <= budget_bytes // _SHARE:
+        if over_bytes <= part_bytes:
             return False
         known.times += 1
         if not self._has_told_more:
