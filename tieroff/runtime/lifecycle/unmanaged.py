@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from tieroff.core.buckets import bytes_apart
-from tieroff.core.tensor import Tier
+from tieroff.core.tensor import UNIT_BYTES, Tier
 from tieroff.parts import parts_of
 from tieroff.runtime.items.offloaded import untouched
 from tieroff.runtime.managed.model import ManagedModel
@@ -38,6 +38,7 @@ log = logging.getLogger("tieroff")
 
 # This part of the budget (1/32) may come after a step was traced; a step is traced again so often for more.
 _SHARE, _TIMES_AT_MOST = 32, 2
+_FEW_BYTES = 8 * UNIT_BYTES  # numbers that are kept of gradients, counters: of the smallest models only are they such a part
 
 _managed: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
 
@@ -178,7 +179,7 @@ class MemoryApart:
         if asked is None or asked.size_bytes is None:  # which is about the step alone, and not what the program keeps meanwhile
             beside_bytes = max(beside_bytes, now)
         over_bytes = known.most_bytes - beside_bytes - budget_bytes
-        if over_bytes <= part_bytes:
+        if over_bytes <= max(part_bytes, _FEW_BYTES):
             return False
         known.times += 1
         if not self._has_told_more:
