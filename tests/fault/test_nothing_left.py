@@ -282,10 +282,18 @@ def holders(folder: Path) -> set[int]:
     for process in Path("/proc").glob("[0-9]*"):
         # It ended meanwhile, or belongs to the system, which opens no files of ours.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            opened = [os.readlink(fd) for fd in (process / "fd").iterdir()]
+            opened = [leads_to(fd) for fd in (process / "fd").iterdir()]
             if any(path.startswith(f"{folder}/") for path in opened) or has_mapped(int(process.name), folder):
                 found.add(int(process.name))
     return found
+
+
+def leads_to(descriptor: Path) -> str:
+    """Returns the path behind a descriptor; "" where the process, which runs on, has closed it meanwhile."""
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:
+        return ""
 
 
 @pytest.mark.parametrize("ending", ["killed", "killed with workers", "raises", "exits", "interrupted"])
