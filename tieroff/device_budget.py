@@ -77,8 +77,10 @@ class DeviceBudget:
             return _LEAST
         return self.size_bytes if self.size_bytes is not None else f"{(self.share or 0.0) * 100:.12g}%"
 
-    def text(self) -> str:
-        """Returns the same for people, bytes with their unit."""
+    def raised_from(self, peak_bytes: int, budget_bytes: int) -> str:
+        """Returns this budget for people, where a step of this peak got `budget_bytes`, which is more; else ""."""
+        if self.is_least or budget_bytes <= self.resolve(peak_bytes):
+            return ""
         written = self.written()
         return written if isinstance(written, str) else format_bytes(written)
 

@@ -59,22 +59,20 @@ class Reporting:
         unmoved = self._managed.unmoved_by_reason()
         planned = kind.feedback.plan_count, kind.feedback.replanned_since
         updates = stepper.host.evidence.words() if stepper is not None else ""
-        asked, raised_from = self._managed.settings.device_budget, ""
-        if asked is not None and not asked.is_least and plan.budget_bytes.get(Tier.DEVICE, 0) > asked.resolve(trace.peak_bytes):
-            raised_from = asked.text()
+        asked, got_bytes = self._managed.settings.device_budget, plan.budget_bytes.get(Tier.DEVICE, 0)
         step = Explained(
             trace,
             plan,
-            measured,
-            unmoved,
-            is_cpu,
-            compute_type,
-            may_update,
-            allocator,
-            self._unmanaged(kind),
-            planned,
-            updates,
-            raised_from,
+            measured=measured,
+            unmoved=unmoved,
+            is_cpu=is_cpu,
+            compute_type=compute_type,
+            may_update_in_backward=may_update,
+            allocator=allocator,
+            unmanaged=self._unmanaged(kind),
+            planned=planned,
+            updates=updates,
+            raised_from=asked.raised_from(trace.peak_bytes, got_bytes) if asked is not None else "",
         )
         return "\n".join(explain(step, detail=detail))
 

@@ -95,24 +95,23 @@ def fit(trace: Trace, plan: Plan, raised_from: str = "") -> str:
     return f"It fits: the device holds at most {peak} of {budget}; with nothing moved it would be {plain}."
 
 
-def ready(trace: Trace, plan: Plan, steps_done: int, asked: str = "", asked_bytes: int | None = None) -> str:
+def ready(trace: Trace, plan: Plan, steps_done: int, asked: str = "", raised_from: str = "") -> str:
     """Returns one line that says that a kind of step has its plan.
 
     Args:
         trace, plan: the step and its plan.
         steps_done: steps that were run before it.
         asked: the device budget as it was written, where that is no number of bytes.
-        asked_bytes: the bytes that it is for this step; None where no limit was asked for.
+        raised_from: see `Explained`.
     """
     per_tier: Counter[Tier] = Counter()
     for sizes in away_bytes(trace, plan).values():
         per_tier.update(sizes)
     names = {Tier.HOST: "host memory", Tier.NVME: "NVMe"}
     moved = [f"{format_bytes(per_tier[tier])} to {name}" for tier, name in names.items() if per_tier[tier]]
-    budget_bytes = plan.budget_bytes.get(Tier.DEVICE, 0)
-    limit = format_bytes(budget_bytes)
-    if asked_bytes is not None and budget_bytes > asked_bytes:
-        limit = f"{limit}, raised from {asked or format_bytes(asked_bytes)}"
+    limit = format_bytes(plan.budget_bytes.get(Tier.DEVICE, 0))
+    if raised_from:
+        limit = f"{limit}, raised from {raised_from}"
     elif asked:
         limit = f"{asked} ({limit})"
     step = f", step {_time(plan.step_ns)} predicted" if moved else ""

@@ -107,8 +107,9 @@ class StepPlanning:
     def _tell(self, trace: Trace, plan: Plan) -> None:
         asked = self._managed.settings.device_budget
         written = asked.written() if asked is not None else ""
-        limit = asked.resolve(trace.peak_bytes) if asked is not None and not asked.is_least else None
-        news.info("%s", ready(trace, plan, self._steps_done(), written if isinstance(written, str) else "", limit))
+        got_bytes = plan.budget_bytes.get(Tier.DEVICE, 0)
+        raised_from = asked.raised_from(trace.peak_bytes, got_bytes) if asked is not None else ""
+        news.info("%s", ready(trace, plan, self._steps_done(), written if isinstance(written, str) else "", raised_from))
 
     def look(self, kind: StepKind) -> None:
         """Does what follows from what was asked about a kind, once the answer is due.
