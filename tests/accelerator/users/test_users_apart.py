@@ -1,4 +1,4 @@
-"""What the program itself has on the device comes off a budget in bytes, whether or not an op of the step uses it.
+"""What the program itself has on the device comes off a budget in bytes, and steps that take more than the traced one are told.
 
 By the allocator's count of all that is there.
 """
@@ -23,6 +23,8 @@ from tieroff.units import format_bytes
 WIDTH, LAYERS, STEPS = 64, 6, 8
 BUDGET = 288 << 10
 COPIES_BYTES = LAYERS * (WIDTH * WIDTH + 2 * WIDTH) * 4  # each bias in a block of 512 bytes
+WEIGHT_BYTES = WIDTH * WIDTH * 4
+MORE = "more than the step that was traced"
 APART = "what the program has there apart from the step; a budget in bytes pays for it"
 
 
@@ -31,7 +33,7 @@ class Late:
 
     Args:
         what: "a penalty" on the distance from the copies is in the loss; "an average" follows the weights after each update; "a
-            buffer" gets a tensor in each step.
+            buffer" gets a tensor in each step; "a look" has copies of the weights after each update, from the first on.
     """
 
     AT, STEPS = 4, 14
@@ -59,7 +61,7 @@ class Late:
     def _keep(self, p: Program, model: torch.nn.Module, index: int) -> None:
         if self.what == "a buffer":
             self.kept.append(torch.ones(WIDTH, WIDTH, device=p.device))
-        elif index == self.AT:
+        elif index == self.AT or self.what == "a look":
             self.kept = [q.detach().clone() for q in model.parameters()]
         elif self.what == "an average" and self.kept:
             with torch.no_grad():
@@ -102,6 +104,34 @@ class Averaged:
     def _note(self, engine: Any, peak_bytes: int) -> None:
         self.said = [line for line in engine.explain().splitlines() if line.startswith("Not managed, and why: ")]
         self.budget_bytes, self.most_bytes = engine.plan.budget_bytes[Tier.DEVICE], peak_bytes
+
+
+class More:
+    """Trains a model whose steps take more than the traced one, which no event shows.
+
+    Args:
+        what: "rectified": by RAdam, one parameter after the other, which rectifies from its sixth update on; "each fourth": in
+            every fourth step there is a tensor more between backward and update.
+    """
+
+    STEPS = 16
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __call__(self, p: Program) -> None:
+        model = Mlp(WIDTH, LAYERS).to(p.device)
+        kind = torch.optim.RAdam if self.what == "rectified" else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=1e-3, foreach=False)
+        p.wrap(model, optimizer)
+        for index in range(self.STEPS):
+            loss = model(p.rows(index, 32, WIDTH)).square().mean()
+            loss.backward()
+            if self.what == "each fourth" and index % 4 == 3:
+                p.note(torch.full((16 * WIDTH, WIDTH), float(index), device=p.device).sum())
+            update(optimizer)
+            p.end(model, loss)
+        p.note(*model.parameters())
 
 
 @pytest.fixture
@@ -155,16 +185,18 @@ def test_it_is_told_where_the_least_of_the_step_is_too_much_beside_it(
     assert said[0].endswith(f"is exceeded by {format_bytes(over_bytes)}")
 
 
-def late(folder: Path, budget: str, what: str, caplog: pytest.LogCaptureFixture) -> tuple[Program, list[str]]:
-    """Returns the run under a budget, after it was compared with a plain one, and what was said of memory that came."""
+def late(
+    folder: Path, budget: str, usage: Late | More, caplog: pytest.LogCaptureFixture, told: str = "than when its step was traced"
+) -> tuple[Program, list[str]]:
+    """Returns the run under a budget, after it was compared with a plain one, and what was said with the words `told`."""
     device = target.device()
-    plain = run(Late(what), Program(device, folder))
+    plain = run(usage, Program(device, folder))
     with caplog.at_level(logging.WARNING, "tieroff"):
-        wrapped = run(Late(what), Program(device, folder, budget, target.backend))
+        wrapped = run(usage, Program(device, folder, budget, target.backend))
     assert differing(plain, wrapped) == []
     assert [(step.phase, step.fallbacks) for step in wrapped.steps[-2:]] == [("planned", 0)] * 2
     said = [record.getMessage() for record in caplog.records]
-    return wrapped, [message for message in said if "than when its step was traced" in message]
+    return wrapped, [message for message in said if told in message]
 
 
 @pytest.mark.parametrize("what", ["a penalty", "an average"])
@@ -172,7 +204,7 @@ def test_a_step_is_traced_again_after_copies_were_made(
     what: str, before_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget_bytes = 400 << 10
-    wrapped, said = late(tmp_path, f"{budget_bytes + before_bytes}B", what, caplog)
+    wrapped, said = late(tmp_path, f"{budget_bytes + before_bytes}B", Late(what), caplog)
     assert wrapped.steps[-1].peak_bytes <= budget_bytes + ON_DEVICE_BYTES
     assert len(said) == 1
     assert said[0].startswith(f"the program has {format_bytes(COPIES_BYTES)} more")
@@ -180,7 +212,7 @@ def test_a_step_is_traced_again_after_copies_were_made(
 
 @pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
 def test_a_share_holds_with_copies_that_a_loss_uses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wrapped, said = late(tmp_path, "50%", "a penalty", caplog)
+    wrapped, said = late(tmp_path, "50%", Late("a penalty"), caplog)
     last = wrapped.steps[-1]
     assert last.limit_bytes is not None
     assert last.peak_bytes <= last.limit_bytes + ON_DEVICE_BYTES
@@ -188,6 +220,38 @@ def test_a_share_holds_with_copies_that_a_loss_uses(tmp_path: Path, caplog: pyte
 
 
 def test_memory_that_grows_all_the_time_has_steps_traced_again_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wrapped, said = late(tmp_path, "50%", "a buffer", caplog)
+    wrapped, said = late(tmp_path, "50%", Late("a buffer"), caplog)
     assert [step.phase for step in wrapped.steps].count("traced") == 3
     assert len(said) == 1
+
+
+def test_an_update_that_begins_to_make_more_is_told_and_traced_again(
+    before_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget_bytes = 192 << 10
+    wrapped, said = late(tmp_path, f"{budget_bytes + before_bytes}B", More("rectified"), caplog, MORE)
+    over = [step.peak_bytes - budget_bytes for step in wrapped.steps]
+    assert [index for index, bytes_over in enumerate(over) if bytes_over > ON_DEVICE_BYTES] == [5]
+    assert over[5] >= WEIGHT_BYTES
+    assert len(said) == 1
+    assert f"above its budget of {format_bytes(budget_bytes)}" in said[0]
+    assert [step.phase for step in wrapped.steps].count("traced") == 2
+    assert [(step.phase, step.fallbacks) for step in wrapped.steps[-3:]] == [("planned", 0)] * 3
+
+
+@pytest.mark.filterwarnings("ignore::tieroff.BudgetWarning")
+def test_a_step_that_takes_more_now_and_then_is_traced_again_twice_at_most(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped, said = late(tmp_path, "min", More("each fourth"), caplog, MORE)
+    assert 2 <= [step.phase for step in wrapped.steps].count("traced") <= 3
+    assert len(said) == 1
+    assert [(step.phase, step.fallbacks) for step in wrapped.steps[-3:]] == [("planned", 0)] * 3
+
+
+def test_what_the_program_keeps_between_steps_is_no_larger_step_of_a_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped, said = late(tmp_path, "50%", Late("a look"), caplog, MORE)
+    assert said == []
+    assert [step.phase for step in wrapped.steps].count("traced") == 1

@@ -182,7 +182,7 @@ def logs_of(
     """Trains for some steps and returns the logs of the last two."""
     policy, device, tiers = budget
     backend: Any = make_backend()
-    backend.requested_most = lambda: None  # which has scratch, for which these plans have no room
+    backend.requested_most = lambda: None  # these plans have no room for scratch (`repeatable`), so each step would be over
     trainer = Trainer(workload, backend.device)
     with repeatable(is_quiet=is_quiet):
         config = config_for(tiers, folder, policy=policy, device=device)

@@ -8,11 +8,12 @@ of the budget has come since, in two steps one after the other, steps of that ki
 trace, and a budget in bytes pays for the rest. Where memory grows all the time, steps are traced again twice at most.
 
 [Note: more in a step]
-Nor is any event new where an update makes more for itself than the one that was traced: RAdam begins to rectify in its sixth,
-Lookahead looks back in each fifth. Nor is, for a budget in bytes, what the program made after the traced update and
-keeps, or a library's workspace. If the allocator's most has risen in a step that followed its plan, it is that step's. Where
-that is above the budget by as large a part of it, it is said, and steps of that kind are traced again, as above. The most is
-never begun anew for that, since it is the program's to read; and it tells nothing where several models move on the device.
+An update may compute more than the one that was traced, without any new event: RAdam begins to rectify in its sixth, Lookahead
+looks back in each fifth. So the allocator's peak is read as a planned step begins, and once it is updated. If it rose, it is of
+that step. Where it is above the budget by the same part of it, that is said once, and steps of the kind are traced again, as
+above. The peak is never reset for this, since it is the program's to read. What the program keeps since the traced update
+(copies for an evaluation, a library's workspace) counts for a budget in bytes, and not for a share. With several models on the
+device nothing is said: the peak may be another model's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ log = logging.getLogger("tieroff")
 
 # This part of the budget (1/32) may come after a step was traced; a step is traced again so often for more.
 _SHARE, _TIMES_AT_MOST = 32, 2
-_FEW_BYTES = 8 * UNIT_BYTES  # numbers that are kept of gradients, counters: of the smallest models only are they such a part
+# Norms that are kept of gradients, new counters: for a model of some KiB that alone is such a part, and no larger step.
+_FEW_BYTES = 8 * UNIT_BYTES
 
 _managed: weakref.WeakSet[ManagedModel] = weakref.WeakSet()
 
@@ -173,10 +175,10 @@ class MemoryApart:
             return False
         grown_bytes, part_bytes = max(now - known.traced_bytes, 0), budget_bytes // _SHARE
         if grown_bytes > part_bytes:
-            return False  # what the program has apart has grown, of which the next step is to say more
+            return False  # `has_grown` tells of that, after one more step
         beside_bytes = bytes_apart(stage.recorded.trace.meta) + grown_bytes
         asked = self._managed.settings.device_budget
-        if asked is None or asked.size_bytes is None:  # which is about the step alone, and not what the program keeps meanwhile
+        if asked is None or asked.size_bytes is None:  # a share, or the least: of the step alone
             beside_bytes = max(beside_bytes, now)
         over_bytes = known.most_bytes - beside_bytes - budget_bytes
         if over_bytes <= max(part_bytes, _FEW_BYTES):
