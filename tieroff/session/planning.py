@@ -272,9 +272,8 @@ class Planning:
         budget = self._budget_of(trace)
         if self._budgets.part is not None:
             return 0  # what is spare of a shared budget is the other models'
-        used = {tensor for op in trace.ops for tensor in (*op.reads, *op.writes)}
-        # No op uses these. They are below while nothing is planned; a plan, which moves only what is idle, keeps them up.
-        unused = (tensor for i, tensor in enumerate(trace.tensors) if i not in used)
+        # Nothing uses or holds these. They are below while nothing is planned; a plan moves what is idle, and keeps them up.
+        unused = (trace.tensors[life.tensor] for life in trace.lifetimes if not life.required)
         movable = (t for t in unused if t.is_persistent and t.is_movable and t.size_bytes >= self._planning.min_bytes)
         needed_bytes = self._least(trace).floor_bytes - sum(tensor.size_bytes for tensor in movable)
         self._needed_bytes = max(self._needed_bytes, needed_bytes)

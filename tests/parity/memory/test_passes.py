@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tieroff
+from tests.support.oracles.bytes.device import DeviceBytes
 from tests.support.parity import machine_file
 from tests.support.recipes.alike import RECIPES, ROWS, WIDTH, Recipe
 from tieroff.core.tensor import Tier
@@ -136,6 +137,37 @@ def test_passes_between_steps_read_once_what_fits_and_stay_within_the_budget(
     tieroff.unwrap(model)
     assert max(counted) <= budget_bytes
     assert moved[-1] == moved[-2] <= weights // 4
+
+
+class AddedTo(nn.Module):
+    """A frozen weight to which a product of small ones is added: backward does not need it, and no op keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight + self.up @ self.down)
+
+
+def test_passes_leave_room_for_frozen_weights_that_backward_does_not_need(tmp_path: Path) -> None:
+    held = DeviceBytes(CPU)
+    model = nn.Sequential(*(AddedTo() for _ in range(8)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = wrap(model, optimizer, tmp_path, "min")
+    for _ in range(STEPS):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.stats().phase == "planned"
+    held.begin()
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(2, WIDTH))
+    budget_bytes, peak_bytes = engine.plan.budget_bytes[Tier.DEVICE], held.peak_bytes
+    tieroff.unwrap(model)
+    assert peak_bytes <= budget_bytes
 
 
 def write_nothing(_: nn.Parameter) -> None:
