@@ -1,12 +1,15 @@
 """Calls on the device that get tensors whose bytes may lie below.
 
-Tensors of several wrapped models, of which one may be unwrapped, and parameters that a transform of `torch.func` gets.
+Tensors of several wrapped models, of which one may be unwrapped, parameters that a transform of `torch.func` gets, and what
+another thread may call beside a step.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 import tieroff
 from tests.accelerator import target
 from tests.accelerator.users.loops import ROWS, SEED, STEPS, WIDTH, Net, Program, adamw, check
+from tests.support.injector import before_every_line
 from tests.support.parity import HOST, assert_accounts, config_for, copy_of
+from tieroff.runtime.items.offloaded import is_offloaded
 
 
 def batch(index: int) -> Tensor:
@@ -156,3 +161,61 @@ def test_a_transform_inside_forward_gets_parameters_that_no_module_read(tmp_path
         p.steps()
 
     check(usage, tmp_path)
+
+
+def test_what_is_not_offloaded_has_its_bytes_at_every_line_of_a_step(tmp_path: Path) -> None:
+    """A function that another thread calls is served, or finds them, wherever in the engine the step is."""
+    wrong: set[str] = set()
+    looks = 0
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps()
+
+        def look(place: str) -> None:
+            nonlocal looks
+            for tensor in tensors:
+                if not is_offloaded(tensor):
+                    looks += 1
+                    try:
+                        tensor.data_ptr()
+                    except RuntimeError as error:
+                        wrong.add(f"{place}: {error}")
+
+        for index in range(2):
+            tensors = [*p.parameters, *tree_leaves([*p.optimizer.state.values()])]
+            with before_every_line(look) if p.engine is not None else nullcontext():
+                p.step(STEPS + index)
+
+    check(usage, tmp_path)
+    assert looks > 0
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("budget", ["min", "40%"])
+def test_a_thread_that_reads_takes_nothing_from_the_step_that_runs(budget: str, tmp_path: Path) -> None:
+    """Which goes by its plan, whose last tensors at `"min"` are those that its next op uses."""
+
+    def usage(p: Program) -> None:
+        p.wrap()
+        p.steps(STEPS)
+        is_over, reads = threading.Event(), 0
+
+        def read() -> None:
+            nonlocal reads
+            while not is_over.is_set():
+                for parameter in p.parameters:
+                    with suppress(RuntimeError):  # it may meet one that leaves in the midst of `detach`
+                        parameter.detach().cpu()
+                    reads += 1
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            p.steps(STEPS, STEPS)
+        finally:
+            is_over.set()
+            reader.join()
+        p.note(reads >= len(p.parameters))
+
+    check(usage, tmp_path, device=budget, policy="auto")

@@ -155,10 +155,8 @@ class UserAccess:
         answer = self._scaled.call(function, args, kwargs)
         if answer is not None:
             return answer[0]
-        shown = [
-            item for item in self._own(leaf for leaf in leaves((args, kwargs)) if is_offloaded(leaf)) if item.is_shown_below
-        ]
-        if shown:
+        below = self._own(leaf for leaf in leaves((args, kwargs)) if is_offloaded(leaf))
+        if shown := [item for item in below if item.is_shown_below]:
             return self._run_below(shown, function, args, kwargs)
         if assigns_data(function) and local_of(args[0]) is args[0] and not guarded(args[0]).others:
             return self._assign_from(args[0], args[1])
@@ -246,7 +244,7 @@ class UserAccess:
         with lock, as_the_engine(), computing():
             raised = [item for item in items if is_offloaded(item.tensor)]
             unplanned = [i for i in raised if i.state not in ON_DEVICE or not (is_in_pass or i.is_lifted)]
-            self._check_room([item for item in raised if item.device is None], items)
+            self._check_room([item for item in raised if item.device is None], items, may_free=not is_outside)
             try:
                 for item in items:
                     if item in raised:
@@ -279,12 +277,13 @@ class UserAccess:
                 if recorder is not None:
                     context.on_demand.make_way()  # a use by an op is another one, and counts
 
-    def _check_room(self, items: list[HomeItem], used: list[HomeItem]) -> None:
+    def _check_room(self, items: list[HomeItem], used: list[HomeItem], *, may_free: bool) -> None:
         """Makes room for items that are about to come up, as far as anything can leave.
 
         Args:
             items: those.
             used: all that the call uses.
+            may_free: False keeps what the step has there, all of which its next op, in another thread, may use.
 
         Raises:
             StateError: they do not fit the device's budget beside what user code holds there.
@@ -297,7 +296,8 @@ class UserAccess:
         device_type = context.traffic.backend.device.type
         size_bytes = sum(allocated_bytes(item.size_bytes, device_type) for item in items)
         budget_bytes = planned.plan.budget_bytes[Tier.DEVICE]
-        context.on_demand.make_room(size_bytes, budget_bytes, used)
+        if may_free:
+            context.on_demand.make_room(size_bytes, budget_bytes, used)
         if context.traffic.device_bytes + size_bytes <= budget_bytes:
             return
         for item in context.homes:

@@ -231,9 +231,10 @@ class HomeItem(Item):
             self._set_value(view_of(device, self.dtype, self.size, self.stride, 0))
         assert self.value is not None
         self.before_expose()
-        restore_class(self)
         set_data(tensor, self.value)
         self.is_lifted = True
+        self.follow()
+        restore_class(self)  # last: another thread that uses one of them before is served
         self.note()
 
     @property
@@ -276,15 +277,14 @@ class HomeItem(Item):
                 unwatch(tensor)
                 tensor.data = self.lower
                 self.is_below_now()
-        self.is_lifted = False
-        self.value = None
+        self.value, self.is_lifted = None, False
         self.note()
 
     def hide(self) -> None:
         """Has people find the tensor offloaded, wherever its bytes lie; one that somebody gave other memory keeps that."""
         if self.placeholder is not None and self.is_current():
+            guard_class(self)  # first: another thread may use it between, and is served then
             set_data(self.living, self.placeholder)
-            guard_class(self)
         self.is_lifted = False
         self.note()
 
