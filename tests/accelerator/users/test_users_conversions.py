@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import tieroff
 from tests.accelerator import target
-from tests.accelerator.users.loops import STEPS, Program, Usage, check
+from tests.accelerator.users.loops import STEPS, WIDTH, Program, Usage, check
+from tieroff.errors import StateError
 
 
 def elsewhere_and_back(p: Program) -> None:
@@ -99,3 +101,26 @@ def test_a_parameter_is_made_of_a_tensor_as_before() -> None:
 
 def test_parameters_stay_what_they_are_where_there_is_no_room(tmp_path: Path) -> None:
     check(where_they_are, tmp_path, policy="auto", device="min")
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+
+
+def weight_norm_everywhere(p: Program) -> None:
+    """The new parameters, which have the old ones' memory, fit no least budget at once."""
+    p.wrap()
+    p.steps(STEPS)
+    if not p.is_plain:
+        with pytest.raises(StateError, match="unwrap the model"):
+            nn.ParameterList(nn.Parameter(parameter) for parameter in p.parameters)
+        tieroff.unwrap(p.model)
+    for layer in p.model:
+        nn.utils.parametrizations.weight_norm(layer)
+    p.optimizer.param_groups[0]["params"] = p.parameters
+    p.wrap()
+    p.steps(STEPS, STEPS)
+
+
+def test_parameters_of_others_that_fit_no_budget_at_once_are_made_where_nothing_is_wrapped(tmp_path: Path) -> None:
+    check(weight_norm_everywhere, tmp_path, make=deep, policy="auto", device="min")

@@ -309,7 +309,7 @@ class UserAccess:
                 f"{format_bytes(budget_bytes)}, got {format_bytes(size_bytes)} in this call ({items[0].name}, ...) and "
                 f"{format_bytes(held_bytes)} that the program holds (views, aliases through .data, addresses); use one after "
                 "the other, or parameters and gradients inside tieroff.on_host(model), where they are memory of the host, as "
-                "is all of optimizer.state_dict()"
+                "is all of optimizer.state_dict(), or unwrap the model for what makes parameters of others (weight norm)"
             )
 
     def _unpin(self, items: Iterable[HomeItem], raised: list[HomeItem], is_in_pass: bool) -> None:
