@@ -14,6 +14,10 @@ import tieroff
 _SOURCE = str(Path(tieroff.__file__).parent)
 
 
+def _place_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
+
+
 class Interrupt(KeyboardInterrupt):
     """What is raised."""
 
@@ -73,7 +77,7 @@ class Injector:
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             if self.seen == self._at:
-                self.where = f"{frame.f_code.co_filename[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
+                self.where = _place_of(frame)
                 self._at = -1
                 self._act()
             self.trail.append((frame.f_code.co_filename, frame.f_lineno))
@@ -87,7 +91,7 @@ def before_every_line(act: Callable[[str], None]) -> Iterator[None]:
 
     def line(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
-            act(f"{frame.f_code.co_filename[len(_SOURCE) + 1 :]}:{frame.f_lineno}")
+            act(_place_of(frame))
         return line
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:

@@ -283,7 +283,7 @@ class UserAccess:
         Args:
             items: those.
             used: all that the call uses.
-            may_free: False keeps what the step has there, all of which its next op, in another thread, may use.
+            may_free: False where another thread than the step's calls: all that the step has there may be used by its next op.
 
         Raises:
             StateError: they do not fit the device's budget beside what user code holds there.
@@ -309,7 +309,7 @@ class UserAccess:
                 f"{format_bytes(budget_bytes)}, got {format_bytes(size_bytes)} in this call ({items[0].name}, ...) and "
                 f"{format_bytes(held_bytes)} that the program holds (views, aliases through .data, addresses); use one after "
                 "the other, or parameters and gradients inside tieroff.on_host(model), where they are memory of the host, as "
-                "is all of optimizer.state_dict(), or unwrap the model for what makes parameters of others (weight norm)"
+                "is all of optimizer.state_dict(); unwrap the model to make parameters that share their memory (weight norm)"
             )
 
     def _unpin(self, items: Iterable[HomeItem], raised: list[HomeItem], is_in_pass: bool) -> None:

@@ -234,7 +234,7 @@ class HomeItem(Item):
         set_data(tensor, self.value)
         self.is_lifted = True
         self.follow()
-        restore_class(self)  # last: another thread that uses one of them before is served
+        restore_class(self)  # last: until then functions of other threads go through the guard
         self.note()
 
     @property
@@ -283,7 +283,7 @@ class HomeItem(Item):
     def hide(self) -> None:
         """Has people find the tensor offloaded, wherever its bytes lie; one that somebody gave other memory keeps that."""
         if self.placeholder is not None and self.is_current():
-            guard_class(self)  # first: another thread may use it between, and is served then
+            guard_class(self)  # first: functions of other threads go through the guard before the memory is gone
             set_data(self.living, self.placeholder)
         self.is_lifted = False
         self.note()
