@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from tests.accelerator import sim
@@ -10,13 +12,16 @@ from tieroff.storage.host.slabs import RegisteredSlabs, Slabs
 
 
 class SimulatedVendor:
-    """Registers memory as CUDA's runtime does; `is_one_memory` makes it an integrated device."""
+    """Registers memory as CUDA's runtime does; `is_one_memory` makes it an integrated device. `near_cpus` are its node's."""
 
-    def __init__(self, *, is_one_memory: bool = False) -> None:
-        self._is_one_memory = is_one_memory
+    def __init__(self, *, is_one_memory: bool = False, near_cpus: Collection[int] = ()) -> None:
+        self._is_one_memory, self._near_cpus = is_one_memory, near_cpus
 
     def slabs(self, device: torch.device) -> Slabs:
-        return RegisteredSlabs(_register, _unregister)
+        return RegisteredSlabs(_register, _unregister, self._near_cpus)
+
+    def near_cpus(self, device: torch.device) -> Collection[int]:
+        return self._near_cpus
 
     def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
         sim.forbid_access(storage, message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +17,6 @@ from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tensor, TensorClass
 from tieroff.core.trace import Op, Trace
 from tieroff.errors import ConfigError, StateError
-from tieroff.launch import numa
 from tieroff.launch.folder import ACCOUNT_FILE, ERROR_FILE, STDERR_FILE, rank_folder, read_json, write_json
 from tieroff.launch.summary import as_document, as_lines, first_cause, summarize
 from tieroff.runtime.step.communication import OVER, Kind, with_communication
@@ -271,59 +269,6 @@ def test_agreement_works_over_every_kind_of_store(tmp_path: Path, kind: str) -> 
         thread.join(30)
     assert found[0] == found[1] is not None
     assert found[0].budget.budget_bytes == 9  # type: ignore[attr-defined]
-
-
-# -- CPUs near a rank ----------------------------------------------------------------------------------------------------
-
-
-def sysfs(root: Path, lists: dict[int, str], gpus: dict[str, int] | None = None) -> Path:
-    for node, text in lists.items():
-        folder = root / f"sys/devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(text + "\n")
-    for address, node in (gpus or {}).items():
-        folder = root / f"sys/bus/pci/devices/{address}"
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{node}\n")
-    return root
-
-
-def test_a_list_of_cpus_is_read() -> None:
-    assert numa.cpus_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert numa.cpus_of("\n") == set()
-
-
-def test_ranks_without_gpus_are_spread_over_the_nodes_in_order(tmp_path: Path) -> None:
-    root = sysfs(tmp_path, {0: "0-3", 1: "4-7"})
-    assert numa.places(4, root=root, allowed=range(8)) == [{0, 1, 2, 3}] * 2 + [{4, 5, 6, 7}] * 2
-    assert numa.places(1, root=root, allowed=range(8)) == [{0, 1, 2, 3}]
-
-
-def test_a_rank_runs_where_its_gpu_hangs(tmp_path: Path) -> None:
-    root = sysfs(tmp_path, {0: "0-3", 1: "4-7"}, {"0000:17:00.0": 1, "0000:3a:00.0": 0, "0000:5d:00.0": -1})
-    gpus = ["0000:17:00.0", "0000:3A:00.0", "0000:5d:00.0", "0000:ff:00.0"]
-    nodes = [min(cpus) // 4 for cpus in numa.places(4, gpus, root, range(8)) or []]
-    assert nodes == [1, 0, 1, 1]  # the system does not say of the last two: their share of the nodes
-
-
-def test_one_node_and_a_machine_that_tells_nothing_leave_ranks_alone(tmp_path: Path) -> None:
-    assert numa.places(2, root=sysfs(tmp_path / "one", {0: "0-3"}), allowed=range(4)) is None
-    assert numa.places(2, root=tmp_path / "none", allowed=range(4)) is None
-
-
-def test_cpus_that_are_not_allowed_and_nodes_of_memory_alone_do_not_count(tmp_path: Path) -> None:
-    root = sysfs(tmp_path, {0: "0-3", 1: "4-7", 2: ""})
-    assert numa.places(2, root=root, allowed=[2, 3, 5]) == [{2, 3}, {5}]
-    assert numa.places(2, root=root, allowed=[2, 3]) is None
-
-
-def test_binding_holds_for_this_process() -> None:
-    before = os.sched_getaffinity(0)
-    try:
-        numa.bind({min(before)})
-        assert os.sched_getaffinity(0) == {min(before)}
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 # -- what is said of failures ----------------------------------------------------------------------------------------------

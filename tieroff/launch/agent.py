@@ -27,7 +27,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tieroff.config import CONFIG_VARIABLE, Config
 from tieroff.core.machine import save_machine
 from tieroff.errors import ConfigError
-from tieroff.launch import numa
 from tieroff.launch.folder import (
     CONFIG_FILE,
     ERROR_FILE,
@@ -42,6 +41,7 @@ from tieroff.launch.summary import Outcome, summarize
 from tieroff.probe import limits
 from tieroff.probe.machine import measure_machine
 from tieroff.session.budget_messages import say_where
+from tieroff.storage.host import numa
 
 _SHUTDOWN_S = 5
 """How long ranks may take to end before they are killed."""
@@ -179,8 +179,8 @@ def _gpus(count: int) -> list[str]:
 
 
 def _pci_addresses(count: int) -> list[str]:
-    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(count)]  # its stub lacks these names
-    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(count)]  # its stub lacks what is asked for
+    return [numa.pci_address(gpu) for gpu in found]
 
 
 def _run(request: Request, nproc: int, folder: Path, changes: Mapping[str, str]) -> tuple[dict[int, ProcessFailure], str]:

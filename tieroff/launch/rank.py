@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieroff.launch import numa
 from tieroff.launch.folder import ACCOUNT_FILE, ERROR_FILE, LAUNCH_FILE, rank_folder, read_json, write_json
 from tieroff.session.ranks import Ranks, on_wrap
+from tieroff.storage.host import numa
 
 if TYPE_CHECKING:
     from tieroff.core.plan import Plan

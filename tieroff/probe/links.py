@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tieroff.storage.buffers import allocate
+from tieroff.storage.host import numa
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_COPY_BYTES = 16 * 2**20
 MEMORY_COPY_BYTES = 8 * 2**20
@@ -46,7 +51,29 @@ def measure_links(device: str, seconds: float) -> LinkRates:
         device: "cpu", where both ends are ordinary memory, or the kind of torch's accelerator, such as "cuda".
         seconds: time to spend, roughly.
     """
-    return _measure_memory(seconds) if device == "cpu" else _measure_accelerator(device, seconds)
+    if device == "cpu":
+        return _measure_memory(seconds)
+    with numa.running_on(near_cpus(device)):
+        return _measure_accelerator(device, seconds)
+
+
+def near_cpus(device: str) -> frozenset[int]:
+    """Returns the CPUs of the NUMA node that the device hangs on, as a run has it; none where there is nothing to choose."""
+    if device != "cuda":
+        return frozenset()
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties()  # its stub lacks what is asked for
+    return numa.cpus_near(numa.pci_address(properties))
+
+
+def pinned(size_bytes: int) -> torch.Tensor:
+    """Returns pinned memory that this thread alone has written: its pages lie near it, as PyTorch's other threads may not."""
+    import torch
+
+    memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    memory.numpy().fill(1)
+    return memory
 
 
 def measure_memory(seconds: float) -> float:
@@ -94,14 +121,14 @@ def _measure_accelerator(device: str, seconds: float) -> LinkRates:
     """Copies between pinned memory and the device on two streams, timed from the host around a synchronisation."""
     import torch
 
-    pinned = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    below = [pinned(DEVICE_COPY_BYTES) for _ in range(2)]
     resident = [torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device) for _ in range(2)]
     torch.accelerator.synchronize()  # the buffers above were filled on the current stream
 
     def issue(direction: int, size_bytes: int) -> None:
         with streams[direction]:
-            source, target = (resident, pinned) if direction == 0 else (pinned, resident)
+            source, target = (resident, below) if direction == 0 else (below, resident)
             target[direction][:size_bytes].copy_(source[direction][:size_bytes], non_blocking=True)
 
     def alone(direction: int, size_bytes: int = DEVICE_COPY_BYTES) -> None:

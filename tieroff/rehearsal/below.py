@@ -59,6 +59,9 @@ class RehearsedVendor:
     def slabs(self, device: torch.device) -> UnbackedSlabs:
         return UnbackedSlabs(self._native)
 
+    def near_cpus(self, device: torch.device) -> tuple[int, ...]:
+        return ()
+
     def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
         self._native.forbid_access(storage._cdata, message)
 

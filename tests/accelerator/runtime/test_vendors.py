@@ -14,10 +14,13 @@ from tests.accelerator import sim, target, vendor
 from tests.support.models import GPT_WORKLOAD, MLP_WORKLOAD
 from tests.support.parity import HOST, MIXED, Tiers, Workload, check_parity
 from tieroff.errors import StoreError
+from tieroff.probe.links import near_cpus
 from tieroff.runtime.backend.vendor import AnyVendor, Cuda, register_vendor
+from tieroff.storage.host import numa
 from tieroff.storage.memory import PAGE_BYTES
 
 MIB = 1 << 20
+PROPERTIES = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x17, pci_device_id=0)
 
 
 @pytest.fixture
@@ -63,6 +66,20 @@ def test_pytorchs_pinned_memory_takes_no_more_than_was_asked_for() -> None:
     assert not sim.is_pinned(slab.address, 4 * MIB + PAGE_BYTES)
 
 
+def test_a_gpu_is_asked_which_node_it_hangs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: PROPERTIES)
+    asked = list[str]()
+
+    def near(address: str) -> frozenset[int]:
+        asked.append(address)
+        return frozenset({3})
+
+    monkeypatch.setattr(numa, "cpus_near", near)
+    assert Cuda().near_cpus(torch.device("cuda:0")) == near_cpus("cuda") == {3}
+    assert asked == ["0000:17:00.0"] * 2
+    assert near_cpus(target.device().type) == near_cpus("cpu") == frozenset()
+
+
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> None:
     """What PyTorch has of CUDA's runtime, on the simulated device: it has no call that takes an error that was left behind."""
@@ -71,6 +88,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> None:
         cudaHostUnregister=sim.host_unregister,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
 
 
 @pytest.mark.usefixtures("cudart")

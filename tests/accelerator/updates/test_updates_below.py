@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import tieroff
-from tests.accelerator import target
+from tests.accelerator import sim, target, vendor
 from tests.accelerator.updates.loop import (
     LAYERS,
     LINK,
@@ -32,6 +33,7 @@ from tieroff.core.machine import load_machine, save_machine
 from tieroff.core.tensor import TensorClass, Tier
 from tieroff.probe.calibration.updates import UpdateRates
 from tieroff.probe.links import DEVICE_COPY_BYTES
+from tieroff.runtime.backend.vendor import register_vendor
 from tieroff.updates.native import HAS_UPDATES
 
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
@@ -61,6 +63,23 @@ def assert_updated_below_in_budget(loop: Loop, taken: DeviceBytes) -> None:
     loop.assert_updated_below()
     assert loop.engine is not None
     assert taken.peak_bytes <= loop.engine.plan.budget_bytes[Tier.DEVICE] + 512 * len(loop.parameters)
+
+
+@pytest.mark.skipif(not target.IS_SIMULATED, reason="needs the simulated device")
+def test_the_cpu_updates_on_the_node_that_the_device_hangs_on(tmp_path: Path) -> None:
+    node = {max(os.sched_getaffinity(0))}
+    register_vendor(sim.NAME, vendor.SimulatedVendor(near_cpus=node))
+    try:
+        plain, wrapped = Loop(None), Loop(tmp_path)
+        plain.steps(STEPS_BEFORE + 2)
+        wrapped.steps(STEPS_BEFORE + 2)
+        wrapped.assert_updated_below()
+        names = {task: (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+        bound = [os.sched_getaffinity(int(task.name)) for task, name in names.items() if name.startswith("tieroff-upd-")]
+        assert node in bound
+        assert differing(plain.finish(), wrapped.finish()) == []
+    finally:
+        vendor.install()
 
 
 @pytest.mark.parametrize(("optimizer", "staying"), in_turn(OPTIMIZERS, STAYING))

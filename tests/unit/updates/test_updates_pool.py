@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tieroff.errors import StateError
 from tieroff.updates import rule as rules
 from tieroff.updates.native import HAS_UPDATES, _native
+from tieroff.updates.pool import make_pool, thread_count
 
 pytestmark = pytest.mark.skipif(not HAS_UPDATES, reason="built without updates in host memory")
 
@@ -43,6 +45,40 @@ class Bucket:
         found = self.parameter.unique()
         assert len(found) == 1, "part of it was updated"
         return 1.0 - found.item()
+
+
+def affinities() -> list[set[int]]:
+    """Returns the processors of each of this process's threads that update."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [os.sched_getaffinity(int(task.name)) for task in tasks if (task / "comm").read_text().startswith("tieroff-upd-")]
+
+
+def test_threads_run_on_the_processors_that_are_named() -> None:
+    allowed = os.sched_getaffinity(0)
+    bound = make_pool({max(allowed)})
+    try:
+        assert (affinities(), bound.threads) == ([{max(allowed)}], 1)
+        bucket = Bucket()
+        assert bound.wait(bucket.submit(bound), WAIT_S) and bucket.times_updated == 1.0
+    finally:
+        bound.close()
+    free = make_pool()
+    try:
+        assert affinities() == [allowed] * thread_count() == [allowed] * free.threads
+    finally:
+        free.close()
+
+
+def test_processors_that_are_not_there_leave_threads_where_they_may_run() -> None:
+    pool = make_pool({1023})
+    try:
+        assert affinities() == [os.sched_getaffinity(0)]
+    finally:
+        pool.close()
+
+
+def test_half_of_the_processors_update() -> None:
+    assert [thread_count(range(count)) for count in (1, 2, 8, 32, 64)] == [1, 1, 4, 16, 16]
 
 
 def test_a_job_is_done_once_it_was_waited_for(pool: _native.UpdatePool) -> None:

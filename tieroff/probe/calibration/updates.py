@@ -17,7 +17,8 @@ import numpy as np
 
 from tieroff.core.machine import UPDATE_PASSES, Machine
 from tieroff.core.tensor import Tier
-from tieroff.probe.links import touched
+from tieroff.probe.links import near_cpus, pinned, touched
+from tieroff.storage.host import numa
 from tieroff.updates import rule as rules
 from tieroff.updates.native import HAS_UPDATES
 from tieroff.updates.pool import make_pool
@@ -68,6 +69,11 @@ def measure_updates(
     """
     if not HAS_UPDATES:
         return UpdateRates()
+    with numa.running_on(near_cpus(device)):
+        return _measured(device, seconds, host_bytes, copy_bytes)
+
+
+def _measured(device: str, seconds: float, host_bytes: int, copy_bytes: int) -> UpdateRates:
     tensor_bytes = max(min(host_bytes // TENSORS, TENSOR_BYTES) // _GRANULE * _GRANULE, _GRANULE)
     tensors = [touched(tensor_bytes) for _ in range(TENSORS)]
     for tensor in tensors:
@@ -157,13 +163,13 @@ def _device_copies(device: str, size_bytes: int) -> Callable[[], int]:
     """Returns what copies both ways at once, each way on a stream of its own."""
     import torch
 
-    pinned = [torch.ones(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    below = [pinned(size_bytes) for _ in range(2)]
     resident = [torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device) for _ in range(2)]
     torch.accelerator.synchronize()  # the buffers above were filled on the current stream
 
     def copy() -> int:
-        for stream, target, source in zip(streams, (pinned[0], resident[1]), (resident[0], pinned[1]), strict=True):
+        for stream, target, source in zip(streams, (below[0], resident[1]), (resident[0], below[1]), strict=True):
             with stream:
                 target.copy_(source, non_blocking=True)
         for stream in streams:

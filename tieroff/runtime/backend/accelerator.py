@@ -183,7 +183,7 @@ class AcceleratorBackend:
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, device.type
         self._vendor = vendor_of(device)
-        self.slabs = self._vendor.slabs(device)
+        self.slabs, self.near_cpus = self._vendor.slabs(device), self._vendor.near_cpus(device)
         self.has_host_tier = not self._vendor.is_integrated(device)
         # One each way, so that the link carries both at once and neither holds compute up.
         self._out, self._in = torch.Stream(device), torch.Stream(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -25,12 +26,14 @@ class Backend(Protocol):
         device: where it computes.
         slabs: makes host memory that its copies reach.
         has_host_tier: False where the device's memory is the host's, so that moving to host memory would gain nothing.
+        near_cpus: those of the NUMA node that it hangs on; none where there is nothing to choose.
     """
 
     name: str
     device: torch.device
     slabs: Slabs
     has_host_tier: bool
+    near_cpus: Collection[int]
 
     def use_staging(self, size_bytes: int) -> None:
         """An engine begins to use this backend: makes the host memory through which bytes pass on their way to files.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -54,6 +55,7 @@ class CpuBackend:
     name = "cpu"
     device = torch.device("cpu")
     has_host_tier = True  # within the process's memory, which is how budgets are tried out where there is no device
+    near_cpus: Collection[int] = ()
     slabs: Slabs = PopulatedSlabs()
 
     def __init__(self, keeps_freed: bool = True) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tieroff.errors import StoreError
+from tieroff.storage.host import numa
 from tieroff.storage.host.slabs import RegisteredSlabs, Slab, Slabs
 from tieroff.storage.memory import PAGE_BYTES, align_up
 
@@ -23,6 +24,9 @@ class Vendor(Protocol):
 
     def slabs(self, device: torch.device) -> Slabs:
         """Returns what makes pinned host memory that this device copies to and from."""
+
+    def near_cpus(self, device: torch.device) -> Collection[int]:
+        """Returns those of the NUMA node that the device hangs on; none where there is nothing to choose."""
 
     def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
         """Has every access of a storage's memory raise RuntimeError with this message, where there is a way."""
@@ -68,6 +72,9 @@ class AnyVendor:
     def slabs(self, device: torch.device) -> Slabs:
         return TorchSlabs()
 
+    def near_cpus(self, device: torch.device) -> Collection[int]:
+        return ()
+
     def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
         forbid_access(storage, message)
 
@@ -80,7 +87,11 @@ class Cuda:
     """NVIDIA's devices, and AMD's, whose runtime has the same calls under PyTorch's names."""
 
     def slabs(self, device: torch.device) -> Slabs:
-        return RegisteredSlabs(partial(_register, device), partial(_unregister, device))
+        return RegisteredSlabs(partial(_register, device), partial(_unregister, device), self.near_cpus(device))
+
+    def near_cpus(self, device: torch.device) -> Collection[int]:
+        properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks what is asked for
+        return numa.cpus_near(numa.pci_address(properties))
 
     def forbid_access(self, storage: torch.UntypedStorage, message: str) -> None:
         forbid_access(storage, message)

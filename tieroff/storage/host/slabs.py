@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
+from tieroff.storage.host import numa
 from tieroff.storage.memory import Mapping
 
 
@@ -64,16 +65,20 @@ class RegisteredSlabs(PopulatedSlabs):
     Args:
         register: called with (address, size in bytes); raises StoreError where it is refused.
         unregister: called with the address.
+        cpus: whose memory it shall be; none for that of the CPU that asks.
     """
 
     _is_inherited = False
 
-    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        self._register, self._unregister = register, unregister
+    def __init__(
+        self, register: Callable[[int, int], None], unregister: Callable[[int], None], cpus: Collection[int] = ()
+    ) -> None:
+        self._register, self._unregister, self._cpus = register, unregister, cpus
 
     def make(self, size_bytes: int) -> Mapping:
-        slab = super().make(size_bytes)
-        self._register(slab.address, slab.size_bytes)
+        with numa.running_on(self._cpus):  # pages belong to the node of whoever touches them first
+            slab = super().make(size_bytes)
+            self._register(slab.address, slab.size_bytes)
         return slab
 
     def release(self, slab: Slab) -> None:

@@ -157,7 +157,7 @@ class HostUpdates:
         """
         if self.evidence.begins_again():
             raise NotBelowError("the CPU's updates are compared with the device's again", is_expected=True)
-        self._pool = pool = self._pool or make_pool()
+        self._pool = pool = self._pool or make_pool(self._context.traffic.backend.near_cpus)
         try:
             submission = self._prepared(bucket, pool.last_ticket + 1)
         except NotBelowError as why:
