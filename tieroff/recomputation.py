@@ -34,8 +34,18 @@ CHECKPOINTED = "_checkpoint_hook"  # in force round what a checkpoint runs in fo
 RECOMPUTED = "_recomputation_hook"  # and in backward
 CHECKPOINTS = "torch.utils.checkpoint"
 
-_Frame: Any = torch.utils.checkpoint._CheckpointFrame
-_ASKS_FOR_INPUTS: CodeType = _Frame.get_inputs.__code__
+
+def _code_that_asks() -> tuple[CodeType, str]:
+    """Returns the code of torch's that asks for what a checkpoint computes again from, and its name for the frame."""
+    asks: Any = getattr(torch.utils.checkpoint._CheckpointFrame, "get_inputs", None)
+    if asks is not None:
+        return asks.__code__, "self"
+    hooks: Any = torch.utils.checkpoint._checkpoint_hook  # torch 2.11: the unpack hook itself asks
+    constants = hooks.__init__.__code__.co_consts
+    return next(one for one in constants if isinstance(one, CodeType) and one.co_name == "unpack_hook"), "frame"
+
+
+_ASKS_FOR_INPUTS, _FRAME = _code_that_asks()
 _RUNS_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 # From the unpack hook up to the method that asks: the hooks of user code, a comprehension, an outer checkpoint's hook.
 _CALLS_BETWEEN_MAX = 6
@@ -94,7 +104,8 @@ def _callers(caller: FrameType | None) -> Iterator[FrameType]:
 
 def _frame_that_asks(caller: FrameType | None) -> Any:
     """Returns the checkpoint's frame that calls an unpack hook for its inputs, to compute again; None where none does."""
-    return next((frame.f_locals["self"] for frame in _callers(caller) if frame.f_code is _ASKS_FOR_INPUTS), None)
+    found = (frame.f_locals for frame in _callers(caller) if frame.f_code is _ASKS_FOR_INPUTS)
+    return next((names[_FRAME] for names in found if "args" not in names), None)  # else it has them, and computes by now
 
 
 class HooksInBackward(abc.ABC):
