@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +41,26 @@ class Branching(nn.Module):
         return self.third(y)
 
 
+class Skipping(nn.Module):
+    """Skips layers at random, as stochastic depth and LayerDrop do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.random = random.Random(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.random.random() < 0.7:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def skipping_and_adam() -> Any:
+    model = Skipping()
+    return model, adam(model)
+
+
 def branching_and_adam() -> Any:
     model = Branching()
     return model, adam(model)
@@ -64,6 +86,18 @@ def phases_of(
 
 def messages(log: Any) -> list[str]:
     return [record.getMessage() for record in log.records if LEFT in record.getMessage()]
+
+
+def test_steps_that_skip_layers_at_random_have_no_plan_and_it_is_said_where_they_differ(
+    each_setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    phases = phases_of(skipping_and_adam, usual, 40, each_setting, caplog)
+    assert "planned" not in phases
+    assert phases[-1] == "on demand"
+    told = [record for record in caplog.records if "do not repeat" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"]
+    found = re.search(r"two in a row differed from op param:layers\.(\d)\.weight on", told[0].getMessage())
+    assert found is not None, told[0].getMessage()
 
 
 def test_another_batch_size_has_a_trace_of_its_own(each_setting: Setting, caplog: pytest.LogCaptureFixture) -> None:

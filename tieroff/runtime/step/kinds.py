@@ -29,7 +29,7 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.step.executable import Executable, make_executable
 from tieroff.runtime.step.feedback import Feedback
-from tieroff.runtime.step.likeness import Turns, is_like_but_for_passes
+from tieroff.runtime.step.likeness import Turns, is_like_but_for_passes, same_events
 from tieroff.runtime.step.recorded import Recorded
 
 log = logging.getLogger("tieroff")
@@ -151,6 +151,7 @@ class StepKind:
         passes_vary: passes without gradients come in some of its steps only: they make no events.
         turn: the likeness of its steps, if it is of those that come by turns; else None.
         turns: of all steps that begin as its steps do; see [Note: turns] in step/likeness.py.
+        differed: the op from which on two of its steps in a row differed last, "" while none did.
         strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
     """
@@ -158,6 +159,7 @@ class StepKind:
     __slots__ = (
         "apart",
         "asked",
+        "differed",
         "feedback",
         "foreseen",
         "is_passed_through",
@@ -188,6 +190,7 @@ class StepKind:
         self.turn: int | None = None
         self.turns = Turns()
         self.asked: Asked | None = None
+        self.differed = ""
 
     def came(self, likeness: int) -> bool:
         """A step with such events ran on demand; returns False for one that is traced out of turn: another was foreseen."""
@@ -202,14 +205,21 @@ class StepKind:
         """The step to be measured had other events than the traced one, which waits where its like may be about to come."""
         if self.turns.awaits(recorded.likeness):
             return
-        log.info("two steps in a row differed: the step is traced again")
+        self.differed = recorded.trace.ops[same_events(keys, recorded.keys)].name
+        log.info("two steps in a row differed from op %s on: the step is traced again", self.differed)
         self.passes_vary = self.passes_vary or is_like_but_for_passes(keys, recorded.keys)
         self.advance(Recording())
 
     def give_up(self) -> None:
         """Steps of this kind were traced often and never came again; it is said, unless they only seemed to take turns."""
         level = logging.WARNING if self.turn is None else logging.INFO
-        log.log(level, "steps of this model do not repeat: they run with transfers on demand (right, but slower)")
+        log.log(
+            level,
+            "steps of this model do not repeat%s: they run with transfers on demand (right, but slower)",
+            f" (two in a row differed from op {self.differed} on, as where layers are skipped at random)"
+            if self.differed
+            else "",
+        )
         self.advance(Unplanned())
 
     def advance(self, stage: Stage) -> None:

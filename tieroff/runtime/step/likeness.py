@@ -69,6 +69,16 @@ def is_like(keys: Sequence[Hashable], known: Sequence[Hashable]) -> bool:
     return len(keys) == len(known) and all(map(suits, keys, known))
 
 
+def same_events(keys: Sequence[Hashable], known: Sequence[Hashable]) -> int:
+    """Returns how many events of a step, from its first on, suit the known ones; at most all but the last that is known."""
+    count = 0
+    for key, other in zip(keys, known[:-1], strict=False):
+        if not suits(key, other):
+            break
+        count += 1
+    return count
+
+
 def likeness_of(keys: Sequence[Hashable]) -> int:
     """Returns a number that steps share whose events differ in sizes, and in passes without gradients, at most."""
     return hash(tuple(map(_without_sizes, _without_passes(keys))))
