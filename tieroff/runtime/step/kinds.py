@@ -213,12 +213,11 @@ class StepKind:
     def give_up(self) -> None:
         """Steps of this kind were traced often and never came again; it is said, unless they only seemed to take turns."""
         level = logging.WARNING if self.turn is None else logging.INFO
+        where = f" (two in a row differed from op {self.differed} on, as where layers are skipped at random)"
         log.log(
             level,
             "steps of this model do not repeat%s: they run with transfers on demand (right, but slower)",
-            f" (two in a row differed from op {self.differed} on, as where layers are skipped at random)"
-            if self.differed
-            else "",
+            where if self.differed else "",
         )
         self.advance(Unplanned())
 
