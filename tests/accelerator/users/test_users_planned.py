@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -127,3 +128,26 @@ def test_what_is_written_after_another_thread_evaluated_counts(device: str, tmp_
             evaluate(index + 2)
 
     check(usage, tmp_path, device=device, policy="auto")
+
+
+@pytest.mark.parametrize("device", ["100%", "50%", "min"])
+def test_no_thread_counts_nodes_of_the_engine(device: str, tmp_path: Path) -> None:
+    """Backward runs nodes by their numbers, and each thread counts its own: two of them meet where a graph of gradients is made."""
+    count = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+    def usage(p: Program) -> None:
+        counts: list[int] = []
+        before = count()
+        p.wrap()
+        for index in range(STEPS):
+            x = p.rows(index).requires_grad_()
+            out = p.model(x)
+            out.register_hook(lambda gradient: counts.append(count()))
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            gradients = torch.autograd.grad(slope.square().mean(), p.parameters)
+            for parameter, gradient in zip(p.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            p.update(out.sum())
+        p.note(count() - before, *(later - first for first, later in itertools.pairwise(counts)))
+
+    check(usage, tmp_path, device=device, policy="auto", planned=1)

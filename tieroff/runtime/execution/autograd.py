@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
 
 from tieroff.errors import StateError
+
+GradientEdge = torch.autograd.graph.GradientEdge
 
 # The id of the running graph task, or -1 outside a backward.
 current_graph_task = torch._C._current_graph_task_id
@@ -34,6 +37,32 @@ def node_here() -> tuple[int, int]:
         return NO_NODE
     node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
     return task, node._sequence_nr() if node is not None else -1
+
+
+def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Returns where the gradients of tensors go to. Asking a leaf makes a node, which this thread does not count.
+
+    [Note: numbers of nodes] Each thread numbers the nodes that it makes, and backward runs what has a higher number first. On an
+    accelerator the nodes of `create_graph` are numbered by autograd's own thread and meet those of forward: so how many nodes the
+    program's thread has made decides in which order gradients are summed, and with it their last bits.
+    """
+    found: list[GradientEdge] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                found.extend(map(torch.autograd.graph.get_gradient_edge, tensors))
+        except BaseException as error:
+            errors.append(error)
+
+    if tensors:
+        asking = threading.Thread(target=ask, name="tieroff-edges", daemon=True)
+        asking.start()
+        asking.join()
+    if errors:
+        raise errors[0]
+    return found
 
 
 def reader_may_write() -> bool:

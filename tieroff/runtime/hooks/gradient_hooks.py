@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from tieroff.runtime.execution.autograd import edges_of
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.gradients import Gradients
 from tieroff.runtime.step.mode import IDLE
@@ -51,16 +52,14 @@ class GradientHooks:
         self._is_open = True
         self.follower: GradientFollower | None = None
 
-    def add(self, parameter: torch.Tensor) -> None:
-        """Hooks a parameter that can get a gradient, once."""
-        if id(parameter) in self._hooked or not (parameter.requires_grad and parameter.is_leaf):
-            return
-        if parameter.is_meta:
-            return  # hooked when it has its value, which comes with another node
-        if parameter.layout is not torch.strided or parameter.is_inference():
-            # Never moved, and a sparse one has no view through which to find its node. Memory of inference mode has no node.
-            return
+    def add(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Hooks parameters that can get a gradient, each once; returns the ids of those that had no hooks."""
+        new = {id(p): p for p in parameters if id(p) not in self._hooked and p.requires_grad and p.is_leaf and _has_node(p)}
+        for parameter, edge in zip(new.values(), edges_of([*new.values()]), strict=True):
+            self._add(parameter, edge.node)
+        return set(new)
 
+    def _add(self, parameter: torch.Tensor, node: Any) -> None:
         weak = weakref.ref(self)  # [Note: hooks that hold nobody]
 
         def about_to_accumulate(grads: Any) -> None:
@@ -73,23 +72,18 @@ class GradientHooks:
             if hooks is not None:
                 hooks._arrived(home)
 
-        with torch.inference_mode(False):  # a forward that infers may be the first to see the parameter
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
         arrived = parameter.register_post_accumulate_grad_hook(has_arrived)
         self._hooked[id(parameter)] = _Hooked(arrived, node.register_prehook(about_to_accumulate), node, parameter)
 
     def hang_on(self, parameter: torch.Tensor) -> None:
         """Hooks a parameter anew that has other memory: with that comes another node that accumulates its gradients."""
         self.remove([id(parameter)])
-        self.add(parameter)
+        self.add([parameter])
 
-    def still_hang_on(self, parameter: torch.Tensor) -> bool:
-        """True where the hooks of a parameter hang on the node that accumulates its gradients, or it has none."""
-        hooked = self._hooked.get(id(parameter))
-        if hooked is None or not parameter.requires_grad or parameter.is_inference():
-            return True
-        with torch.inference_mode(False):
-            return torch.autograd.graph.get_gradient_edge(parameter).node is hooked.node
+    def hang_elsewhere(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Returns the ids of those whose hooks do not hang on the node that accumulates their gradients, if they have one."""
+        asked = [p for p in parameters if id(p) in self._hooked and p.requires_grad and not p.is_inference()]
+        return {id(p) for p, edge in zip(asked, edges_of(asked), strict=True) if edge.node is not self._hooked[id(p)].node}
 
     def _about_to_accumulate(self, parameter: torch.Tensor) -> None:
         if id(parameter) in self._gradients.quiet:
@@ -129,8 +123,7 @@ class GradientHooks:
 
     def come_back(self) -> None:
         """Hooks what had no hooks for a while."""
-        for parameter in self._bypassed.values():
-            self.add(parameter)
+        self.add(self._bypassed.values())
         self._bypassed = {}
 
     def remove(self, ids: Collection[int]) -> None:
@@ -150,3 +143,12 @@ class GradientHooks:
         """Takes all hooks off; those that run just now do nothing more."""
         self._is_open, self._bypassed = False, {}
         self.keep_only(())
+
+
+def _has_node(parameter: torch.Tensor) -> bool:
+    """Returns whether there is a node that accumulates a leaf's gradients.
+
+    One on the meta device gets another with its value. A sparse one never moves, and has no view through which to find its
+    node. Memory of inference mode has none.
+    """
+    return not parameter.is_meta and parameter.layout is torch.strided and not parameter.is_inference()

@@ -25,7 +25,7 @@ import torch
 
 from tieroff.core.tensor import Tier, allocated_bytes
 from tieroff.errors import StateError
-from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, takes_no_hooks
+from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, edges_of, takes_no_hooks
 from tieroff.runtime.execution.context import StepContext
 from tieroff.runtime.hooks.packed import PackedParameter
 from tieroff.runtime.hooks.parameters.assigned import AssignedParameters
@@ -428,8 +428,8 @@ def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     needs_tensor = kwargs.get("materialize_grads") or any(not tensor.requires_grad for tensor in below)
     if needs_tensor or any(guarded(leaf) is not None for leaf in leaves(outside)):
         return args, kwargs, False
-    with untouched():
-        edges = [torch.autograd.graph.get_gradient_edge(t) if is_offloaded(t) else t for t in listed]
+    found = iter(edges_of(below))
+    edges = [next(found) if is_offloaded(t) else t for t in listed]
     if len(args) >= 2:
         return (args[0], edges, *args[2:]), kwargs, True
     return args, {**kwargs, "inputs": edges}, True

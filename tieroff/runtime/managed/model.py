@@ -147,10 +147,10 @@ class ManagedModel:
         self.unmoved = {}
         self._placement.forget()
         mapped = MappedFiles()
+        hooked = self._gradient_hooks.add(map(shards.leaf_of, self.model.parameters()))
         for position, (name, used) in enumerate(self.model.named_parameters()):
             parameter = shards.leaf_of(used)
             homes.names[id(parameter)] = name
-            self._gradient_hooks.add(parameter)
             item = known.pop(id(parameter), None)
             if item is not None and item.is_current():
                 item.position, item.key, item.name = position, ("param", position), name
@@ -158,8 +158,8 @@ class ManagedModel:
                 continue
             if item is not None:
                 item.detach(traffic)
-            if not self._gradient_hooks.still_hang_on(parameter):  # it was elsewhere, or of another type, meanwhile
-                self._gradient_hooks.hang_on(parameter)
+            if (item is not None or id(parameter) not in hooked) and self._gradient_hooks.hang_elsewhere([parameter]):
+                self._gradient_hooks.hang_on(parameter)  # it was elsewhere, or of another type, meanwhile
             self._take(position, name, parameter, mapped)
         self.may_be_on_meta = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         reads.live.keep_only(homes.parameters.values())
@@ -184,8 +184,7 @@ class ManagedModel:
             return
         refuse_lazy(self.model, "it once on real data, and give its parameters to the optimizer, before the model's next step")
         self._trained = walk.trained
-        for used in self.model.parameters():
-            self._gradient_hooks.add(self.executor.shards.leaf_of(used))
+        self._gradient_hooks.add(map(self.executor.shards.leaf_of, self.model.parameters()))
 
     def _take(self, position: int, name: str, parameter: torch.Tensor, mapped: MappedFiles) -> None:
         reason = self._why_kept(parameter)
@@ -219,7 +218,7 @@ class ManagedModel:
         """Takes a parameter that was on the meta device and has its value now; it moves to its lower tier at once."""
         name = self.executor.homes.names[id(parameter)]
         position = list(self.executor.homes.names).index(id(parameter))
-        self._gradient_hooks.add(parameter)
+        self._gradient_hooks.add([parameter])
         self.unmoved.pop(name, None)
         self._take(position, name, parameter, MappedFiles.none())
         if name in self.unmoved and parameter.device != self.backend.device:
@@ -338,9 +337,10 @@ class ManagedModel:
         Returns:
             True when that was all that changed: the model is the one that it was.
         """
-        for item in self.executor.homes.parameters.values():
-            tensor = item.tensor
-            if tensor is None or not item.was_assigned() or not self._gradient_hooks.still_hang_on(tensor):
+        assigned = {item: item.tensor for item in self.executor.homes.parameters.values() if item.was_assigned()}
+        elsewhere = self._gradient_hooks.hang_elsewhere(tensor for tensor in assigned.values() if tensor is not None)
+        for item, tensor in assigned.items():
+            if tensor is None or id(tensor) in elsewhere:
                 continue  # swapped with another one, which gets its gradients in another order
             if item.may_take(tensor) and tuple(tensor.stride()) == item.stride and not why_unmovable(tensor):
                 item.refresh(self.executor.traffic)
