@@ -82,7 +82,7 @@ def build(
         if part is not None:
             joined.callback(part.leave)
         budgets = Budgets(config, device, ranks, part)
-        links = Links(config, device.type, budgets.dirs, ranks)
+        links = Links(config, device, budgets.dirs, ranks)
         if part is None:
             resources = _open(config, backend, budgets, links)
         else:

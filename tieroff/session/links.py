@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from tieroff.config import Config
 from tieroff.core.machine import Machine, load_machine
@@ -47,13 +50,14 @@ class Links:
 
     Args:
         config: names the machine file, if any, and the folders' I/O engine.
-        device: "cuda" or "cpu".
+        device: where the model computes.
         dirs: folders of the NVMe tier.
         ranks: how many processes share the machine.
     """
 
-    def __init__(self, config: Config, device: str, dirs: tuple[Path, ...], ranks: Ranks) -> None:
-        self._config, self._device, self._dirs, self._ranks = config, device, dirs, ranks
+    def __init__(self, config: Config, device: torch.device, dirs: tuple[Path, ...], ranks: Ranks) -> None:
+        self._config, self._place, self._dirs, self._ranks = config, device, dirs, ranks
+        self._device = device.type
         self._has_measured_updates = False
         if self.is_named:
             self.machine  # noqa: B018 - a file that is wrong is told now, not when the first plan is made
@@ -97,7 +101,8 @@ class Links:
             self._has_measured_updates = True
             room_bytes = host_bytes // _HOST_PART
             # The model is on the device meanwhile: copies take no more of that than those that measured the links.
-            rates = measure_updates(self._device, _MEASURE_UPDATES_S, host_bytes=room_bytes, copy_bytes=DEVICE_COPY_BYTES)
+            with self._measuring():
+                rates = measure_updates(self._device, _MEASURE_UPDATES_S, host_bytes=room_bytes, copy_bytes=DEVICE_COPY_BYTES)
             self.machine = rates.of(self.machine)
         return self.machine.update_bytes_per_s > 0
 
@@ -106,7 +111,12 @@ class Links:
         if self._device == "cpu":
             machine = measure_apart(self._dirs, engine=engine, seconds=_MEASURE_S)
             return replace(machine, move_compute_s=_MOVE_COMPUTE_S)
-        return measure_machine(self._device, self._dirs, engine=engine, seconds=_MEASURE_S)
+        with self._measuring():
+            return measure_machine(self._device, self._dirs, engine=engine, seconds=_MEASURE_S)
+
+    def _measuring(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the model's device is the current one, where buffers are made: another may be full, or far from this link."""
+        return torch.accelerator.device_index(self._place.index) if self._device != "cpu" else contextlib.nullcontext()
 
     def best_engine(self) -> str | None:
         """Returns the I/O engine that the machine file found fastest in the folders; None without a file."""

@@ -91,7 +91,7 @@ class Lateness:
             ranges[id(made)] = read + written
             return made
 
-        def make() -> Any:
+        def make(_near_cpus: Any) -> Any:
             self.pools.append(Threads(ranges))
             return self.pools[-1]
 

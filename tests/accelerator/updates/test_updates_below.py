@@ -137,6 +137,21 @@ def test_gradients_that_outlive_the_step_are_read_below_and_loaded_for_the_next_
     assert differing(plain.finish(), wrapped.finish()) == []
 
 
+def test_the_host_waits_once_for_the_number_that_gradients_are_clipped_by(tmp_path: Path) -> None:
+    """Each wait is for all that the device was given by then, updates of its own too."""
+    loop = Loop(tmp_path)
+    loop.steps(8)
+    for _ in range(3):
+        loop.backward()
+        nn.utils.clip_grad_norm_(loop.parameters, 0.02)
+        before = sim.counters()["blocking_copies"]
+        loop.optimizer.step()
+        assert sim.counters()["blocking_copies"] - before == 1
+        loop.assert_updated_below()
+        loop.optimizer.zero_grad()
+    loop.finish()
+
+
 def test_no_update_is_made_below_where_the_config_forbids_it(tmp_path: Path) -> None:
     plain, wrapped = Loop(None), Loop(tmp_path, update_on_host=False)
     for loop in (plain, wrapped):

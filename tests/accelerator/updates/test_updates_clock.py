@@ -101,7 +101,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     slower: dict[str, Any] = {name: type(getattr(known, name))(getattr(known, name) / SLOWER) for name in rates}
     slower["device_memory_bytes_per_s"] *= 20  # else updates on the device would take most of the step
     made = replace(known, cpu_update_bytes_per_s=80 * 10**9, host_memory_bytes_per_s=0, **slower)
-    monkeypatch.setattr(updates, "make_pool", lambda: Clocked(made.update_bytes_per_s))
+    monkeypatch.setattr(updates, "make_pool", lambda _near_cpus: Clocked(made.update_bytes_per_s))
     yield made
     sim.set_machine(None)
 

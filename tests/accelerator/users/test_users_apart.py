@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,7 @@ class More:
 
     Args:
         what: "rectified": by RAdam, one parameter after the other, which rectifies from its sixth update on; "each fourth": in
-            every fourth step there is a tensor more between backward and update.
+            every fourth step there is a tensor more between backward and update; "nothing": they do not.
     """
 
     STEPS = 16
@@ -253,5 +255,25 @@ def test_what_the_program_keeps_between_steps_is_no_larger_step_of_a_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrapped, said = late(tmp_path, "50%", Late("a look"), caplog, MORE)
+    assert said == []
+    assert [step.phase for step in wrapped.steps].count("traced") == 1
+
+
+def in_larger_blocks(stats: Callable[[int], dict[str, Any]], index: int) -> dict[str, Any]:
+    """Returns an allocator's figures as if each tensor were a large one, in a block of a tenth more than was asked for."""
+    found = stats(index)
+    found["requested_bytes"]["large_pool"] = found["requested_bytes"]["all"]
+    lent = {name: int(1.1 * count) for name, count in found["allocated_bytes"]["all"].items()}
+    found["allocated_bytes"] |= {"all": lent, "large_pool": lent}
+    return found
+
+
+def test_what_blocks_have_more_than_was_asked_for_is_no_memory_of_the_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's allocator gives a large block whole where less than a MiB would be left of it."""
+    stats = torch._C._accelerator_getDeviceStats
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", partial(in_larger_blocks, stats))
+    wrapped, said = late(tmp_path, "75%", More("nothing"), caplog)
     assert said == []
     assert [step.phase for step in wrapped.steps].count("traced") == 1

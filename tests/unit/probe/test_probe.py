@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tieroff.config import Config
 from tieroff.core.machine import load_machine, save_machine
@@ -89,7 +90,7 @@ def test_a_training_process_has_its_machine_measured_by_another(tmp_path: Path, 
         raise AssertionError("the buffers of a measurement are in this process")
 
     monkeypatch.setattr(machines, "measure_links", here)
-    machine = Links(Config.load({"device": "cpu"}), "cpu", (tmp_path,), Ranks.here()).machine
+    machine = Links(Config.load({"device": "cpu"}), torch.device("cpu"), (tmp_path,), Ranks.here()).machine
     assert machine.has_tier(Tier.HOST) and machine.has_tier(Tier.NVME)
     assert machine.move_compute_s > 0  # the thread that trains starts the transfers
 

@@ -169,6 +169,7 @@ def _device_copies(device: str, size_bytes: int) -> Callable[[], int]:
     torch.accelerator.synchronize()  # the buffers above were filled on the current stream
 
     def copy() -> int:
+        torch.accelerator.set_device_index(streams[0].device_index)  # of a thread that begins with the first device
         for stream, target, source in zip(streams, (below[0], resident[1]), (resident[0], below[1]), strict=True):
             with stream:
                 target.copy_(source, non_blocking=True)

@@ -94,7 +94,10 @@ class Backend(Protocol):
         """Has memory leave the process that was freed and is kept by nobody's wish, as after planning."""
 
     def allocated_bytes(self) -> int | None:
-        """Returns what PyTorch has lent of the device now, to whomever; None where nobody counts."""
+        """Returns what PyTorch has lent of the device now, to whomever; None where nobody counts.
+
+        What large blocks have more than was asked for is left out.
+        """
 
     def requested_most(self) -> int | None:
         """Returns the most bytes that were asked of PyTorch's allocator at once, since somebody last had it count anew.

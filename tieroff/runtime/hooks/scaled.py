@@ -10,6 +10,7 @@ below: not where a version moved since, nor after user code got them, nor while 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task
 from tieroff.runtime.execution.context import StepContext
-from tieroff.runtime.items.gradient import GradientItem
+from tieroff.runtime.items.gradient import Factor, GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.offloaded import guarded, version_of
 from tieroff.runtime.step.recorded import Norm, Recorded
@@ -104,7 +105,9 @@ class ScaledGradients:
         if function in _NORMS and isinstance(args[1], (int, float)):
             return self._norms(function, args[0], float(args[1]))
         if function in _PRODUCTS and _is_number(args[1]):
-            return self._later(function, args, lambda tensor: self._waits(tensor, args[1]))
+            # One copy for all of a call, which whoever needs the number reads once.
+            factor = functools.cache(lambda: self._as_it_is(args[1]))
+            return self._later(function, args, lambda tensor: self._waits(tensor, factor))
         return None
 
     def _norms(self, function: Any, what: Any, order: float) -> tuple[Any] | None:
@@ -154,7 +157,11 @@ class ScaledGradients:
             function(others, *rest)
         return (None if is_listed else what,)
 
-    def _waits(self, tensor: Any, factor: Any) -> bool:
+    def _as_it_is(self, factor: Any) -> Factor:
+        """Returns a number as it is now: whether a tensor was written since the last call, no version would say."""
+        return self._scalars.keep(factor.detach()) if isinstance(factor, torch.Tensor) else factor
+
+    def _waits(self, tensor: Any, factor: Callable[[], Factor]) -> bool:
         item = self._below(tensor)
         if item is None or not item.dtype.is_floating_point:
             return False
@@ -163,8 +170,7 @@ class ScaledGradients:
         with self._context.state.lock, as_the_engine():
             if self._context.state.record.recorder is not None:
                 self.asked.setdefault(item.key, set())
-            # As it is now: whether a tensor was written since the last call, no version would say.
-            item.wait_with(self._scalars.keep(factor.detach()) if isinstance(factor, torch.Tensor) else factor)
+            item.wait_with(factor())
         return True
 
     def _waits_with_zero(self, tensor: Any) -> bool:

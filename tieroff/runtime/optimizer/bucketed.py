@@ -258,7 +258,7 @@ class BucketedStep:
                         )
         finally:
             self._update_one.end_parts()
-        self.host.evidence.update_ended()
+        self.host.update_ended()
         return out
 
     def _submit(self, number: int, args: Any, kwargs: dict[str, Any]) -> bool:

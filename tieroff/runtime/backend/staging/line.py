@@ -1,4 +1,10 @@
-"""A line: tensors of one direction, moved piece by piece through slots of pinned memory, by a thread."""
+"""A line: tensors of one direction, moved piece by piece through slots of pinned memory, by a thread.
+
+[Note: a thread's device]
+A new thread's current device is the first one, whichever its process computes on. What PyTorch does on a stream of another it
+does with that device as the current one, and then puts the first one back, where CUDA makes a context: half a GiB of a device
+that other processes use. So each thread that works with the device begins by making it the current one.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +127,7 @@ class Line(ABC):
             self._slots.put(Slot(part.data_ptr(), part))
         # A thread each: the second stage waits for the end of the first one of a piece, while the next piece's first begins.
         stages = (self._run_first_stage, self._run_second_stage)
-        self._threads = [threading.Thread(target=stage, name=name, daemon=True) for stage in stages]
+        self._threads = [threading.Thread(target=self._run, args=(stage,), name=name, daemon=True) for stage in stages]
         for thread in self._threads:
             thread.start()
         # At exit: before the I/O engine closes, which the copies need, and before the interpreter ends, which a thread in the
@@ -155,6 +161,10 @@ class Line(ABC):
     @abstractmethod
     def _carry_on(self, piece: Piece) -> Part:
         """The second stage; the first has ended well."""
+
+    def _run(self, stage: Callable[[], None]) -> None:
+        torch.accelerator.set_device_index(self._stream.device_index)  # see [Note: a thread's device]
+        stage()
 
     def _run_first_stage(self) -> None:
         while (job := self._jobs.get()) is not None:

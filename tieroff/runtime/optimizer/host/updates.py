@@ -109,6 +109,7 @@ class HostUpdates:
         self._pending: _Submission | None = None
         self._updates: dict[int, _Counted] = {}  # by id of the counter
         self._failed_at = 0  # the update in which a bucket was found above last
+        self._read: dict[int, tuple[torch.Tensor, float]] = {}  # by id, numbers of the device that were read in this update
         self._pid = os.getpid()
         settle_before_forks(self)
 
@@ -209,7 +210,7 @@ class HostUpdates:
             self._bring_below(one, item)
             inputs.append(one.lower_address)
             outputs.append(one.lower_address if one is gradient else self._place_to_write(submission, one))
-        factors = [*map(float, self._factors(gradient))]
+        factors = [*self._factors(gradient)]
         submission.parts.append(found.rule.part(arithmetic, found.type_name, count, inputs, outputs, factors))
         submission.items += items
         if not group.get("fused"):
@@ -261,7 +262,21 @@ class HostUpdates:
                 raise NotBelowError(f"{gradient.name} was set to 0 since backward", is_expected=True)
             if isinstance(factor, torch.Tensor) and factor.dtype is not gradient.dtype:
                 raise NotBelowError(f"{gradient.name} is multiplied by a number of another type")
-            yield float(factor)
+            yield self._number(factor)
+
+    def _number(self, factor: torch.Tensor | float) -> float:
+        """Returns a factor; that of the device is read once in an update, since the host waits for all that was given to it."""
+        if not isinstance(factor, torch.Tensor):
+            return float(factor)
+        known = self._read.get(id(factor))
+        if known is None:
+            known = self._read[id(factor)] = factor, float(factor)
+        return known[1]
+
+    def update_ended(self) -> None:
+        """All buckets were updated."""
+        self._read.clear()
+        self.evidence.update_ended()
 
     # -- counters of updates -------------------------------------------------------------------------------------------
 
