@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
 
 from tieroff.errors import StateError
+from tieroff.runtime.backend.compute import entry_of
 
 GradientEdge = torch.autograd.graph.GradientEdge
 
@@ -44,14 +45,17 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
     [Note: numbers of nodes] Each thread numbers the nodes that it makes, and backward runs what has a higher number first. On an
     accelerator the nodes of `create_graph` are numbered by autograd's own thread and meet those of forward: so how many nodes the
-    program's thread has made decides in which order gradients are summed, and with it their last bits.
+    program's thread has made decides in which order gradients are summed, and with it their last bits. A node belongs to the
+    stream that is the current one as it is made: that of the program, where backward's other nodes are.
     """
     found: list[GradientEdge] = []
     errors: list[BaseException] = []
+    device = tensors[0].device if tensors else torch.device("cpu")
+    stream = torch.accelerator.current_stream(device) if device.type not in ("cpu", "meta") else None
 
     def ask() -> None:
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _computing_on(stream), torch._C.DisableTorchFunctionSubclass():
                 found.extend(map(torch.autograd.graph.get_gradient_edge, tensors))
         except BaseException as error:
             errors.append(error)
@@ -63,6 +67,14 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
     if errors:
         raise errors[0]
     return found
+
+
+def _computing_on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Has the calling thread, which is new, compute on a stream of another one inside; see [Note: a thread's device]."""
+    if stream is None:
+        return contextlib.nullcontext()
+    torch.accelerator.set_device_index(stream.device_index)
+    return entry_of(stream)
 
 
 def reader_may_write() -> bool:
