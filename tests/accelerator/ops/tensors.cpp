@@ -203,7 +203,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", sim::has_compatible_type);
 }
 
-// On CUDA this one is a composite, of which autograd makes no node. Each node takes a number of its thread, and backward goes by them.
+// On CUDA this is a composite, of which autograd makes no node: each takes a number of its thread, and backward goes by them.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", torch::CppFunction::makeFallthrough());
 }

@@ -132,7 +132,7 @@ def test_what_is_written_after_another_thread_evaluated_counts(device: str, tmp_
 
 @pytest.mark.parametrize("device", ["100%", "50%", "min"])
 def test_no_thread_counts_nodes_of_the_engine(device: str, tmp_path: Path) -> None:
-    """Backward runs nodes by their numbers, and each thread counts its own: two of them meet where a graph of gradients is made."""
+    """Backward runs nodes by their numbers, of which each thread has its own: they meet in a graph of gradients."""
     count = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
     def usage(p: Program) -> None:

@@ -43,13 +43,16 @@ def node_here() -> tuple[int, int]:
 def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
     """Returns where the gradients of tensors go to. Asking a leaf makes a node, which this thread does not count.
 
-    [Note: numbers of nodes] Each thread numbers the nodes that it makes, and backward runs what has a higher number first. On an
-    accelerator the nodes of `create_graph` are numbered by autograd's own thread and meet those of forward: so how many nodes the
-    program's thread has made decides in which order gradients are summed, and with it their last bits. A node belongs to the
-    stream that is the current one as it is made: that of the program, where backward's other nodes are.
+    [Note: numbers of nodes] Each thread numbers the nodes that it makes, and backward runs what has a higher number first.
+    On an accelerator the nodes of `create_graph` are numbered by autograd's own thread and meet those of forward: so how many
+    nodes the program's thread has made decides in which order gradients are summed, and with it their last bits. A node belongs
+    to the stream that is the current one as it is made: that of the program, where backward's other nodes are.
+
+    Raises:
+        RuntimeError: torch's own, of a tensor that gets no gradient.
     """
     found: list[GradientEdge] = []
-    errors: list[BaseException] = []
+    errors: list[RuntimeError] = []
     device = tensors[0].device if tensors else torch.device("cpu")
     stream = torch.accelerator.current_stream(device) if device.type not in ("cpu", "meta") else None
 
@@ -57,7 +60,7 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
         try:
             with _computing_on(stream), torch._C.DisableTorchFunctionSubclass():
                 found.extend(map(torch.autograd.graph.get_gradient_edge, tensors))
-        except BaseException as error:
+        except RuntimeError as error:
             errors.append(error)
 
     if tensors:
