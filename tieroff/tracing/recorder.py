@@ -21,7 +21,7 @@ from tieroff.tracing.recording.between import PLAIN, Between
 from tieroff.tracing.recording.life import End, Life, Losses, UserCalls, is_of_parameter, tensor_of, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
-from tieroff.tracing.recording.stack import take_off
+from tieroff.tracing.recording.stack import put_on, take_off
 from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
 
@@ -110,7 +110,7 @@ class StepRecorder(TorchDispatchMode):
                 f"cannot trace a step inside another TorchDispatchMode ({type(others[-1]).__name__}); "
                 "run one training step outside of it first"
             )
-        _python_dispatch._push_mode(self)
+        put_on(self)
         self.is_on = True
         self._apart.begin()
 

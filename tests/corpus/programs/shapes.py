@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.corpus.parts import LM, Mlp, adamw, cross_entropy, update
 from tests.corpus.run import Program, stranger
@@ -293,6 +294,24 @@ def lengths_on_the_host(p: Program) -> None:
     for index in range(STEPS):
         found = model(p.rows(index, 3, 20, 16), lengths).transpose(0, 1)
         loss = torch.ctc_loss(found, p.tokens(index, 3, 5, vocabulary=11) + 1, lengths.tolist(), [5, 4, 3]).mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())
+
+
+@stranger()
+def labels_without_times(p: Program) -> None:
+    """Speech: `ctc_loss`, which gets lengths as tensors of the host, as its documentation has them."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 24)).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    lengths, label_lengths = torch.full((3,), 12), torch.tensor([5, 4, 2])
+    for index in range(STEPS):
+        probabilities = model(p.rows(index, 12, 3, 32)).log_softmax(-1)
+        labels = p.tokens(index, 3, 5, vocabulary=23) + 1
+        loss = F.ctc_loss(probabilities, labels, lengths, label_lengths)
+        loss = loss + nn.CTCLoss(reduction="sum", zero_infinity=True)(probabilities, labels, lengths, label_lengths) / 9
         loss.backward()
         update(optimizer)
         p.end(model, loss)

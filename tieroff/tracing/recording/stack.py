@@ -5,9 +5,18 @@ from __future__ import annotations
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tieroff.tracing.recording import lengths
+
+
+def put_on(mode: TorchDispatchMode) -> None:
+    """Puts a mode on the stack."""
+    _python_dispatch._push_mode(mode)
+    lengths.give_lists()
+
 
 def take_off(mode: TorchDispatchMode) -> None:
     """Takes a mode off the stack, wherever in it others have put it meanwhile."""
+    lengths.leave_tensors()
     if mode not in _python_dispatch._get_current_dispatch_mode_stack():
         return
     above = []
