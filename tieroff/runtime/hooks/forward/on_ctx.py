@@ -42,7 +42,7 @@ class OnCtx:
         packs: moves it.
     """
 
-    __slots__ = ("_node", "_packed", "_packs")
+    __slots__ = ("_packed", "_packs", "_saved")
 
     def __init__(self, tensor: torch.Tensor, packs: Packs) -> None:
         self._packs = packs
@@ -53,7 +53,8 @@ class OnCtx:
         # Hooks that know the node would keep it alive through itself.
         hooks = partial(Lasting, packs.pack), partial(_found, packs.unpack)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
-            self._node: Any = _Saving.apply(tensor).grad_fn  # type: ignore[no-untyped-call]
+            # With torch 2.11 its node frees what it saves as soon as this is gone, whoever holds the node.
+            self._saved: Any = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def may_stand_for(tensor: torch.Tensor, node: Any) -> bool:
@@ -65,7 +66,7 @@ class OnCtx:
         """Returns the tensor, for a backward."""
         if self._packed is not None:
             return self._packed.found(self._packs.unpack)
-        found: torch.Tensor = self._node.saved_tensors[0]
+        found: torch.Tensor = self._saved.grad_fn.saved_tensors[0]
         return found
 
 

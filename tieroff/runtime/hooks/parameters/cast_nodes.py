@@ -58,13 +58,14 @@ class CastNode:
             # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
             source.grad_fn._set_sequence_nr(2**64 - 1)
             with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: value[0]):
-                self._node = _Keep.apply(source).grad_fn  # type: ignore[no-untyped-call]
+                # With torch 2.11 its node frees what it saves as soon as this is gone, whoever holds the node.
+                self._kept: torch.Tensor = _Keep.apply(source)  # type: ignore[no-untyped-call]
 
     def on(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the value's memory through which gradients reach the home."""
         self._value.append(value)
         try:
-            cast: torch.Tensor = self._node.saved_tensors[0]
+            cast: torch.Tensor = self._kept.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
         finally:
             self._value.clear()
         cast.__dict__.update(self.home.__dict__)
