@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tieroff
 from tests.accelerator import sim, target
@@ -21,6 +26,7 @@ from tests.support.parity import HOST, config_for
 from tieroff.core.tensor import Tier
 from tieroff.runtime.backend.accelerator import STAMPS_AHEAD_MAX
 from tieroff.runtime.backend.place import Place
+from tieroff.runtime.backend.stamp import Events
 from tieroff.runtime.execution.clock import Clock
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.items.item import Mover
@@ -176,20 +182,56 @@ def test_a_planned_step_finds_the_host_memory_of_the_step_before(wrapped: Loop, 
 
 
 def test_a_planned_step_takes_its_events_from_those_before(wrapped: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[torch.Event] = []
+    made: list[bool] = []  # not the events: who holds one has it not used again
     make = torch.Event
 
     def counted(*args: Any, **kwargs: Any) -> torch.Event:
-        event = make(*args, **kwargs)
         if kwargs.get("enable_timing"):
-            made.append(event)
-        return event
+            made.append(True)
+        return make(*args, **kwargs)
 
+    wrapped.step()  # finds those that the steps before the plan had, which are many
     monkeypatch.setattr(torch, "Event", counted)
     for _ in range(4):
         wrapped.step()
         torch.accelerator.synchronize(target.device())
     assert len(made) < 4
+
+
+def test_an_event_is_used_again_once_nobody_holds_it() -> None:
+    events, stream = Events(target.device()), torch.accelerator.current_stream(target.device())
+    held = [events.record(stream) for _ in range(3)]
+    addresses = set(map(id, held))
+    others = [id(events.record(stream)) for _ in range(20)]  # each is free again at once
+    assert addresses.isdisjoint(others)
+    assert len(set(others)) <= 2
+    held.clear()
+    events.begin_step()
+    again = [events.record(stream) for _ in range(5)]
+    assert addresses < set(map(id, again))
+    assert len(set(map(id, again))) == 5
+
+
+def test_a_planned_step_runs_no_code_in_which_an_exception_would_be_lost(wrapped: Loop) -> None:
+    """As Python runs for a `__del__` or a weak reference's end: what a handler of a signal raises there goes to nobody."""
+    lost = list[tuple[str, str]]()
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and (
+            code.co_name == "__del__" or (code.co_filename == weakref.__file__ and code.co_name == "remove")
+        ):
+            lost.append((code.co_filename, code.co_name))
+
+    sys.setprofile(called)
+    try:
+        for _ in range(3):
+            wrapped.step()
+    finally:
+        sys.setprofile(None)
+    assert tieroff.engine(wrapped.model).stats().phase == "planned"
+    own = inspect.getfile(StorageWeakRef)  # PyTorch's, whose references keep what names a storage from being used again
+    assert {name for name in lost if name != (own, "__del__")} == set()
 
 
 def test_a_planned_step_makes_no_types_of_its_copies(wrapped: Loop) -> None:

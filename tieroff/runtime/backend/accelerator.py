@@ -251,6 +251,7 @@ class AcceleratorBackend:
     def begin_step(self, *, keeps_times: bool = True) -> None:
         self._keeps_times = keeps_times
         self._compute.begin_step()
+        self._events.begin_step()
         self._anchor = Anchor(self._events, self._compute.current(), self._anchor)
 
     @contextlib.contextmanager

@@ -6,7 +6,9 @@ stream; what it says can be read once the device has come by, and is asked for a
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -48,43 +50,55 @@ class Events:
     """Timing events of one device, used again and again: a step in which nobody reads the time makes none.
 
     What waits for an event waits for the work before its last record at that moment, so an event may be recorded again as soon
-    as nobody means to ask for the earlier one.
-
-    Attributes:
-        free: those that nobody asks for any more.
+    as nobody holds it. Nobody gives it back: an exception that comes as Python destroys a stamp (Ctrl-C) would be lost.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.free: list[torch.Event] = []
+        self._recorded: deque[torch.Event] = deque()  # by when
+        self._held: deque[torch.Event] = deque()  # those that somebody still had when it was their turn
+        self._has_looked = False
+
+    def begin_step(self) -> None:
+        """A step begins: once in it those are looked at that were held, should it have too few."""
+        self._has_looked = False
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """Returns an event behind what a stream was given so far."""
-        try:
-            event = self.free.pop()
-        except IndexError:
+        event = self._free_of(self._recorded)
+        if event is None and not self._has_looked:
+            self._has_looked = True
+            while (event := self._free_of(self._held)) is not None:
+                self._recorded.append(event)
+            event = self._free_of(self._recorded)
+        if event is None:
             event = torch.Event(self._device, enable_timing=True)
         event.record(stream)
+        self._recorded.append(event)
         return event
 
-
-class _Recorded:
-    """An event that goes back with its last reference, in whichever thread that ends."""
-
-    __slots__ = ("_events", "event")
-
-    def __init__(self, events: Events, stream: torch.Stream) -> None:
-        self._events = events
-        self.event = events.record(stream)
-
-    def __del__(self) -> None:
-        try:
-            self._events.free.append(self.event)
-        except AttributeError:
-            return  # an exception came before it had one
+    def _free_of(self, events: deque[torch.Event]) -> torch.Event | None:
+        """Takes the first that nobody holds out of some; it is nobody else's from there on, also where several threads come."""
+        for _ in range(len(events)):
+            try:
+                event = events.popleft()
+            except IndexError:  # another thread took the last
+                return None
+            if sys.getrefcount(event) == _REFERENCES_OF_OWN:
+                return event
+            self._held.append(event)
+        return None
 
 
-class Anchor(_Recorded):
+def _references_of_own() -> int:
+    event = object()
+    return sys.getrefcount(event)
+
+
+_REFERENCES_OF_OWN = _references_of_own()  # of what one variable holds, and the call that counts
+
+
+class Anchor:
     """What a step's device times are counted from.
 
     [Note: two clocks] Events tell the time between them, and with milliseconds as single-precision numbers they tell it well
@@ -96,10 +110,11 @@ class Anchor(_Recorded):
         before: the anchor of the step before; None: the device does nothing, so that it comes by at once.
     """
 
-    __slots__ = ("_before", "_host_ns", "_recorded_ns")
+    __slots__ = ("_before", "_events", "_host_ns", "_recorded_ns", "event")
 
     def __init__(self, events: Events, stream: torch.Stream, before: Anchor | None = None) -> None:
-        super().__init__(events, stream)
+        self._events = events
+        self.event = events.record(stream)
         self._recorded_ns = time.monotonic_ns()
         self._before = before
         self._host_ns = 0
@@ -124,14 +139,14 @@ class Anchor(_Recorded):
         return EventStamp(self._events, stream, self)
 
 
-class EventStamp(_Recorded):
+class EventStamp:
     """A timing event on a stream."""
 
-    __slots__ = ("_anchor", "_ns", "_recorded_ns")
+    __slots__ = ("_anchor", "_ns", "_recorded_ns", "event")
 
     def __init__(self, events: Events, stream: torch.Stream, anchor: Anchor) -> None:
-        self._events, self._anchor, self._ns = events, anchor, 0
-        self.event = events.record(stream)  # as the base does; a step makes hundreds
+        self._anchor, self._ns = anchor, 0
+        self.event = events.record(stream)
         self._recorded_ns = time.monotonic_ns()
 
     def ns(self) -> int:

@@ -36,6 +36,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+from weakref import _remove_dead_weakref  # type: ignore[attr-defined]  # in one piece, which no public call is
 
 import torch
 from torch._functorch import eager_transforms, vmap
@@ -125,12 +126,40 @@ class Guard(Protocol):
         """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
 
 
-_items: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
+class _ByTensor:
+    """Items by the ids of their tensors, held weakly.
+
+    A `WeakValueDictionary` runs code in Python whenever an item dies, in the midst of a step: an exception that comes there
+    (Ctrl-C) is lost. Here the dead are forgotten now and then.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._most = _REFS_AT_FIRST
+
+    def of(self, tensor: object) -> Any:
+        """Returns the item that was put last for what has this tensor's id, or None if it died."""
+        ref = self._refs.get(id(tensor))
+        return ref() if ref is not None else None
+
+    def put(self, tensor: object, item: Any) -> None:
+        if len(self._refs) >= self._most:
+            for key in [key for key, ref in self._refs.copy().items() if ref() is None]:
+                _remove_dead_weakref(self._refs, key)  # another thread may have put a living one there by now
+            self._most = 2 * len(self._refs) + _REFS_AT_FIRST
+        self._refs[id(tensor)] = weakref.ref(item)
+
+    def living(self) -> list[Any]:
+        return [item for ref in self._refs.copy().values() if (item := ref()) is not None]
+
+
+_REFS_AT_FIRST = 256
+_items = _ByTensor()
 
 
 def guarded(tensor: object) -> Any:
     """Returns the item of a tensor of a guarded class, or None; ids alone are reused."""
-    item = _items.get(id(tensor))
+    item = _items.of(tensor)
     if item is None or item.guard is None:  # its model was unwrapped
         return None
     is_one = item.tensor is tensor or item.outer is tensor or any(one is tensor for one in item.others)
@@ -206,7 +235,7 @@ class WatchedParameter(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _DATA.__set__(self, value)
-        item = _watched.get(id(self))
+        item = _watched.of(self)
         if item is not None and item.tensor is self and item.guard is not None:
             item.guard.assigned(item)  # else seen by its address, before the parameter is used or moved
 
@@ -262,16 +291,16 @@ def _keeping_up(wrap: Any) -> Any:
 for _module, _name in ((vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad")):
     setattr(_module, _name, _keeping_up(getattr(_module, _name)))
 
-_watched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id of the tensor
+_watched = _ByTensor()
 
 
 def _watched_on(tensor: torch.Tensor) -> Any:
     """Returns the item whose memory a tensor of the watched class lies on, or None."""
-    item = _watched.get(id(tensor))
+    item = _watched.of(tensor)
     if item is not None and item.tensor is tensor:
         return item
     address = address_of(tensor)  # `swap_tensors` gave another tensor the class and the memory, perhaps for a while
-    below_and_up = ((item, memory) for item in list(_watched.values()) for memory in (item.device, item.lower))
+    below_and_up = ((item, memory) for item in _watched.living() for memory in (item.device, item.lower))
     return next((item for item, memory in below_and_up if memory is not None and address_of(memory) == address), None)
 
 
@@ -331,7 +360,7 @@ def is_offloaded(tensor: object) -> bool:
 
 def may_be_watched(item: Guarded) -> None:
     """This item's tensor may be a watched parameter from here on."""
-    _watched[id(item.tensor)] = item
+    _watched.put(item.tensor, item)
 
 
 def watch(tensor: Any) -> None:
@@ -358,7 +387,7 @@ def guard_class(item: Guarded) -> None:
     for tensor in (item.tensor, item.outer, *item.others):
         below = _offloaded_class(type(tensor))
         if below is not None:
-            _items[id(tensor)] = item
+            _items.put(tensor, item)
             tensor.__class__ = below
 
 
