@@ -135,6 +135,7 @@ class Executor:
 
     def user_code_begins(self) -> None:
         """A forward has ended: user code runs next, in the midst of the step."""
+        self.guard.assignments.forward_ended()
         self.guard.user_code_begins(self.runner.movable(self.homes.parameters.values()))
 
     def begin_bypassed(self) -> None:

@@ -316,3 +316,31 @@ def labels_without_times(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters())
+
+
+@stranger(is_counted=False)  # inside forward there are both, the old memory and the new one
+def momentum_encoder_on_new_memory(p: Program) -> None:
+    """The same by `k.data = ...`, of an encoder that the plan keeps on the device in part."""
+
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = Mlp(32, 3), Mlp(32, 3).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            q = self.query(x)
+            with torch.no_grad():
+                for k, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                    k.data = k.data * 0.9 + other.data * 0.1
+                k = self.key(x)
+            return torch.log_softmax(q @ k.t(), -1)
+
+    model = Contrast().to(p.device)
+    optimizer = torch.optim.SGD(model.query.parameters(), 0.1, momentum=0.9)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        loss = -model(p.rows(index, 4, 32)).diagonal().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

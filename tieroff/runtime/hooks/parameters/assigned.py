@@ -38,6 +38,17 @@ class AssignedParameters:
         for item in list(self._context.homes.parameters.values()) if is_recorded else list(self._known):
             self.look(item)
 
+    def forward_ended(self) -> None:
+        """A forward is over: what it gave other memory and the plan keeps on the device is not seen by its use."""
+        assigned = [item for item in self._context.homes.parameters.values() if item.times_assigned and item.was_assigned()]
+        if not assigned or self._context.state.mode is not PLANNED:
+            return
+        with self._context.state.lock, as_the_engine():
+            for item in assigned:
+                if item.may_take(item.living):
+                    item.refresh(self._context.traffic)
+                    self._reads.live.follow(item)
+
     def look(self, item: ParameterItem) -> None:
         """User code that runs may assign this one."""
         is_recorded = self._context.state.record.recorder is not None
