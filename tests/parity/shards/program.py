@@ -304,13 +304,19 @@ def train(case: Case, config: dict[str, Any] | None) -> tuple[list[dict[str, tor
     return seen, found
 
 
+def groups_of(module: Any) -> list[Any]:
+    """Returns what FSDP2 gathers for a module that it has a state of; torch 2.11 has one group, or none."""
+    state = module._get_fsdp_state()
+    return [group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None]
+
+
 def held_bytes(model: nn.Module) -> int:
     """Returns the bytes that FSDP2 holds of shards by itself."""
     params = [
         param
         for module in model.modules()
         if hasattr(module, "_get_fsdp_state")
-        for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+        for group in groups_of(module)
         for param in group.fsdp_params
     ]
     return sum(param._sharded_param_data.untyped_storage().nbytes() for param in params)
