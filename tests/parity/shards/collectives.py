@@ -24,6 +24,7 @@ from tests.parity.shards.program import (
     adam,
     begin,
     config_of,
+    groups_of,
     local,
     look,
     one_dim,
@@ -82,7 +83,7 @@ def made(is_beside: bool, gathers: Gathers | None) -> nn.Module:
 def gathers_of(model: nn.Module) -> list[Any]:
     """Returns what FSDP2 gathers with."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    return [group._all_gather_comm for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return [group._all_gather_comm for module in modules for group in groups_of(module)]
 
 
 KINDS: dict[str, tuple[bool, bool]] = {"at once": (False, False), "beside": (True, False), "beside, late": (True, True)}
