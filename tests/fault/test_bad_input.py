@@ -343,6 +343,19 @@ def test_the_method_that_is_named_is_the_one_that_the_loss_is_made_of(
     tieroff.unwrap(model)
 
 
+def test_a_model_that_is_copied_to_several_devices_in_each_forward(setting: Setting) -> None:
+    model, optimizer = mlp_and_adam()
+    copied: Any = nn.DataParallel(model)  # without devices it calls the model
+    copied.device_ids = [0, 1]
+    before = look(model, None)
+    with pytest.raises(StateError, match=r"DataParallel copies the model to 2 devices.*tieroff launch"):
+        setting.wrap(copied, optimizer)
+    assert_untouched(model, before)
+    copied.device_ids = []
+    setting.wrap(copied, optimizer)
+    tieroff.unwrap(copied)
+
+
 def test_a_second_wrap(each_setting: Setting) -> None:
     plain = follow(mlp_and_adam, usual, 5)
     model, optimizer = trained(each_setting)

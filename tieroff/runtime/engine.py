@@ -31,7 +31,7 @@ from tieroff.runtime.lifecycle.early import EarlyBegin, has_begun
 from tieroff.runtime.lifecycle.repair import is_torn_by, repair
 from tieroff.runtime.lifecycle.steps import Steps
 from tieroff.runtime.managed.model import ManagedModel
-from tieroff.runtime.movable import refuse_lazy
+from tieroff.runtime.movable import refuse_copies, refuse_lazy
 from tieroff.runtime.optimizer import state_dicts
 from tieroff.runtime.optimizer.bucketed import BucketedStep
 from tieroff.runtime.reporting import Reporting
@@ -101,6 +101,7 @@ class Engine:
                 "this model was compiled in place (model.compile()): calls of it go past tieroff; wrap torch.compile(model) "
                 "instead, or leave it uncompiled"
             )
+        refuse_copies(self.model)
         refuse_lazy(self.model, "one forward on real data before tieroff.wrap")
         layers_of(self.model, self.settings.recompute_layers)  # says now what no module is called
         self._backend.tune_allocator(self.settings.allocator_threshold_bytes)

@@ -28,6 +28,20 @@ def refuse_lazy(model: torch.nn.Module, remedy: str) -> None:
             raise StateError(f"{type(module).__name__} has lazy parameters, whose sizes nobody knows yet; run {remedy}")
 
 
+def refuse_copies(model: torch.nn.Module) -> None:
+    """Returns when no module copies others to several devices in each forward.
+
+    Raises:
+        StateError: one does.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
+            raise StateError(
+                f"torch.nn.DataParallel copies the model to {len(module.device_ids)} devices in each forward, which no budget "
+                "covers: start one process per device with `tieroff launch` or torchrun, and DistributedDataParallel or FSDP2"
+            )
+
+
 def why_unmovable(tensor: torch.Tensor) -> str:
     """Returns why this tensor cannot have a home below, or "" when it can."""
     reason = _why_unmovable_alone(tensor)

@@ -147,9 +147,11 @@ def _known() -> Iterator[None]:
 def _groups_of(module: torch.nn.Module) -> list[Any]:
     """Returns the groups of parameters that FSDP2 gathers for a module: one, as a rule."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
-    state = state_of() if state_of is not None else None
-    if state is None or hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups) if state is not None else []
+    if state_of is None:
+        return []
+    state = state_of()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11
 
 
