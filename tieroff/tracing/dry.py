@@ -180,6 +180,7 @@ class _DryStep:
             odd = [name for name, parameter in made.model.named_parameters() if not fills_vectors(parameter.numel())]
             recorder.meta[UPDATED_ON_DEVICE] = "\n".join(odd)
         self._watch()
+        recorder.watch_gradients(lambda: [p.grad for p in self._parameters if p.grad is not None])
         recorder.start()
         try:
             for position in self._positions.values():
@@ -191,6 +192,7 @@ class _DryStep:
                     if made.update_in_backward and number == made.rounds - 1:
                         self._early = EarlyUpdates(self._buckets.params, self._update)
                     run_backward(loss)
+                    recorder.backward_ended()
                 self._finish_updates()
         finally:
             recorder.stop()

@@ -134,7 +134,7 @@ class StepRecorder(TorchDispatchMode):
 
     def event(self, name: str, phase: str) -> None:
         self._sweep()
-        self._between.is_now = False
+        self._between.event(phase, self._now)
         was_unseen = self._unseen.is_running
         self.end_unseen()  # memory taken so far belongs to the op that ends; memory fetched now is known
         self._losses.event(phase, self._now)
@@ -390,7 +390,7 @@ class StepRecorder(TorchDispatchMode):
 
     def backward_ended(self) -> None:
         self._written_in_backward |= self.written_below
-        self._between.begin()
+        self._between.begin(self._alive.values(), self._now)
 
     def watch_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._between.gradients = gradients

@@ -280,7 +280,7 @@ def dropout_in_checkpoints_over_a_frozen_base(p: Program) -> None:
     p.note(*model.parameters())
 
 
-@stranger(on_host_bytes=20 << 10)  # the gradients of the step before, which the loop has until those of both losses are there
+@stranger()
 def gradients_of_tasks_that_are_made_to_agree(p: Program) -> None:
     """Two losses over one trunk: their gradients are taken apart, projected, and put where the optimizer looks."""
     model = Mlp().to(p.device)

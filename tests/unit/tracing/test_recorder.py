@@ -230,6 +230,31 @@ def test_what_a_forward_returns_has_its_like_beside_it_until_the_forward_ends() 
     assert transients(lambda: kept.append(mib()), returns, lambda: None, recorder=recorder) == [2, 3, 1]
 
 
+def test_what_a_backward_returns_has_its_like_beside_it_until_the_last_of_a_row_ends() -> None:
+    """As in `a, b = (torch.autograd.grad(loss, parameters) for loss in losses)`; a parameter's gradient is no result."""
+    recorder = StepRecorder(torch.device("cpu"))
+    kept: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    recorder.watch_gradients(lambda: gradients)
+    recorder.start()
+    try:
+        recorder.event("forward", "forward")
+        for name in ("first", "second"):
+            recorder.event(name, "backward")
+            kept.append(mib())
+            recorder.event(f"rest of {name}", "backward")
+            gradients.append(mib())
+            recorder.backward_ended()
+        recorder.event("update", "optimizer")
+        kept.append(mib())
+        recorder.event("end", "")
+    finally:
+        recorder.stop()
+    trace = recorder.finish([], [0] * 7, "test")
+    # At first what the step before left: two results, two gradients, and what the update made; these go as their likes come.
+    assert [op.transient_bytes // MIB for op in trace.ops] == [5, 6, 7, 7, 8, 6, 5]
+
+
 def test_what_a_loss_holds_is_there_until_the_next_backward_begins() -> None:
     recorder = StepRecorder(torch.device("cpu"))
     kept: list[torch.Tensor] = []

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from tieroff.parts import is_wrapper, parts_of
+from tieroff.tracing.recording.life import End, Life
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -24,12 +27,33 @@ class Between:
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[int, int]]] = {}  # by address
         self.gradients: Callable[[], Iterable[torch.Tensor]] = tuple
         self._left = set[int]()
+        self._is_backward, self._began = False, 0
+        self._results: list[Life] = []  # of this backward, or of several in a row
 
-    def begin(self) -> None:
-        """A backward is over."""
-        self.is_now = True
-        plain = (tensor for tensor in self.gradients() if type(tensor) in PLAIN and tensor.layout is torch.strided)
+    def event(self, phase: str, now: int) -> None:
+        """An op of this phase begins."""
+        self.is_now = False
+        if phase == "backward" and not self._is_backward:
+            self._is_backward, self._began = True, now
+        elif phase not in ("backward", "recompute"):
+            self._results = []
+
+    def begin(self, alive: Iterable[End], now: int) -> None:
+        """A backward is over. What it made and is there (`alive`) but no gradient of a parameter's, it returns now.
+
+        So a loop has the results of `autograd.grad` from the step before until all new ones are there: of several losses in a
+        row those of the last, as in `a, b = (grad(loss, ...) for loss in losses)`.
+        """
+        self.is_now, self._is_backward = True, False
+        gradients = [*self.gradients()]
+        plain = (tensor for tensor in gradients if type(tensor) in PLAIN and tensor.layout is torch.strided)
         self._left = {tensor.untyped_storage()._cdata for tensor in plain}
+        parts = (part for tensor in gradients if is_wrapper(tensor) for _, part in parts_of(tensor))
+        kept = self._left | {part.untyped_storage()._cdata for part in parts if part.layout is torch.strided}
+        made = (end for end in [*alive] if end.life.birth > self._began and not end.life.keys)
+        self._results += [end.life for end in made if end.key not in kept]
+        for life in self._results:
+            life.named = now
 
     def note(self, storage: torch.UntypedStorage, instant: int, op: int) -> None:
         """An op that is not the step's has made a storage."""

@@ -35,7 +35,7 @@ class Life:
         is_next: it is the next step's, whose like the recorded step had too: its inputs.
         is_copy: the engine made it, of a tensor that was elsewhere.
         is_foreign: of a parameter, until somebody says whose it is.
-        named: the instant at which a forward returned it, or the backward of a loss that holds it began; -1 of all else.
+        named: the instant at which a forward or a backward returned it, or the backward of a loss that holds it began; -1 else.
     """
 
     __slots__ = (
