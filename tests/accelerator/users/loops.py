@@ -144,5 +144,5 @@ def check(usage: Usage, folder: Path, *, planned: int = 2, **options: Any) -> Pr
     assert len(plain.seen) == len(wrapped.seen)
     differ = [i for i, (a, b) in enumerate(zip(plain.seen, wrapped.seen, strict=True)) if not are_same_bits(a, b)]
     assert differ == [], f"of {len(plain.seen)} values these differ"
-    assert wrapped.phases[len(wrapped.phases) - planned :] == [("planned", 0)] * planned
+    assert wrapped.phases[len(wrapped.phases) - planned :] == [("planned", 0)] * planned, wrapped.phases
     return wrapped
