@@ -15,6 +15,17 @@ from tests.corpus.run import Program, stranger
 STEPS = 9
 
 
+def contrasted(p: Program, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+    """Wraps a model that gives log-probabilities of pairs, and trains it to find each row's own."""
+    p.wrap(model, optimizer)
+    for index in range(steps):
+        loss = -model(p.rows(index, 4, 32)).diagonal().mean()
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters(), *model.buffers())
+
+
 @stranger()
 def static_buffers_for_inputs(p: Program) -> None:
     """As for graphs of a device: each batch is copied into the same memory."""
@@ -235,14 +246,7 @@ def momentum_encoder(p: Program) -> None:
             return torch.log_softmax(q @ torch.cat((k, seen)).t(), -1)
 
     model = Contrast().to(p.device)
-    optimizer = adamw(model)
-    p.wrap(model, optimizer)
-    for index in range(STEPS):
-        loss = -model(p.rows(index, 4, 32)).diagonal().mean()
-        loss.backward()
-        update(optimizer)
-        p.end(model, loss)
-    p.note(*model.parameters(), *model.buffers())
+    contrasted(p, model, adamw(model))
 
 
 @stranger()
@@ -320,7 +324,7 @@ def labels_without_times(p: Program) -> None:
 
 @stranger(is_counted=False)  # inside forward there are both, the old memory and the new one
 def momentum_encoder_on_new_memory(p: Program) -> None:
-    """The same by `k.data = ...`, of an encoder that the plan keeps on the device in part."""
+    """An encoder that follows another by `k.data = ...` (MoCo); the plan keeps it on the device in part."""
 
     class Contrast(nn.Module):
         def __init__(self) -> None:
@@ -336,11 +340,5 @@ def momentum_encoder_on_new_memory(p: Program) -> None:
             return torch.log_softmax(q @ k.t(), -1)
 
     model = Contrast().to(p.device)
-    optimizer = torch.optim.SGD(model.query.parameters(), 0.1, momentum=0.9)
-    p.wrap(model, optimizer)
-    for index in range(STEPS):
-        loss = -model(p.rows(index, 4, 32)).diagonal().mean()
-        loss.backward()
-        update(optimizer)
-        p.end(model, loss)
-    p.note(*model.parameters())
+    # A plan that is made again, as on a busy machine, may keep more there: then such a step is traced once more.
+    contrasted(p, model, torch.optim.SGD(model.query.parameters(), 0.1, momentum=0.9), steps=36)

@@ -27,6 +27,7 @@ from tieroff.planner.make_plan import make_plan
 from tieroff.planner.problem.problem import live_bytes
 from tieroff.tracing.dry import dry_trace
 from tieroff.tracing.factory import find_factory
+from tieroff.tracing.recorder import StepRecorder
 from tieroff.tracing.recording.scratch import PeakCounter
 from tieroff.tracing.roofline import Roofline
 
@@ -323,3 +324,15 @@ def test_factory_that_is_not_there_is_an_error(text: str, told: str) -> None:
 def test_factory_may_be_a_name_inside_a_class() -> None:
     factory: Callable[..., Any] = find_factory("math:pi.__add__")
     assert factory(1) == math.pi + 1
+
+
+def test_torch_has_its_own_functions_again_after_dry_and_recorded_steps() -> None:
+    own = torch.ctc_loss
+    dry_trace(FACTORIES["gpt"], MACHINE, MIN_BYTES)
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start()
+    try:
+        assert torch.ctc_loss is not own
+    finally:
+        recorder.stop()
+    assert torch.ctc_loss is own

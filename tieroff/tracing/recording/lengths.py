@@ -10,23 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _ctc_loss: Any = torch.ctc_loss
-_recorders = 0
+_recorders = set[TorchDispatchMode]()
 
 
-def give_lists() -> None:
+def give_lists(recorder: TorchDispatchMode) -> None:
     """A recorder begins."""
-    global _recorders
-    _recorders += 1
+    _recorders.add(recorder)
     torch.ctc_loss = _by_lists
 
 
-def leave_tensors() -> None:
-    """A recorder ends; after the last one the function is torch's own again."""
-    global _recorders
-    _recorders -= 1
-    if _recorders == 0 and torch.ctc_loss is _by_lists:
+def leave_tensors(recorder: TorchDispatchMode) -> None:
+    """A recorder ends (one of fake tensors made no lists); after the last the function is torch's own again."""
+    _recorders.discard(recorder)
+    if not _recorders and torch.ctc_loss is _by_lists:
         torch.ctc_loss = _ctc_loss
 
 

@@ -11,12 +11,12 @@ from tieroff.tracing.recording import lengths
 def put_on(mode: TorchDispatchMode) -> None:
     """Puts a mode on the stack."""
     _python_dispatch._push_mode(mode)
-    lengths.give_lists()
+    lengths.give_lists(mode)
 
 
 def take_off(mode: TorchDispatchMode) -> None:
     """Takes a mode off the stack, wherever in it others have put it meanwhile."""
-    lengths.leave_tensors()
+    lengths.leave_tensors(mode)
     if mode not in _python_dispatch._get_current_dispatch_mode_stack():
         return
     above = []
