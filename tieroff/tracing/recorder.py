@@ -21,10 +21,11 @@ from tieroff.tracing.recording.between import PLAIN, Between
 from tieroff.tracing.recording.life import End, Life, Losses, UserCalls, is_of_parameter, tensor_of, transient_bytes, uses_of
 from tieroff.tracing.recording.makers import Makers
 from tieroff.tracing.recording.scratch import are_large, peak_counter, takes_new
-from tieroff.tracing.recording.stack import put_on, take_off
+from tieroff.tracing.recording.stack import put_on, stay_on, take_off
 from tieroff.tracing.recording.unseen import Unseen
 from tieroff.uncompiled import uncompiled
 
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
 _TURNS = 2  # steps of other models that wait for the end of one that is traced
 Tell = Callable[[Trace | None], None]
 
@@ -62,10 +63,9 @@ class StepRecorder(TorchDispatchMode):
         self._by_key: dict[Hashable, list[Life]] = {}
         self._between = Between()  # see [Note: what an op costs]
         self._deaths: dict[Hashable, int] = {}
-        self._events: list[tuple[str, str]] = []
-        self._first_instant: list[int] = []
+        self._events, self._first_instant = list[tuple[str, str]](), list[int]()
         self._now, self._op = 0, -1  # the instant, and the op of the trace that runs
-        self.is_on, self.is_cut, self._waiting = False, False, 0
+        self.is_on, self.is_cut, self._is_inside, self._waiting = False, False, False, 0
         self._counter = peak_counter(device)
         self._unseen, self._scratch = Unseen(self._counter), dict[int, int]()
         self._user_calls, self._losses, self._makers = UserCalls(device.type), Losses(), Makers()
@@ -111,28 +111,30 @@ class StepRecorder(TorchDispatchMode):
                 "run one training step outside of it first"
             )
         put_on(self)
-        self.is_on = True
+        self.is_on, self._is_inside = True, _graph_task() != -1
         self._apart.begin()
 
     def stop(self) -> None:
         """Takes the mode off the stack; deaths are still followed."""
-        if not self.is_on:
+        was_on, self.is_on = self.is_on, False
+        take_off(self)  # also one that was stopped where the stack was another: in a backward that broke off
+        if not was_on:
             return
-        self.is_on = False
-        take_off(self)
         self._sweep()
         self.meta |= self._apart.end(self._lives)
 
     def give_way(self) -> None:
         """Another model's step was to be traced. A step that does not end, as after an exception, is given up."""
         self._waiting += 1
-        if self._waiting > _TURNS:
+        if self._waiting > _TURNS or not self.is_on:
             self.is_cut = True
             self.stop()
 
     # -- events from the runtime ----------------------------------------------------------------------------------
 
     def event(self, name: str, phase: str) -> None:
+        if self._is_inside and self.is_on:
+            stay_on(self)  # see [Note: a step that begins in backward] in stack.py
         self._sweep()
         self._between.event(phase, self._now)
         was_unseen = self._unseen.is_running
@@ -166,12 +168,12 @@ class StepRecorder(TorchDispatchMode):
 
     def disown(self, storage: object) -> None:
         assert isinstance(storage, torch.UntypedStorage)
-        life, _ = self._life_of(storage)
-        life.is_below = life.is_below or not life.keys
+        life = self._life_of(storage)[0]
+        life.is_below |= not life.keys
 
     def resizes(self, storage: object) -> None:
         assert isinstance(storage, torch.UntypedStorage)
-        self._resized[storage._cdata] = (storage, self._life_of(storage)[0])
+        self._resized[storage._cdata] = storage, self._life_of(storage)[0]
 
     def made(self, storages: Iterable[object]) -> None:
         # Before the sweep: nobody knows when between the update and now other storages died, so they count beside these.
@@ -310,8 +312,7 @@ class StepRecorder(TorchDispatchMode):
         is_there = is_new and not is_output and not takes_new(self._makers.running)
         life = self._was_there(storage) if is_there else self._life_of(storage)[0]
         life.is_foreign |= is_there and is_of_parameter(tensor)
-        if life.size_bytes < storage.nbytes():
-            life.size_bytes = storage.nbytes()  # resized in place: the larger size counts for its whole life
+        life.size_bytes = max(life.size_bytes, storage.nbytes())  # resized in place: the larger size counts for its whole life
         if is_output and not is_new:
             return  # a view of a known storage, or an in-place write, which its argument shows
         if is_output:
@@ -417,8 +418,7 @@ class StepRecorder(TorchDispatchMode):
     def finish(self, subjects: list[Subject], durations_ns: list[int], name: str) -> Trace:
         self.stop()
         self._sweep()
-        count = len(self._events)
-        index = {subject.key: i for i, subject in enumerate(subjects)}
+        count, index = len(self._events), {subject.key: i for i, subject in enumerate(subjects)}
         lives = [life for life in self._lives if not life.is_below]
         holds, reads, writes = uses_of(lives, index, self._deaths, count, self._held)
         ends = self._first_instant, self._now

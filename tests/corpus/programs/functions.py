@@ -390,3 +390,36 @@ def gradients_by_torch_func(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters())
+
+
+def _cached(model: nn.Module, chunks: Any) -> Any:
+    """Returns the loss of what a model gives for chunks, and the gradients of that."""
+    with torch.no_grad():
+        found = [model(chunk).mean(1).requires_grad_() for chunk in chunks]
+    h = torch.cat(found)
+    loss = F.cross_entropy(h @ h.t(), torch.arange(len(h), device=h.device))
+    loss.backward()
+    return loss.detach().requires_grad_(), [one.grad for one in found]
+
+
+@stranger()
+def gradients_cached_by_chunk(p: Program) -> None:
+    """GradCache: all chunks without gradients, the loss of what they gave, and each again in a hook, with its own backward."""
+    model = nn.Sequential(nn.Embedding(300, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        chunks = p.tokens(index, 6, 7, vocabulary=300).chunk(2)
+        loss, cache = _cached(model, chunks)
+
+        def again(grad: torch.Tensor, chunks: Any = chunks, cache: Any = cache) -> None:
+            for chunk, one in zip(chunks, cache, strict=True):
+                with torch.enable_grad():
+                    surrogate = (model(chunk).mean(1) * one).sum() * grad
+                surrogate.backward()
+
+        loss.register_hook(again)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

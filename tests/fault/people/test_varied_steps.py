@@ -127,6 +127,28 @@ def _raise(grad: Tensor) -> None:
     raise KeyboardInterrupt
 
 
+def test_exception_in_a_forward_in_backward_of_the_recorded_step(tmp_path: Path, backend: str) -> None:
+    """Steps of this model, and of others, are recorded and planned as ever from then on."""
+    model, optimizer = made = make(Plain)
+    wrap(made, tmp_path, backend)
+
+    def run_again(grad: Tensor) -> None:
+        with torch.enable_grad():
+            model(torch.randn(32, 63))
+
+    loss = model(torch.randn(32, 64)).pow(2).mean()
+    loss.register_hook(run_again)
+    with pytest.raises(RuntimeError, match="expected input with shape"):
+        loss.backward()
+    optimizer.zero_grad()
+    for step in range(9):
+        usual(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)
+
+
 def test_exception_in_the_update_leaves_nothing_above(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model, optimizer = make()
     wrap(made, tmp_path, backend)
