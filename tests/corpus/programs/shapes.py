@@ -342,3 +342,30 @@ def momentum_encoder_on_new_memory(p: Program) -> None:
     model = Contrast().to(p.device)
     # A plan that is made again, as on a busy machine, may keep more there: then such a step is traced once more.
     contrasted(p, model, torch.optim.SGD(model.query.parameters(), 0.1, momentum=0.9), steps=36)
+
+
+@stranger()
+def lengths_made_in_forward(p: Program) -> None:
+    """A model computes its own loss over alignments, with lengths that it counts on the device (Wav2Vec2ForCTC)."""
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.head = nn.Linear(16, 32), nn.Linear(32, 12)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            found = self.head(torch.tanh(self.up(x))).log_softmax(-1).transpose(0, 1)
+            is_label = labels > 2
+            lengths = torch.full((len(x),), x.shape[1], device=x.device)
+            return F.ctc_loss(found, labels.masked_select(is_label), lengths, is_label.sum(-1))
+
+    model = Speech().to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS):
+        labels = p.tokens(0, 3, 5, vocabulary=12)
+        loss = model(p.rows(index, 3, 20, 16), labels)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

@@ -1,8 +1,8 @@
 """`ctc_loss` of a step that is recorded, given what it is given in any other.
 
 [Note: lengths on the host] Torch makes lists of the lengths that `ctc_loss` gets as tensors, wherever they lie, but not under a
-dispatch mode: there an accelerator refuses lengths that lie on the host, as those of most programs do. So while a step is
-recorded they are made here.
+dispatch mode: there an accelerator refuses lengths that lie on the host, as those of most programs do, and autograd saves
+those that it takes, which it does in no other step. So while a step is recorded they are made here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def leave_tensors(recorder: TorchDispatchMode) -> None:
 
 def _by_lists(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Any:
     lengths = (input_lengths, target_lengths)
-    are_tensors = not torch.compiler.is_dynamo_compiling() and all(isinstance(one, torch.Tensor) for one in lengths)
-    if are_tensors and any(one.device != log_probs.device for one in lengths):
+    if not torch.compiler.is_dynamo_compiling() and all(isinstance(one, torch.Tensor) for one in lengths):
         blank = args[0] if args else kwargs.get("blank", 0)
         # cuDNN gets lengths as they are, with a mode or without.
         if log_probs.device.type != "cuda" or not torch._use_cudnn_ctc_loss(log_probs, targets, *lengths, blank):
