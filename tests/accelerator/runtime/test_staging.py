@@ -22,7 +22,7 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend.accelerator import AcceleratorBackend
 from tieroff.runtime.backend.place import BlockPlace, HomePlace
 from tieroff.runtime.backend.staging.line import SLOTS
-from tieroff.runtime.backend.staging.transfer import StagedTransfer, StagingGate
+from tieroff.runtime.backend.staging.transfer import StagedTransfer, StagingGate, StreamPart
 from tieroff.storage.completion import Completion
 from tieroff.storage.engines import choose
 from tieroff.storage.engines.base import OpenFile, Transfer
@@ -283,6 +283,28 @@ def test_a_copy_that_has_not_begun_is_taken_back(backend: AcceleratorBackend, st
     assert torch.equal(back(backend, places[0], values[0].numel()), values[0])
     for place in places:
         place.free()
+
+
+def test_a_device_that_fails_fails_the_tensors_and_no_thread(
+    closing: AcceleratorBackend, backend: AcceleratorBackend, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA does from an assert in a kernel on: a thread that ends with it would let nothing that comes later end."""
+    size_bytes = 2 * SLOTS * PIECE_BYTES
+    value, place = filled(size_bytes, 1), BlockPlace(store, size_bytes)
+    out(backend, value, place)
+
+    def fail(part: StreamPart, timeout_s: float | None = None) -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamPart, "wait", fail)
+        assert [failed(closing.copy_in(place, closing.empty(size_bytes))) for _ in range(2)] == [errno.EIO] * 2
+        thread = threading.Thread(target=closing.close, daemon=True)
+        thread.start()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert torch.equal(back(backend, place, size_bytes), value)
+    place.free()
 
 
 def test_staging_below_one_block_of_a_drive_is_told(backend: AcceleratorBackend, store: FileStore) -> None:

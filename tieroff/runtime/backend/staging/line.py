@@ -9,6 +9,7 @@ that other processes use. So each thread that works with the device begins by ma
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from tieroff.runtime.backend.compute import entry_of
 from tieroff.runtime.backend.staging.transfer import Part, StagedTransfer, StagingGate, StreamPart
 from tieroff.runtime.backend.stamp import Anchor
 from tieroff.storage.engines.base import Transfer
+
+log = logging.getLogger("tieroff")
 
 SLOTS = 4
 """Slots of a direction: two for the drive's queue, one for the copy under way, one on its way from one to the other."""
@@ -41,6 +44,16 @@ class Slot:
     address: int
     memory: torch.Tensor
     user: Part | None = None
+
+    def free(self) -> None:
+        """Waits for the last piece's second stage, which may still read or write the memory.
+
+        Raises:
+            RuntimeError: of the device, which has failed.
+        """
+        if self.user is not None:
+            self.user.wait()
+            self.user = None
 
 
 @dataclass(slots=True)
@@ -152,7 +165,10 @@ class Line(ABC):
             thread.join()
         # The threads began the last pieces' second stages, which use the slots' memory until they end.
         while not self._slots.empty():
-            self._free_slot()
+            try:
+                self._slots.get().free()
+            except RuntimeError as error:
+                log.debug("a copy by way of pinned memory did not end well: %s", error)
 
     @abstractmethod
     def _begin(self, piece: Piece) -> Part:
@@ -177,7 +193,12 @@ class Line(ABC):
 
     def _begin_pieces(self, job: Job) -> None:
         for begin in range(0, job.transfer.size_bytes, job.piece_bytes):
-            slot = self._free_slot()
+            slot = self._slots.get()
+            try:
+                slot.free()
+            except RuntimeError as error:  # of a device that has failed; whoever waits for the last piece gets it, too
+                if not job.transfer.errno:
+                    job.transfer.fail(error)
             if begin == 0 and not job.transfer.claim():  # it was taken back
                 self._slots.put(slot)
                 job.tensor = None
@@ -185,13 +206,6 @@ class Line(ABC):
             piece = Piece(job, begin, min(begin + job.piece_bytes, job.transfer.size_bytes), slot)
             self._try_to_begin(piece)
             self._begun.put(piece)
-
-    def _free_slot(self) -> Slot:
-        slot = self._slots.get()
-        if slot.user is not None:  # the last piece's second stage may still read or write the slot's memory
-            slot.user.wait()
-            slot.user = None
-        return slot
 
     def _try_to_begin(self, piece: Piece) -> None:
         if piece.job.transfer.errno:
