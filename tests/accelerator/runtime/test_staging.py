@@ -376,16 +376,7 @@ def test_closing_waits_for_the_last_copy_to_the_device(
     place.free()
 
 
-ENDS_AT_ONCE = """
-import atexit, sys
-# After all that is registered later: the lines have waited for the drive. Where the I/O engine ended before them, what its
-# threads had not begun is taken back, and the copy says so.
-def tell():
-    try:
-        print(copy.wait(), copy.done())
-    except StoreError as error:
-        print("cancelled" if "cancelled before it had ended" in str(error) else error)
-atexit.register(tell)
+PRELUDE = """
 from functools import partial
 from pathlib import Path
 from tests.accelerator import sim, vendor
@@ -395,17 +386,56 @@ from tests.accelerator.runtime.test_staging import *
 backend = target.backend()
 backend.use_staging(STAGING_BYTES)
 store = FileStore([Path(sys.argv[1])], 32 * MIB, choose("threads"), checksum="always", room=Room(grow_bytes=MIB))
+"""
+
+ENDS_AT_ONCE = (
+    """
+import atexit, sys
+# After all that is registered later: the lines have waited for the drive. Where the I/O engine ended before them, what its
+# threads had not begun is taken back, and the copy says so.
+def tell():
+    try:
+        print(copy.wait(), copy.done())
+    except StoreError as error:
+        print("cancelled" if "cancelled before it had ended" in str(error) else error)
+atexit.register(tell)
+"""
+    + PRELUDE
+    + """
 sim.set_late_links(0.01)
 copy = backend.copy_out(filled(16 * STAGING_BYTES, 1), BlockPlace(store, 16 * STAGING_BYTES))
 while not copy.start_ns:  # one that has not begun when the program ends is taken back as a whole
     time.sleep(0.001)
 """
+)
 
 
 def test_a_program_that_ends_at_once_leaves_no_copy_half_done(project: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout in ("None True\n", "cancelled\n")
+
+
+CHILD_ENDS = (
+    """
+import os, sys
+"""
+    + PRELUDE
+    + """
+out(backend, filled(STAGING_BYTES, 1), BlockPlace(store, STAGING_BYTES))
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+)
+
+
+def test_a_forked_child_ends_without_a_word(project: Path, tmp_path: Path) -> None:
+    """It has none of the threads, and every call of the I/O engine is an error there."""
+    command = [sys.executable, "-c", CHILD_ENDS, str(tmp_path)]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("7\n", "")
 
 
 def interrupted_at(place: int, work: Callable[[], object]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -132,7 +133,7 @@ class Line(ABC):
     """
 
     def __init__(self, stream: torch.Stream, memory: torch.Tensor, name: str) -> None:
-        self._stream = stream
+        self._stream, self._pid = stream, os.getpid()
         self._jobs: SimpleQueue[Job | StagingGate | None] = SimpleQueue()  # nothing interrupts its put
         self._begun: SimpleQueue[Piece | StagingGate | None] = SimpleQueue()
         self._slots: SimpleQueue[Slot] = SimpleQueue()  # those between whose stages no piece lies
@@ -159,6 +160,8 @@ class Line(ABC):
 
     def close(self) -> None:
         """Returns when everything that was asked for is over, and the threads have ended; also called at exit."""
+        if os.getpid() != self._pid:  # a forked child has neither the threads nor the I/O engine
+            return
         atexit.unregister(self.close)
         self._jobs.put(None)
         for thread in self._threads:
