@@ -188,11 +188,16 @@ UpdatePool::UpdatePool(std::size_t thread_count, std::vector<int> cpus) : pid_(g
   CPU_ZERO(&set);
   for (const int cpu : cpus)
     if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  for (std::size_t i = 0; i < thread_count; ++i) {
-    state_->threads.push_back(
-        start_service_thread("tieroff-upd-" + std::to_string(i), [state = state_.get()] { state->run(); }));
-    // Where the system refuses (fewer processors are allowed), the threads run where they may: slower, not wrong.
-    if (!cpus.empty()) static_cast<void>(pthread_setaffinity_np(state_->threads.back().native_handle(), sizeof(set), &set));
+  try {
+    for (std::size_t i = 0; i < thread_count; ++i) {
+      state_->threads.push_back(
+          start_service_thread("tieroff-upd-" + std::to_string(i), [state = state_.get()] { state->run(); }));
+      // Where the system refuses (fewer processors are allowed), the threads run where they may: slower, not wrong.
+      if (!cpus.empty()) static_cast<void>(pthread_setaffinity_np(state_->threads.back().native_handle(), sizeof(set), &set));
+    }
+  } catch (...) {
+    close();  // a thread that could not be started: join those that were
+    throw;
   }
 }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +171,30 @@ def test_a_forked_child_is_refused_and_leaves(pool: _native.UpdatePool) -> None:
 def test_a_pool_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least one thread"):
         _native.UpdatePool(0, [])
+
+
+OUT_OF_THREADS = """
+import resource
+from pathlib import Path
+from tieroff.updates.native import _native
+
+tasks = Path("/proc/self/task")
+before = len(list(tasks.iterdir()))
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + 100 * 2**20  # some stacks
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+try:
+    _native.UpdatePool(1000, [])
+except OSError as error:
+    print(error.errno, len(list(tasks.iterdir())) - before)
+"""
+
+
+def test_threads_that_the_system_refuses_are_an_error() -> None:
+    """Those that were started before are joined; a process does not survive that one is forgotten."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_THREADS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{errno.EAGAIN} 1\n", "")
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
