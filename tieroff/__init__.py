@@ -19,6 +19,7 @@ from tieroff.errors import (
     TieroffError,
     TraceMismatchError,
 )
+from tieroff.resident import LOADING
 
 if TYPE_CHECKING:
     from tieroff import integrations
@@ -99,7 +100,8 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'tieroff' has no attribute {name!r}")
-    return getattr(import_module(f"tieroff.{module}"), name)
+    with LOADING.counted():
+        return getattr(import_module(f"tieroff.{module}"), name)
 
 
 def __dir__() -> list[str]:

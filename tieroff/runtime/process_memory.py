@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 
 from tieroff.core.tensor import Tier
+from tieroff.resident import LOADING, resident_bytes
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.items.offloaded import PLAIN
 from tieroff.runtime.movable import local_of
-
-_STATM = Path("/proc/self/statm")
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -35,7 +32,7 @@ class ProcessMemory:
     """Memory of the process that holds no tensor, on the CPU backend: library code and scratch, heap, thread stacks."""
 
     def __init__(self, model: torch.nn.Module, backend: Backend, others: Collection[Engine] = ()) -> None:
-        """Takes what is resident now.
+        """Takes what is resident now, but for what loading this library took.
 
         Args:
             model: about to be wrapped.
@@ -48,19 +45,15 @@ class ProcessMemory:
         tensor_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         self._backend = backend
         backend.return_freed()
-        self._baseline_bytes = _resident_bytes() - tensor_bytes - _held_bytes(others)
+        self._baseline_bytes = resident_bytes() - LOADING.take() - tensor_bytes - _held_bytes(others)
 
     def overhead_bytes(self, *engines: Engine) -> int:
-        """Returns the growth of resident memory since wrap that no tensor of the engines accounts for, >= 0."""
+        """Returns what loading this library took and the growth since wrap that no tensor of the engines accounts for, >= 0."""
         self._backend.return_freed()
-        return max(_resident_bytes() - self._baseline_bytes - _held_bytes(engines), 0)
+        return max(resident_bytes() - self._baseline_bytes - _held_bytes(engines), 0)
 
 
 def _held_bytes(engines: Collection[Engine]) -> int:
     """Returns the bytes of memory that engines hold, which may share their host pool."""
     pools = {id(pool): pool for engine in engines if (pool := engine.stores.get(Tier.HOST)) is not None}
     return sum(engine.device_bytes for engine in engines) + sum(pool.reserved_bytes for pool in pools.values())
-
-
-def _resident_bytes() -> int:
-    return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE

@@ -114,3 +114,42 @@ print(tieroff.engine(model).stats().phase, "torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "planned False\n"), done.stderr
+
+
+def test_a_budget_in_bytes_pays_for_loading_the_library(tmp_path: Path) -> None:
+    program = f"""
+import torch
+import torch._dynamo  # torch.optim loads it at its first use
+from pathlib import Path
+from torch import nn
+
+def resident_kib(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+def step(model, optimizer):
+    model(torch.ones(256, model[0].in_features)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+small = nn.Sequential(nn.Linear(64, 64))
+step(small, torch.optim.AdamW(small.parameters()))  # what torch itself takes for a step is there
+before = resident_kib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+import tieroff
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+config = {{"device": "cpu", "budget": {{"device": "96MiB", "nvme": "1GiB"}}, "nvme": {{"dirs": [{str(tmp_path)!r}]}}}}
+tieroff.wrap(model, optimizer, {{**config, "plan": {{"machine": {str(machine_file(tmp_path))!r}}}}})
+from tieroff.session import workshop
+workshop.steps_wait = True  # for the plan, however busy the machine is
+for _ in range(5):
+    step(model, optimizer)
+stats = tieroff.engine(model).stats()
+print(stats.phase, stats.moved_bytes["nvme_write"] > 0, resident_kib("VmHWM") - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    phase, has_moved, grown_kib = done.stdout.split()
+    assert (phase, has_moved) == ("planned", "True")
+    assert int(grown_kib) <= 1.08 * 96 * 1024
