@@ -182,6 +182,7 @@ def test_a_layer_that_the_program_drops_dies_with_the_next_step(each_setting: Se
     tieroff.unwrap(model)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own, of a layer's input, in 2.14
 def test_a_compiled_layer_that_the_program_drops_dies(each_setting: Setting) -> None:
     """It holds itself, so that a plain one waits for the garbage collector, too."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
