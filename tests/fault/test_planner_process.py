@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -141,6 +142,11 @@ def test_a_bug_in_planning_is_told_with_its_place() -> None:
 
 def _one_op() -> Trace:
     return Trace((Op("a", 1),), ())
+
+
+def test_want_of_memory_in_planning_is_no_bug() -> None:
+    with pytest.raises(StateError, match="has no memory left"):
+        read_answer(write_error(MemoryError()))
 
 
 def test_what_the_planner_logs_is_said_by_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,14 +341,39 @@ def test_a_policy_of_the_users_plans_in_the_trainer(tmp_path: Path, monkeypatch:
     tieroff.unwrap(model)
 
 
+@pytest.mark.parametrize("executable", ["/nowhere/python", None, "/bin/false"], ids=["missing", "not known", "ends at once"])
 def test_a_trainer_that_may_start_no_process_plans_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    executable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sys, "executable", executable)
     planner().end()
     model, optimizer = made()
     Setting(tmp_path).wrap(model, optimizer)
     train(model, optimizer, 4, [])
     assert tieroff.engine(model).stats().phase == "planned"
-    assert "the trainer plans, and its steps wait" in caplog.text
+    assert caplog.text.count("the trainer plans, and its steps wait") == 1
     tieroff.unwrap(model)
+
+
+def test_a_path_that_is_no_text_is_passed_over_as_python_does(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
+    planner().end()
+    assert planner().ask(order_of(trace)).take() == carry_out(order_of(trace))
+
+
+def test_an_answer_for_which_there_is_no_descriptor_is_no_error_of_a_step(trace: Trace) -> None:
+    pid = process()
+    planner().ask(order_of(trace)).take()
+    os.kill(pid, signal.SIGSTOP)
+    job = planner().ask(order_of(trace))
+    limits, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(free)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        assert until(lambda: job.is_done)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "Too many open files" in job.refusal
+    assert planner().ask(order_of(trace)).take() == carry_out(order_of(trace))

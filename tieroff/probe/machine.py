@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tieroff.core.io.interpreter import module_command
 from tieroff.core.machine import Machine
 from tieroff.probe import limits
 from tieroff.probe.calibration.updates import measure_updates
@@ -78,11 +79,8 @@ def measure_apart(dirs: Sequence[Path], *, engine: str, seconds: float) -> Machi
         ConfigError: a folder is missing, read-only or too small.
         StoreError: a transfer failed.
     """
-    # -P: the working directory is in the path where the trainer has it there, and nowhere else.
-    command = [sys.executable, "-P", "-m", __name__, engine, str(seconds), *map(os.path.abspath, dirs)]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     try:
+        command, environment = module_command(__name__, engine, str(seconds), *map(os.path.abspath, dirs))
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + _START_S, check=True
         )

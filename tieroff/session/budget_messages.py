@@ -138,7 +138,7 @@ class Terminal(logging.StreamHandler):  # type: ignore[type-arg]
 def show_on_terminal() -> None:
     """Shows the news on standard error, if that is a terminal and the program has no handler for them."""
     news = logging.getLogger(NEWS)
-    if news.hasHandlers() or not sys.stderr.isatty():
+    if news.hasHandlers() or sys.stderr is None or not sys.stderr.isatty():  # None where a program starts with it closed
         return
     news.addHandler(Terminal())
     if news.level == logging.NOTSET:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
 from tieroff.core.seams import Made, Pending
+from tieroff.errors import StateError
 from tieroff.planner.beside.client import Job, planner
 from tieroff.planner.beside.work import Order, Question, answer, carry_out
 
@@ -68,8 +69,12 @@ class Workshop:
             planner().open(is_waited_for=self.waits)
             self._is_open = True
         except OSError as error:
-            log.warning("no process could be started to plan in (%s): the trainer plans, and its steps wait", error)
-            self._is_beside = False
+            self._plan_here(str(error))
+
+    def _plan_here(self, why: str) -> None:
+        if self._is_beside:
+            log.warning("no process could be started to plan in (%s): the trainer plans, and its steps wait", why)
+        self._is_beside = False
 
     @overload
     def ask(self, request: Order, finish: Finish, *, is_first: bool = False, is_trivial: bool = False) -> Pending[Made]: ...
@@ -89,14 +94,23 @@ class Workshop:
         """
         if not is_trivial:
             self.open()
+
+        def work() -> Any:
+            return carry_out(request) if isinstance(request, Order) else answer(request)
+
         if is_trivial or not self._is_beside:
-
-            def work() -> Any:
-                return carry_out(request) if isinstance(request, Order) else answer(request)
-
             return _Asked(None, work if finish is None else lambda: finish(work), waits=True)
         job = planner().ask(request)
-        take: Callable[[], Any] = job.take
+
+        def take() -> Any:
+            try:
+                return job.take()
+            except StateError:
+                if not job.refusal:
+                    raise
+            self._plan_here(job.refusal)
+            return work()
+
         patience_s = PATIENCE_S if is_first else 0.0
         waits = self.waits or steps_wait
         return _Asked(job, take if finish is None else lambda: finish(take), waits=waits, patience_s=patience_s)

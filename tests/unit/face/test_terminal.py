@@ -114,3 +114,14 @@ def test_nothing_is_written_where_standard_error_is_no_terminal(seen: dict[Case,
 def test_a_program_with_logging_of_its_own_decides_what_is_shown(seen: dict[Case, str]) -> None:
     assert "plan ready" not in seen[WARNS]
     assert seen[INFORMS].count("plan ready") == 1
+
+
+def test_a_program_that_was_started_without_standard_error_is_wrapped() -> None:
+    program = (
+        "import torch, tieroff\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "tieroff.wrap(model, torch.optim.SGD(model.parameters()), {'device': 'cpu'})\n"
+        "print('wrapped')\n"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout == "wrapped\n"

@@ -9,11 +9,11 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from typing import Any
 
+from tieroff.core.io.interpreter import module_command
 from tieroff.core.seams import Made
 from tieroff.errors import StateError
 from tieroff.planner.beside.channel import Channel
@@ -27,15 +27,22 @@ NICENESS = 10
 
 _TRIES = 2  # processes that may end over one request
 _LOOK_S = 0.1
+_END_S = 1.0
 
 
 class Job:
-    """A request that was sent, and its answer once it is there. One that nobody holds any more is forgotten."""
+    """A request that was sent, and its answer once it is there. One that nobody holds any more is forgotten.
+
+    Attributes:
+        refusal: why no process can answer here, "" where one can: it cannot be started, or ends by itself. The answer is an
+            error then.
+    """
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request = request
         self.tries = 0
         self.answer: dict[str, Any] | None = None
+        self.refusal = ""
 
     @property
     def is_done(self) -> bool:
@@ -73,13 +80,11 @@ class PlannerProcess:
             OSError: it cannot be started.
         """
         ours, theirs = socket.socketpair()
-        paths = [path or os.getcwd() for path in sys.path]
-        # -P: the working directory is in the path where the trainer has it there, and nowhere else.
-        numbers = map(str, (theirs.fileno(), os.getpid(), niceness))
-        command = [sys.executable, "-P", "-m", "tieroff.planner.beside.server", *numbers]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         quiet = subprocess.DEVNULL
         try:
+            numbers = map(str, (theirs.fileno(), os.getpid(), niceness))
+            command, environment = module_command("tieroff.planner.beside.server", *numbers)
+            environment["OMP_NUM_THREADS"] = "1"
             self._process = subprocess.Popen(
                 command, env=environment, stdin=quiet, stdout=quiet, pass_fds=(theirs.fileno(),), process_group=0
             )
@@ -100,6 +105,14 @@ class PlannerProcess:
         ready = select.poll()  # `select` takes no descriptor above 1023
         ready.register(self.channel.end, select.POLLIN)
         return bool(ready.poll(timeout_s * 1e3))
+
+    def why_ended(self) -> str:
+        """Returns how the process ended by itself; "" for one that was killed, or that runs."""
+        try:
+            status = self._process.wait(_END_S)  # it closes its end of the channel a moment before
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"it ended with exit status {status}" if status >= 0 else ""
 
     def close(self) -> None:
         """Ends the process, whatever it does: it has nothing to lose."""
@@ -174,11 +187,16 @@ class Planner:
             while self._process is not None and self._process.is_readable(0.0):
                 try:
                     document = self._process.channel.receive()
+                except OSError as error:  # there is no descriptor left for the answer
+                    self.end()
+                    self._again(str(error))
+                    continue
                 except BaseException:  # an answer may be lost, such as by Ctrl-C: all are asked for again
-                    self._again()
+                    self.end()
+                    self._again("")
                     raise
                 if document is None:
-                    self._again()
+                    self._again(self._ended())
                 else:
                     self.answered(document)
 
@@ -207,20 +225,29 @@ class Planner:
             try:
                 self._started().channel.send({"number": number, "request": job.request})
                 return
+            except ConnectionError:
+                self._give_up(job, self._ended())
             except OSError as error:
                 self.end()
-                self._give_up(job, error)
+                self._give_up(job, str(error))
 
-    def _again(self) -> None:
-        """The process ended by itself, or was ended: what it had to do is asked of another one."""
-        self.end()
+    def _again(self, why: str) -> None:
+        """The process has ended, or was ended: what it had to do is asked of another one."""
         for number, job in list(self._jobs.items()):
-            self._give_up(job, ConnectionError("the process that plans ended; was it killed for want of memory?"))
+            self._give_up(job, why)
             self._send(number, job)
 
-    def _give_up(self, job: Job, error: OSError) -> None:
+    def _ended(self) -> str:
+        """Ends what is left of a process that ended, and returns how it did: as `PlannerProcess.why_ended`."""
+        why = self._process.why_ended() if self._process is not None else ""
+        self.end()
+        return why
+
+    def _give_up(self, job: Job, refusal: str) -> None:
         if job.tries >= _TRIES:
-            job.answer = write_error(StateError(f"no plan could be made: {error}"))
+            job.refusal = refusal
+            why = refusal or "the process that plans ended; was it killed for want of memory? Free some, or raise its limit"
+            job.answer = write_error(StateError(f"no plan could be made: {why}"))
 
 
 _planner = Planner()

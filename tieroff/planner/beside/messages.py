@@ -101,6 +101,8 @@ def write_answer(found: Made | tuple[int, int]) -> Document:
 
 def write_error(error: Exception) -> Document:
     """Returns an error as a document; of one that tieroff does not raise on purpose, where it came from too."""
+    if isinstance(error, MemoryError):
+        error = StateError("no plan could be made: the process that plans has no memory left; free some, or raise its limit")
     kind = type(error).__name__
     if not isinstance(error, TieroffError):
         return {"error": "", "text": "".join(traceback.format_exception(error)), "fields": {}}
