@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,8 @@ class Links:
     """
 
     def __init__(self, config: Config, device: torch.device, dirs: tuple[Path, ...], ranks: Ranks) -> None:
-        self._config, self._place, self._dirs, self._ranks = config, device, dirs, ranks
+        self._config, self._place, self._ranks = config, device, ranks
+        self._dirs = tuple(Path(os.path.abspath(folder)) for folder in dirs)  # where the program is now
         self._device = device.type
         self._has_measured_updates = False
         if self.is_named:

@@ -98,3 +98,20 @@ def test_models_under_one_budget_say_it_once(temporary: Path, caplog: pytest.Log
     assert caplog.text.count(str(temporary)) == 1
     for model in models:
         tieroff.unwrap(model)
+
+
+def test_a_program_that_changes_its_directory_keeps_folders_relative_to_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drive").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tieroff.wrap(model, optimizer, {"nvme": {"dirs": ["drive"]}, "plan": {"min_bytes": 0}}, budget="min")
+    monkeypatch.chdir("/")
+    for _ in range(4):  # folders are measured before the first plan
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tieroff.engine(model).stats().phase == "planned"
+    tieroff.unwrap(model)

@@ -12,11 +12,12 @@ def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, s
     Raises:
         OSError: the interpreter is not known, or it would run this program again instead of the module.
     """
-    executable: str | None = sys.executable  # its stub says str
+    executable: str | None = sys.executable
     if not executable or getattr(sys, "frozen", False):
         raise OSError("this program does not say which interpreter runs it (sys.executable)")
     # Python passes over entries that are no text, so a program runs with a `Path` in there.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
+    entries: list[object] = [*sys.path]
+    path = os.pathsep.join(entry or os.getcwd() for entry in entries if isinstance(entry, str))
     environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     # -P: the working directory is in the path where the program has it there, and nowhere else.
     return [executable, "-P", "-m", module, *arguments], environment
