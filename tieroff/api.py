@@ -102,6 +102,11 @@ def wrap(
         loaded = stand.adapt(loaded)
     find_policy(loaded.plan.policy)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    if given is not None and not isinstance(given, Plan):
+        hint = "`tieroff plan --out FILE` writes one, and engine(model).plan is one"
+        raise StateError(f"expected a plan, or the path of its file, got {type(given).__name__}; {hint}")
+    if isinstance(backend, str):
+        raise StateError(f'expected a backend object, got {backend!r}; a device is wrap(model, optimizer, {{"device": "cpu"}})')
     if loaded.parallel.plan is not None:
         from tieroff.partition.ranks import split_over_ranks  # DTensor takes long to import
 
@@ -186,6 +191,8 @@ def engine(model: torch.nn.Module) -> Engine:
     Raises:
         StateError: the model is not wrapped.
     """
+    if isinstance(model, (list, tuple)):
+        raise StateError(f"expected one wrapped model, got a {type(model).__name__}; call this for each of them")
     found = engine_of(model)
     if found is None:
         raise StateError(f"this {type(model).__name__} is not wrapped (or is a copy of one that is); call tieroff.wrap first")

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
@@ -20,6 +20,7 @@ from tieroff.units import parse_bytes
 CONFIG_VARIABLE = "TIEROFF_CONFIG"
 CONFIG_FILE = "tieroff.toml"
 
+_DEVICE = re.compile(r"[a-z][a-z0-9]*(:\d+)?")
 _BUDGET = re.compile(r"\s*(min|[0-9]+(\.[0-9]+)?\s*(%|[kmgt]?i?b)?)\s*", re.IGNORECASE)
 
 
@@ -40,7 +41,14 @@ def _to_device_budget(value: object) -> DeviceBudget:
 def _to_path(value: object) -> Path:
     if not isinstance(value, (str, Path)) or not str(value):
         raise ValueError("expected a path")
-    return Path(value)
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("expected a path; a config is UTF-8, and the name of this path is not: rename it") from None
+    try:
+        return Path(value).expanduser()  # no shell has read a config
+    except RuntimeError as error:
+        raise ValueError(f"expected a path; {error}: write it without ~") from None
 
 
 def _to_dirs(value: object) -> tuple[Path, ...] | None:
@@ -49,7 +57,7 @@ def _to_dirs(value: object) -> tuple[Path, ...] | None:
     if not isinstance(value, (list, tuple)):
         raise ValueError("expected a list of paths")
     dirs = tuple(_to_path(item) for item in value)
-    if len(set(dirs)) < len(dirs):
+    if len({os.path.abspath(folder) for folder in dirs}) < len(dirs):
         raise ValueError("expected each folder once")
     return dirs
 
@@ -65,7 +73,7 @@ def _to_count(value: object) -> object:
 
 
 def _to_device(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9]*(:\d+)?", value):
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
         raise ValueError("expected the name of a device, with or without an index")
     return value
 
@@ -91,6 +99,17 @@ def _key(default: object, expected: str, meaning: str) -> Any:
 
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy with changed values, which are checked as those of a file.
+
+        Raises:
+            ConfigError: a key is unknown, or a value has the wrong type.
+        """
+        try:
+            return type(self).model_validate({**dict(self), **(update or {})})
+        except ValidationError as error:
+            raise ConfigError("\n".join(_describe(error, "model_copy", type(self)))) from None
 
 
 class Budget(_Table):
@@ -244,6 +263,22 @@ class Config(_Table):
     plan: Planning = _key(Planning(), "a table", Planning.__doc__ or "")
     parallel: Parallel = _key(Parallel(), "a table", Parallel.__doc__ or "")
 
+    if not TYPE_CHECKING:  # whose checkers know the keys by the fields
+
+        def __init__(self, **values: Any) -> None:
+            """Takes the keys of the TOML file.
+
+            Raises:
+                ConfigError: a key is unknown, or a value has the wrong type.
+            """
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ConfigError("\n".join(_describe(error, "Config"))) from None
+
+        # Validating makes no call of this, so an error of a file names the file.
+        __init__.__pydantic_base_init__ = True
+
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None) -> Config:
         """Returns the config from a source.
@@ -319,10 +354,11 @@ class Config(_Table):
             raise ConfigError("\n".join(_describe(error, origin))) from None
 
 
-def _describe(error: ValidationError, origin: str) -> Iterator[str]:
-    """Yields one line per wrong key or value: its place, the expected and the given value."""
+def _describe(error: ValidationError, origin: str, root: type[_Table] = Config) -> Iterator[str]:
+    """Yields one line per wrong key or value of a table and those in it: its place, the expected and the given value."""
+    above = [name for name, info in Config.model_fields.items() if info.annotation is root]
     for problem in error.errors():
-        *tables, key = [str(part) for part in problem["loc"] if isinstance(part, str)] or ["config"]
+        *tables, key = above + [str(part) for part in problem["loc"] if isinstance(part, str)] or ["config"]
         table = _table_at(tables)
         where = f"{origin}: {_dotted(tables, key)}"
         if problem["type"] == "extra_forbidden":
@@ -337,21 +373,27 @@ def _describe(error: ValidationError, origin: str) -> Iterator[str]:
 
 def _instead(table: type[_Table], key: str, given: object) -> str:
     """Returns the value, as TOML, that a wrong one was probably meant to be; else one that the key takes."""
-    expected = _expected(table, key)
+    expected, text = _expected(table, key), given if isinstance(given, str) else ""
     if expected == "true or false":
         return _toml_value(str(given).strip().lower() in ("1", "yes", "on", "true"))
+    if table is Config and (inner := _table_at([key])) is not None:
+        first = next(iter(inner.model_fields))
+        is_budget = first == "device" and _BUDGET.fullmatch(text)
+        return f"{{ {first} = {_toml_value(text) if is_budget else _instead(inner, first, given)} }}"
+    if table is Config and key == "device":
+        return _toml_value(found if _DEVICE.fullmatch(found := str(given).strip().lower()) else "auto")
     words = re.findall(r"[\w-]+", expected.partition("out of ")[2] or expected.partition("one of ")[2])
-    text = given if isinstance(given, str) else ""
     near = difflib.get_close_matches(text.lower(), words, n=1, cutoff=0.4) or words[:1]
+    example = re.search(r'"[^"]+"', expected)
     if expected.startswith("a list"):
         if words:
             return _toml_value(near)
-        if isinstance(given, (list, tuple)):
-            return _toml_value(list(dict.fromkeys(str(item) for item in given if str(item))) or ["/mnt/nvme0"])
-        return _toml_value([text or "/mnt/nvme0"])
+        items = given if isinstance(given, (list, tuple)) else [given]
+        names = [str(item) for item in items if isinstance(item, (str, Path)) and str(item)]
+        names = list(dict.fromkeys(map(os.path.normpath, names) if key == "dirs" else names))
+        return _toml_value(names) if names else f"[{example[0] if example else _toml_value('/mnt/nvme0')}]"
     if near:
         return _toml_value(near[0])
-    example = re.search(r'"[^"]+"', expected)
     return example[0] if example else f"... ({expected})"
 
 

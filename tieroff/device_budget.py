@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tieroff.errors import ConfigError
-from tieroff.units import format_bytes, parse_bytes
+from tieroff.units import MOST_BYTES, format_bytes, parse_bytes
 
 _LEAST = "min"
 # A number without a unit up to here is meant as a share: no step runs in so few bytes.
 LIKELY_SHARE = re.compile(r"\s*(100|[1-9][0-9]?|0?\.[0-9]+|[1-9][0-9]?\.[0-9]+)\s*")
+_MOST_PERCENT = 10**6
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
@@ -43,8 +44,7 @@ class DeviceBudget:
         if isinstance(value, DeviceBudget):
             return value
         if isinstance(value, float):
-            share = f"{value * 100:.12g}%" if 0 < value <= 1 else f"{value:.12g}%"
-            raise ConfigError(f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}", got {value!r}; write "{share}"')
+            raise _wrong(value)
         if isinstance(value, str) and value.strip().lower() == _LEAST:
             return cls(is_least=True)
         if not isinstance(value, bool) and LIKELY_SHARE.fullmatch(text := str(value).strip()):
@@ -58,10 +58,11 @@ class DeviceBudget:
             try:
                 return cls(size_bytes=parse_bytes(value))
             except ConfigError:
-                wanted = f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}"'
-                raise ConfigError(f'{wanted}, got {value!r}; write "{_meant(value)}"') from None
+                raise _wrong(value) from None
         if float(match[1]) == 0:
             raise ConfigError(f'expected a share above 0%, got {value!r}; write "{_LEAST}" for the least that a step runs in')
+        if float(match[1]) > _MOST_PERCENT:
+            raise ConfigError(f'expected a share of at most {_MOST_PERCENT}%, got {value!r}; "100%" is what the step needs')
         return cls(share=float(match[1]) / 100)
 
     def resolve(self, peak_bytes: int) -> int:
@@ -85,13 +86,38 @@ class DeviceBudget:
         return written if isinstance(written, str) else format_bytes(written)
 
 
+def _wrong(value: object) -> ConfigError:
+    return ConfigError(f'expected bytes like "6GiB", a share like "25%" or "{_LEAST}", got {value!r}; write "{_meant(value)}"')
+
+
 def _meant(value: object) -> str:
     """Returns the budget that a wrong one was probably meant to be."""
     if isinstance(value, Mapping) and len(value) == 1:  # a table of a config: {"device": ...}
         return _meant(next(iter(value.values())))
-    text = str(value[0]) if isinstance(value, (list, tuple)) and len(value) == 1 else str(value)
-    number = re.match(r"\s*-?([0-9]+(?:[.,][0-9]+)?)\s*([a-zA-Z%]?)", text)
-    if number is None or text.startswith("-"):
+    text = str(value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value).strip()
+    if (figure := _figure(text)) is not None:
+        return _of_figure(figure)
+    number = re.match(r"([0-9]*(?:[.,][0-9]+)|[0-9]+)\s*([a-zA-Z%]?)", text)
+    if number is None:
         return _LEAST
-    unit, figure = number[2].upper(), number[1].replace(",", ".")
-    return f"{figure}{unit}iB" if unit in ("K", "M", "G", "T") else f"{figure}%"
+    unit, digits = number[2].upper(), number[1].replace(",", ".")
+    digits = f"0{digits}" if digits.startswith(".") else digits
+    if float(digits) > _MOST_PERCENT:
+        return _LEAST
+    return f"{digits}{unit}iB" if unit in ("K", "M", "G", "T") else f"{digits}%"
+
+
+def _figure(text: str) -> float | None:
+    """Returns the number that a text is, as Python's or with commas between thousands; None for another text."""
+    try:
+        return float(text.replace(",", "") if re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+", text) else text)
+    except ValueError:
+        return None
+
+
+def _of_figure(figure: float) -> str:
+    """Returns the budget that a number without a unit is: a fraction, a percentage, or bytes such as half of what is free."""
+    if not 0 < figure <= MOST_BYTES:
+        return _LEAST
+    share = figure * 100 if figure <= 1 else figure
+    return f"{share:.12g}%" if share <= 100 else str(int(figure))

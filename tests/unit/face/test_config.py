@@ -144,6 +144,17 @@ def test_config_reports_every_mistake_at_once() -> None:
     assert "did you mean [plan].exact?" in str(caught.value)
 
 
+def test_config_knows_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = Config.load({"nvme": {"dirs": ["~/drive", "here"]}, "plan": {"machine": "~/machine.toml"}})
+    assert config.nvme.dirs == (Path("/home/somebody/drive"), Path("here"))
+    assert config.plan.machine == Path("/home/somebody/machine.toml")
+
+
+def test_config_that_is_copied_has_its_tables_read() -> None:
+    assert Config().model_copy(update={"budget": {"device": "25%"}}) == Config.load({"budget": {"device": "25%"}})
+
+
 def test_config_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: cannot read this config file: No such file"):
         Config.load(tmp_path / "none.toml")
