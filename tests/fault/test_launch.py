@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -271,7 +272,7 @@ def unwrapped(text: str) -> str:
         ("no ranks", 2, "nproc-per-node"),
         ("no config", 1, "ConfigError: "),
         ("no gpu", 1, "--nproc-per-node 9999: torch sees"),
-        ("no logs", 1, "No such file or directory"),
+        ("no logs", 1, "No such file or directory; make it writable, or name another with --log-dir"),
         ("no folder", 1, "nowhere"),
     ],
 )
@@ -295,3 +296,29 @@ def test_bad_input_is_told_before_anything_starts(
     assert found.exit_code == status, found.output
     assert unwrapped(told) in unwrapped(found.output)
     assert list(tmp_path.glob("*.pids")) == []
+
+
+@pytest.mark.parametrize("endpoint", ["node0", "node0:", ":29400", "node0:port", "node0:99999", "node0:0"])
+def test_an_endpoint_that_is_none_is_told(tmp_path: Path, endpoint: str) -> None:
+    from typer.testing import CliRunner
+
+    from tieroff.cli import app
+
+    write_config(tmp_path)
+    line = command(tmp_path, "", "--nnodes", "2", "--rdzv-endpoint", endpoint)[5:]
+    found = CliRunner().invoke(app, line)
+    assert found.exit_code == 1
+    assert unwrapped("expected --rdzv-endpoint HOST:PORT with a port from 1 to 65535") in unwrapped(found.output)
+
+
+def test_machines_that_cannot_meet_are_told_where_and_why(tmp_path: Path, project: Path) -> None:
+    write_config(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        where = f"localhost:{taken.getsockname()[1]}"
+        status, _, said = run(project, tmp_path, "", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", where)
+    assert status == 1
+    assert f"ConfigError: the 2 machines did not meet at {where}: " in said
+    assert "address already in use" in said
+    assert "Traceback" not in said

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from tieroff.core.machine import Machine
 from tieroff.core.tensor import Tensor, TensorClass
@@ -321,6 +322,22 @@ def test_an_error_of_the_script_is_the_reason_and_a_long_one_is_cut(tmp_path: Pa
     reason = summarize(folder, 2, {1: Failed(1)}).ranks[1].reason
     assert reason.startswith("ValueError: xxx")
     assert len(reason) == 500
+
+
+def test_an_error_that_torch_noted_is_the_reason(tmp_path: Path) -> None:
+    """A script under torch's `@record` catches its error, and ends with a status of its own."""
+    folder = failed_launch(tmp_path)
+    error_file = rank_folder(folder, 1) / ERROR_FILE
+    handler = ErrorHandler()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+        handler.record_exception(ValueError("of the script"))
+    outcome = summarize(folder, 2, {0: Failed(-15), 1: Failed(3)})
+    assert outcome.ranks[1].reason == "ValueError: of the script"
+    assert "rank 1 failed" in outcome.error
+    for other in ('{"message": "in words"}', "[]", '{"mess'):
+        error_file.write_text(other)
+        assert summarize(folder, 2, {1: Failed(3)}).ranks[1].reason == "exit status 3: last words"
 
 
 def test_a_signal_from_outside_stops_all(tmp_path: Path) -> None:

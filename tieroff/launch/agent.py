@@ -22,6 +22,7 @@ import psutil
 import torch
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tieroff.config import CONFIG_VARIABLE, Config
@@ -107,7 +108,7 @@ def launch(request: Request) -> Outcome:
 
     Raises:
         ConfigError: the config, its partition or the nodes cannot be used, or there are fewer GPUs than ranks.
-        OSError: a folder is missing or cannot be written.
+        OSError: a file of the launch cannot be written.
         StoreError: a folder of the NVMe tier could not be measured.
     """
     _check_nodes(request)
@@ -125,7 +126,7 @@ def launch(request: Request) -> Outcome:
         raise ConfigError(
             f'--nproc-per-node {nproc}: torch sees {gpus} GPUs, and each rank needs one; ask for fewer, or set device = "cpu"'
         )
-    folder = Path(tempfile.mkdtemp(prefix="tieroff-launch-", dir=request.log_dir)).resolve()
+    folder = _folder(request.log_dir)
     path = folder / CONFIG_FILE
     path.write_text(_written_out(config, device, nproc, folder).to_toml(), encoding="utf-8")
     cpus = numa.places(nproc, _gpus(nproc) if device == "cuda" and len(numa.nodes()) > 1 else ())
@@ -136,6 +137,17 @@ def launch(request: Request) -> Outcome:
         changes["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // nproc, 1))
     failures, ended_by = _run(request, nproc, folder, changes)
     return summarize(folder, nproc, failures, ended_by)
+
+
+def _folder(log_dir: Path | None) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="tieroff-launch-", dir=log_dir)).resolve()
+    except OSError as error:
+        where = f"--log-dir {log_dir}" if log_dir is not None else "the folder for temporary files"
+        raise ConfigError(
+            f"{where}: no folder of logs can be made there: {error.strerror or error}; make it writable, or name another "
+            "with --log-dir"
+        ) from error
 
 
 def _device(config: Config) -> str:
@@ -204,6 +216,12 @@ def _run(request: Request, nproc: int, folder: Path, changes: Mapping[str, str])
             return {failure.local_rank: failure for failure in error.failures.values()}, ""
         except SignalException as error:
             return {}, error.sigval.name
+        except (RendezvousError, torch.distributed.DistError) as error:
+            why = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
+            raise ConfigError(
+                f"the {request.nnodes} machines did not meet at {request.rdzv_endpoint or 'localhost'}: {why}; "
+                "--rdzv-endpoint is the same on every node: an address of one of them that all reach, and a free port there"
+            ) from error
         except KeyboardInterrupt:  # before the agent had put its own answer to signals in place
             return {}, signal.SIGINT.name
     return {}, ""
@@ -227,6 +245,11 @@ def _check_nodes(request: Request) -> None:
         raise ConfigError(
             f"--nnodes {request.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every node: an address of one of them and "
             "a free port there"
+        )
+    host, _, port = (request.rdzv_endpoint or "").rpartition(":")
+    if request.nnodes > 1 and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"expected --rdzv-endpoint HOST:PORT with a port from 1 to 65535, got {request.rdzv_endpoint!r}; write node0:29400"
         )
     if request.node_rank is not None and request.node_rank >= request.nnodes:
         raise ConfigError(f"expected --node-rank below --nnodes {request.nnodes}, got {request.node_rank}")

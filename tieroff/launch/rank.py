@@ -119,7 +119,10 @@ def _note_error(path: Path, error: BaseException) -> None:
     """Writes an error in the form in which torch's agent reads it."""
     now_s = time.time()
     more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now_s)), "time_s": now_s}
-    write_json(path, {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}})
+    try:
+        write_json(path, {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}})
+    except OSError as refusal:  # the script's own error is the one to be seen
+        log.warning("the summary of the launch will lack this rank's error: %s", refusal)
 
 
 def _end_with(launcher_pid: int) -> None:

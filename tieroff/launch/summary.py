@@ -73,8 +73,8 @@ def summarize(folder: Path, count: int, failures: Mapping[int, Failure], ended_b
         failures: by rank, of those that did not exit with 0.
         ended_by: name of the signal that the launcher got, or "".
     """
-    errors = {rank: error for rank in range(count) if (error := read_json(rank_folder(folder, rank) / ERROR_FILE)) is not None}
-    cause = first_cause(failures, {rank: error["message"]["extraInfo"]["time_s"] for rank, error in errors.items()})
+    errors = {rank: found for rank in range(count) if (found := _error_of(rank_folder(folder, rank))) is not None}
+    cause = first_cause(failures, {rank: raised_s for rank, (_, raised_s) in errors.items()})
     rows = tuple(_row(folder, rank, failures.get(rank), rank == cause, ended_by) for rank in range(count))
     error = ""
     if ended_by:
@@ -126,9 +126,9 @@ def _row(folder: Path, rank: int, failure: Failure | None, is_cause: bool, ended
 
 def _reason(own: Path, exitcode: int) -> str:
     """Returns why a rank failed: its error, the signal that ended it, or its exit status with its last words."""
-    error = read_json(own / ERROR_FILE)
+    error = _error_of(own)
     if error is not None:
-        return _short(str(error["message"]["message"]))
+        return _short(error[0])
     if exitcode < 0:
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
         more = " (by a user, or by the kernel when memory ran out)" if exitcode == -signal.SIGKILL else ""
@@ -139,6 +139,19 @@ def _reason(own: Path, exitcode: int) -> str:
         if lines:
             return _short(f"exit status {exitcode}: {lines[-1]}")
     return f"exit status {exitcode}"
+
+
+def _error_of(own: Path) -> tuple[str, float] | None:
+    """Returns the error that ended a rank and when it was raised, in seconds; None without one.
+
+    Torch's `@record` writes the same file, without the exact time, and a script that catches the error then keeps it.
+    """
+    try:
+        message = read_json(own / ERROR_FILE)["message"]
+        more = message["extraInfo"]
+        return str(message["message"]), float(more["time_s"] if "time_s" in more else more["timestamp"])
+    except (ValueError, TypeError, KeyError):  # there is none, or it has the form of another library
+        return None
 
 
 def _short(text: str) -> str:
