@@ -134,7 +134,9 @@ def test_an_index_that_claims_to_be_ours_removes_nothing_outside_the_folder(tmp_
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
-def test_a_process_killed_in_mid_save_leaves_the_old_checkpoint_whole(tmp_path: Path, project: Path) -> None:
+def test_a_process_killed_in_mid_save_leaves_the_old_checkpoint_whole_and_the_next_save_clears_up(
+    tmp_path: Path, project: Path
+) -> None:
     tieroff.save_weights(build(1), tmp_path, max_shard_bytes=SHARDED)
     program = f"""
     import os, signal, tieroff
@@ -150,6 +152,21 @@ def test_a_process_killed_in_mid_save_leaves_the_old_checkpoint_whole(tmp_path: 
     found = build(99)
     tieroff.load_weights(found, tmp_path)
     assert torch.equal(found.get_parameter("0.weight"), build(1).get_parameter("0.weight"))
+    left = list(tmp_path.glob(".*.part"))
+    assert left
+    seen: list[bool] = []
+
+    def save_beside(done: int, total: int) -> None:
+        """Another save of the same folder, in the middle of this one."""
+        if not seen:
+            seen.append(True)
+            tieroff.save_weights(build(3), tmp_path, max_shard_bytes=SHARDED)
+
+    (tmp_path / ".mine.part").write_text("not of a save")
+    tieroff.save_weights(build(4), tmp_path, max_shard_bytes=SHARDED, on_progress=save_beside)
+    tieroff.load_weights(found, tmp_path)
+    assert torch.equal(found.get_parameter("0.weight"), build(4).get_parameter("0.weight"))
+    assert list(tmp_path.glob(".*.part")) == [tmp_path / ".mine.part"]
 
 
 def test_a_wrapped_model_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,18 @@ TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "no such method": (wrapped(lambda e, m, o: e.begin_in("fit")), "expected the name of a method", "got 'fit'", "such as"),
     "a plain model": (lambda: tieroff.engine(pair()[0]), "is not wrapped", "Linear", "call tieroff.wrap first"),
     "no such weights": (lambda: tieroff.load_weights(pair()[0], "no"), "expected a safetensors", "no:", "name a .safetensors"),
+    "weights of a path": (
+        lambda: tieroff.save_weights("out", pair()[0]),  # type: ignore[arg-type]
+        "expected a torch.nn.Module and a path",
+        "got str and Linear",
+        "tieroff.save_weights(model, path)",
+    ),
+    "weights from a state dict": (
+        lambda: tieroff.load_weights(pair()[0], {}),  # type: ignore[arg-type]
+        "expected a torch.nn.Module and a path",
+        "got Linear and dict",
+        "tieroff.load_weights(model, path)",
+    ),
     "shards of nothing": (
         lambda: tieroff.save_weights(pair()[0], "out", max_shard_bytes=0),
         "expected max_shard_bytes above 0",

@@ -14,7 +14,7 @@ import torch
 from tieroff.api import engine_of
 from tieroff.checkpoint.folder import Checkpoint, open_checkpoint
 from tieroff.checkpoint.shard import StoredTensor, code_of, size_of
-from tieroff.checkpoint.targets import Target, targets_of
+from tieroff.checkpoint.targets import Target, check_arguments, targets_of
 from tieroff.errors import CheckpointError, StateError
 from tieroff.runtime.engine import Engine
 
@@ -62,8 +62,10 @@ def load_weights(
     Raises:
         CheckpointError: files are missing, truncated or contradictory, or belong to another model. Nothing was changed.
         StoreError: a drive failed; tensors loaded until then have their new values.
-        StateError: a parameter on the meta device has hooks or weak references and cannot be filled.
+        StateError: this is no module or no path, or a parameter on the meta device has hooks or weak references and cannot be
+            filled.
     """
+    check_arguments("load_weights", model, path)
     checkpoint = open_checkpoint(Path(path))
     targets = targets_of(model)
     chosen = _match(targets, checkpoint, convert)

@@ -3,14 +3,17 @@
 [Note: whole at every moment] All bytes are written under temporary names and are on the drive before anything is renamed.
 One file replaces its predecessor by its rename. Of several, each has a name that no earlier save used, so the old index
 names old files until the new index takes its place. Only then are the files of the predecessor removed, and only those
-that an earlier save of this library wrote.
+that an earlier save of this library wrote. What a save under way has written is gone after an error; where its process was
+killed the next save into that folder removes it. Saves hold a shared lock of the folder, so it knows that nobody is at it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,12 +26,15 @@ from tieroff.api import engine_of
 from tieroff.checkpoint.folder import INDEX_FILE, WEIGHTS_FILE, metadata_of, read_index
 from tieroff.checkpoint.load import Progress
 from tieroff.checkpoint.shard import Shard, code_of, size_of, write_shard
-from tieroff.checkpoint.targets import targets_of
+from tieroff.checkpoint.targets import check_arguments, targets_of
 from tieroff.errors import CheckpointError, ConfigError, StoreError
 from tieroff.units import parse_bytes
 
 log = logging.getLogger("tieroff")
 
+_TEMPORARY = re.compile(
+    r"\.(model-\d{5}-of-\d{5,}-[0-9a-f]{12}\.safetensors|model\.safetensors(\.index\.json)?)\.[0-9a-f]{12}\.part"
+)
 _WRITER = {"format": "pt", "writer": "tieroff"}
 
 Named = list[tuple[str, torch.Tensor]]
@@ -56,8 +62,10 @@ def save_weights(
     Raises:
         CheckpointError: the state dict holds something else than plain tensors with values, or the folder holds a
             `model.safetensors` of other origin, which readers would prefer to an index.
+        StateError: this is no module or no path.
         StoreError: a drive failed or is full. The folder holds what it held before.
     """
+    check_arguments("save_weights", model, folder)
     limit_bytes = parse_bytes(max_shard_bytes)
     if limit_bytes == 0:
         raise ConfigError(f'save_weights: expected max_shard_bytes above 0, got {max_shard_bytes!r}; write "5GiB"')
@@ -163,11 +171,21 @@ class _Staging:
     pending: dict[Path, Path] = field(default_factory=dict)  # temporary name -> final one
     published: list[Path] = field(default_factory=list)
     is_done: bool = False
+    lock_fd: int = -1
 
     def __enter__(self) -> _Staging:
+        try:
+            self.lock_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _failed("open", self.folder, error) from error
+        # A file system without locks has nobody's files removed.
+        with suppress(OSError):
+            _remove_of_killed(self.folder, self.lock_fd)
+            fcntl.flock(self.lock_fd, fcntl.LOCK_SH)
         return self
 
     def __exit__(self, *_error: object) -> None:
+        os.close(self.lock_fd)
         if self.is_done:
             return
         # A shard that has its name already is in no index, so it goes too; a single file, or the index, is renamed last.
@@ -213,6 +231,25 @@ class _Staging:
                 errno=error.errno,
             ) from error
         return files
+
+
+def _remove_of_killed(folder: Path, lock_fd: int) -> None:
+    """Removes what saves left whose processes were killed, unless one is under way.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            try:
+                path.unlink(missing_ok=True)
+                log.info("removed %s, which a save left that was killed", path)
+            except OSError as error:
+                log.warning("%s, which a save left that was killed, could not be removed: %s", path, error)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
-from tieroff.errors import CheckpointError
+from tieroff.errors import CheckpointError, StateError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,17 @@ class Target:
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
+
+
+def check_arguments(call: str, model: object, path: object) -> None:
+    """Checks what `load_weights` and `save_weights` are given.
+
+    Raises:
+        StateError: it is no module, or no path.
+    """
+    if not isinstance(model, torch.nn.Module) or not isinstance(path, (str, os.PathLike)):
+        kinds = f"{type(model).__name__} and {type(path).__name__}"
+        raise StateError(f"{call}: expected a torch.nn.Module and a path, got {kinds}; it is tieroff.{call}(model, path)")
 
 
 def targets_of(model: torch.nn.Module) -> list[Target]:
