@@ -19,7 +19,6 @@ from tieroff.errors import (
     TieroffError,
     TraceMismatchError,
 )
-from tieroff.resident import LOADING
 
 if TYPE_CHECKING:
     from tieroff import integrations
@@ -100,6 +99,8 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'tieroff' has no attribute {name!r}")
+    from tieroff.core.io.resident import LOADING  # `import tieroff` loads nothing but its errors
+
     with LOADING.counted():
         return getattr(import_module(f"tieroff.{module}"), name)
 

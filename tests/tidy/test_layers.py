@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-EDGES = {"config", "device_budget", "errors", "parts", "recomputation", "resident", "uncompiled", "units"}
+EDGES = {"config", "device_budget", "errors", "parts", "recomputation", "uncompiled", "units"}
 BELOW = {
     "errors": set[str](),
     "parts": set[str](),
     "recomputation": set[str](),
     "uncompiled": set[str](),
-    "resident": set[str](),
     "units": {"errors"},
     "device_budget": {"errors", "units"},
     "config": {"device_budget", "errors", "units"},
@@ -40,7 +39,7 @@ BELOW["cli"] = {"__init__", "api", "launch", "rehearsal", "study", *BELOW["api"]
 BELOW["__main__"] = {"cli"}
 BELOW["integrations"] = {"api", *BELOW["api"]}
 
-WITHOUT_TORCH = {"errors", "units", "resident", "device_budget", "config", "core", "planner", "storage", "updates"}
+WITHOUT_TORCH = {"errors", "units", "device_budget", "config", "core", "planner", "storage", "updates"}
 STUDY_WITHOUT_TORCH = ("policies", "compare")  # they run in the planning process, or read what it made
 WITH_NATIVE = {"storage", "planner", "updates", "study"}
 BY_NAME = "planner/policies.py"

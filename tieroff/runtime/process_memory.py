@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import torch
 
+from tieroff.core.io.resident import LOADING, resident_bytes
 from tieroff.core.tensor import Tier
-from tieroff.resident import LOADING, resident_bytes
 from tieroff.runtime.backend.base import Backend
 from tieroff.runtime.engine import Engine
 from tieroff.runtime.items.offloaded import PLAIN
