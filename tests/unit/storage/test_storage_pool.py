@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import logging
 import mmap
 import random
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.injector import Injector, interrupt
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage import buffers, engines
 from tieroff.storage.engines import Engine
@@ -146,6 +149,35 @@ def test_slabs_are_registered_when_made_and_unregistered_at_close(engine: Engine
     assert list(registered.values()) == [4 * MIB, MIB, MIB, MIB]
     store.close()
     assert registered == {}
+
+
+@pytest.mark.parametrize("comes_from_driver", [False, True])
+def test_an_interrupt_unmaps_no_memory_that_is_pinned(engine: Engine, comes_from_driver: bool) -> None:
+    """To pin gigabytes takes seconds, in which Ctrl-C comes; the driver would go on with pages that are nobody's any more."""
+    registered: dict[int, int] = {}
+    injector, is_last = Injector(), False
+
+    def register(address: int, size_bytes: int) -> None:
+        registered[address] = size_bytes
+        if comes_from_driver:
+            interrupt()
+
+    def unregister(address: int) -> None:
+        assert is_mapped(address)
+        registered.pop(address, None)
+
+    for at in itertools.count():
+        store = HostStore(8 * MIB, engine, RegisteredSlabs(register, unregister), slab_bytes=MIB)
+        is_last = comes_from_driver or not injector.run(functools.partial(store.reserve, MIB), at)
+        if comes_from_driver:
+            assert injector.run(functools.partial(store.reserve, MIB))
+        store.repair()
+        assert sum(registered.values()) == store.reserved_bytes, f"interrupted before line {at}: {injector.where}"
+        store.close()
+        assert not registered
+        if is_last:
+            break
+    assert comes_from_driver or at > 20
 
 
 def test_slab_memory_goes_with_the_last_home(engine: Engine) -> None:

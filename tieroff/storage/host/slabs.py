@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -62,6 +64,9 @@ class PopulatedSlabs:
 class RegisteredSlabs(PopulatedSlabs):
     """Ordinary memory that the driver pins, and no child inherits.
 
+    [Note: slabs that nobody got] To pin takes seconds, in which Ctrl-C comes. Memory that is unmapped and still pinned is lost,
+    and what is mapped at its address later cannot be pinned. So a slab that dies before it was given back is unpinned first.
+
     Args:
         register: called with (address, size in bytes); raises StoreError where it is refused.
         unregister: called with the address.
@@ -74,12 +79,26 @@ class RegisteredSlabs(PopulatedSlabs):
         self, register: Callable[[int, int], None], unregister: Callable[[int], None], cpus: Collection[int] = ()
     ) -> None:
         self._register, self._unregister, self._cpus = register, unregister, cpus
+        self._pinned: set[int] = set()  # addresses
 
     def make(self, size_bytes: int) -> Mapping:
         with numa.running_on(self._cpus):  # pages belong to the node of whoever touches them first
             slab = super().make(size_bytes)
-            self._register(slab.address, slab.size_bytes)
+            # Called before the mapping's own, since it is the younger one.
+            weakref.finalize(slab, self._drop, slab.address, os.getpid()).atexit = False
+            self._pinned.add(slab.address)  # first: see [Note: slabs that nobody got]
+            try:
+                self._register(slab.address, slab.size_bytes)
+            except OSError:
+                self._pinned.discard(slab.address)
+                raise
         return slab
 
     def release(self, slab: Slab) -> None:
         self._unregister(slab.address)
+        self._pinned.discard(slab.address)
+
+    def _drop(self, address: int, pid: int) -> None:
+        if address in self._pinned and os.getpid() == pid:
+            self._pinned.discard(address)
+            self._unregister(address)
