@@ -20,6 +20,7 @@ from tieroff.probe import kernel
 from tieroff.probe.drives import drive, file_system
 from tieroff.probe.gds import KVIKIO, cuda_version, gds_path, version_of
 from tieroff.storage import buffers
+from tieroff.storage.buffers import Buffer
 from tieroff.storage.engines import Engine, OpenFile, Transfer, available, choose
 from tieroff.storage.limits import host_limit
 from tieroff.storage.nvme import files
@@ -154,7 +155,8 @@ def engine_path(folder: Path, name: str) -> EnginePath:
             finally:
                 os.close(directory)
             try:
-                reason = _round_trip(engine, file)
+                memory = buffers.allocate(file.block_bytes), buffers.allocate(file.block_bytes)
+                reason = _round_trip(engine, file, *memory)
             finally:
                 engine.close()  # before the file and the memory: a transfer may still be under way
                 os.close(file.fd)
@@ -169,10 +171,9 @@ def engine_path(folder: Path, name: str) -> EnginePath:
     return EnginePath(name, "buffered", "O_DIRECT is refused here" if engine.is_direct else "the engine is buffered")
 
 
-def _round_trip(engine: Engine, file: OpenFile) -> str:
+def _round_trip(engine: Engine, file: OpenFile, source: Buffer, target: Buffer) -> str:
     """Writes a block and reads it back; returns what went wrong, or ""."""
     size = file.block_bytes
-    source, target = buffers.allocate(size), buffers.allocate(size)
     source[:size] = os.urandom(size)
     files.preallocate(file, 0, size)
     failed = _failure(engine.write(file, 0, source.address, size, with_checksum=False), "write") or _failure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_doctor_says_that_an_engine_reads_something_else(tmp_path: Path, monkeyp
     monkeypatch.setattr(doctor, "choose", lambda name: zeros)
     row = doctor.engine_path(tmp_path, "threads")
     assert (row.path, row.reason) == ("none", "read other bytes than were written")
+
+
+def test_doctor_keeps_memory_that_a_hanging_drive_still_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the engine is closed: what the drive does then would go to memory that is somebody else's."""
+    engine: Any = choose("threads")
+    memory, was_there = list[weakref.ref[Any]](), list[bool]()
+    real_allocate, real_close = buffers.allocate, engine.close
+
+    def allocate(size_bytes: int) -> Any:
+        buffer = real_allocate(size_bytes)
+        memory.append(weakref.ref(buffer))
+        return buffer
+
+    def close() -> None:
+        was_there.extend(buffer() is not None for buffer in memory)
+        real_close()
+
+    engine.native.inject("read", hang=True)
+    monkeypatch.setattr(engine, "close", close)
+    monkeypatch.setattr(buffers, "allocate", allocate)
+    monkeypatch.setattr(doctor, "choose", lambda name: engine)
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.1)
+    assert doctor.engine_path(tmp_path, "threads").reason == "a read has not ended after 0.1 s"
+    assert len(was_there) == 4 and all(was_there)  # closed once for the transfers, and once more in any case
 
 
 def test_doctor_names_what_an_absent_engine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
