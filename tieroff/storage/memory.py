@@ -34,6 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
@@ -148,6 +149,24 @@ class Mapping:
                 raise
             for position in range(0, self.size_bytes, PAGE_BYTES):
                 ctypes.memset(self.address + position, 0, 1)
+
+
+class SpareMappings(Mapping):
+    """Some mappings of nothing. Given up, they let a process change others that has as many as the kernel allows.
+
+    There the kernel refuses every mapping, also one in the place of another; but not to unmap a range as it was mapped.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Maps them.
+
+        Raises:
+            OSError: the process has no room for them.
+        """
+        super().__init__((2 * count - 1) * PAGE_BYTES, is_reserved=True)
+        for position in range(0, self.size_bytes, 2 * PAGE_BYTES):  # the first and the last: they join no neighbour
+            if _libc.mprotect(self.address + position, PAGE_BYTES, mmap.PROT_READ) != 0:
+                raise _os_error("mprotect")
 
 
 def _unmap(address: int, size_bytes: int, pid: int) -> None:

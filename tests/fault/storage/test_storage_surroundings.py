@@ -198,6 +198,49 @@ def ask(process: subprocess.Popen[str], line: str) -> str:
     return process.stdout.readline().strip()
 
 
+MAPPINGS = """
+import ctypes
+from tieroff.storage.memory import Mapping
+store = FileStore([folder], 16 * MIB, engine, room=Room(grow_bytes=MIB))
+kept = [store.home(4096), store.allocate(4096)]
+homes = [(store.home(4096), store.allocate(4096)) for _ in range(64)]  # no two beside each other in the file
+libc = ctypes.CDLL(None)
+others = Mapping(int(open("/proc/sys/vm/max_map_count").read()) * 8192, is_reserved=True)
+page = others.address
+while libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(4096), 1) == 0:
+    page += 8192
+try:
+    while True:
+        homes.append((store.home(4096), store.allocate(4096)))
+except StoreError as error:
+    text = str(error)
+mappings = lambda: sum(1 for _ in open("/proc/self/maps"))
+before, count = store.used_bytes, mappings()
+for home, block in homes:
+    store.free(block)
+del homes, home, block
+used, block = store.used_bytes, store.allocate(4096)
+store.free(block)
+is_free = before > used == 8192 and mappings() < count - 64
+del others
+again = [store.home(4096) for _ in range(128)]
+again[-1].write(source.address, source).wait(60)
+again[-1].publish()
+print("vm.max_map_count" in text, is_free, bytes(memoryview(again[-1]).cast("B")) == source[:4096])
+store.free(kept[1])
+store.close()
+engine.close()
+"""
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/vm/max_map_count").read_text()) > 2**17, reason="to reach the limit takes too long here"
+)
+def test_as_many_mappings_as_the_kernel_allows_are_told_and_nothing_is_lost(tmp_path: Path, project: Path) -> None:
+    """Each home is one. There the kernel refuses every new one, also in the place of one that is to go."""
+    assert run(MAPPINGS, project, str(tmp_path), available()[0]) == (0, "True True True", "")
+
+
 SHRUNK = """
 store = FileStore([folder], 16 * MIB, engine, "always", room=Room(grow_bytes=MIB))
 homes = [store.home(MIB) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage.engines.base import Engine, Mover, OpenFile, Transfer
 from tieroff.storage.extents import FreeList
 from tieroff.storage.homes import place_home
-from tieroff.storage.memory import PAGE_BYTES, Mapping, align_up, write_back
+from tieroff.storage.memory import PAGE_BYTES, Mapping, SpareMappings, align_up, write_back
 from tieroff.storage.nvme import files
 from tieroff.storage.nvme.file_home import FileHome, MappedExtents
 from tieroff.storage.nvme.pages import PageReturner, return_pages
@@ -35,6 +36,8 @@ MIN_FREE_BYTES = 64 * 2**20
 
 _ADDRESS_SPACE_SHARE = 4
 """Address space for homes, in capacities: it costs nothing, and keeps holes between homes from mattering."""
+
+_SPARE_MAPPINGS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class FileStore(SpaceStore):
         self._addresses = FreeList()
         self._mapped: WeakSet[MappedExtents] = WeakSet()  # those whose range of addresses is taken
         self._range: Mapping | None = None
+        self._spare: SpareMappings | None = None
         self.page_returner: PageReturner | None = None
         _open_stores.add(self)
 
@@ -237,8 +241,9 @@ class FileStore(SpaceStore):
             yield
         except OSError as error:
             path, offset = self._place(block)
+            hint = "; vm.max_map_count may be too low, each home is a mapping" if error.errno == errno.ENOMEM else ""
             raise StoreError(
-                f"cannot {action} {block.size_bytes} bytes of {path} at offset {offset}: {error}",
+                f"cannot {action} {block.size_bytes} bytes of {path} at offset {offset}: {error}{hint}",
                 path=path,
                 offset=offset,
                 size_bytes=block.size_bytes,
@@ -253,6 +258,8 @@ class FileStore(SpaceStore):
             size_bytes = align_up(self.capacity_bytes * _ADDRESS_SPACE_SHARE, self.alignment_bytes)
             self._range = Mapping(size_bytes, is_reserved=True)
             self._addresses.extend(size_bytes)
+        if self._spare is None:
+            self._spare = SpareMappings(_SPARE_MAPPINGS)
         return self._range
 
     def _map_new(self, block: Block) -> MappedExtents:
@@ -277,15 +284,28 @@ class FileStore(SpaceStore):
     def _dissolve(self, item: Any) -> list[Block]:
         if not isinstance(item, MappedExtents):
             return [item]
-        item.space.unmap_file(item.position, item.shown.extent_bytes)
+        self._unmap(item)
         self._addresses.give(item.position, item.shown.extent_bytes)
         self._mapped.discard(item)
         return self._blocks_in(item)
 
+    def _unmap(self, place: MappedExtents) -> None:
+        size_bytes = place.shown.extent_bytes
+        try:
+            place.space.unmap_file(place.position, size_bytes)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            self._spare = None  # the process has as many mappings as it may: now a few less
+            try:
+                place.space.unmap_file(place.position, size_bytes)
+            except OSError:
+                place.space.give_back(place.position, size_bytes)  # it is mapped over when these addresses are next used
+
     def _recount(self) -> None:
         broken_off = self._dissolving
         if isinstance(broken_off, MappedExtents):
-            broken_off.space.unmap_file(broken_off.position, broken_off.shown.extent_bytes)  # once more does no harm
+            self._unmap(broken_off)  # once more does no harm
             self._mapped.discard(broken_off)
         super()._recount()
         self._addresses.rebuild((mapped.position, mapped.shown.extent_bytes) for mapped in list(self._mapped))
@@ -362,6 +382,7 @@ class FileStore(SpaceStore):
         if self.page_returner is not None:
             self.page_returner.close()
             self.page_returner = None
+        self._spare = None
         self._range = None  # homes that are still referred to hold it, and their mappings hold the file's bytes
         _close_files(self.files)
         self.files = []
