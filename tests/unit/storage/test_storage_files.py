@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage import buffers
+from tieroff.storage.nvme import files
 from tieroff.storage.nvme.file_home import FileHome
 from tieroff.storage.nvme.file_store import FileStore, Room
 from tieroff.storage.nvme.shares import share_out
@@ -102,6 +104,29 @@ def test_open_error_names_the_directory_and_leaves_nothing(engine: Any, tmp_path
     assert caught.value.errno == errno.EROFS
     assert len(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
+
+
+def test_a_process_without_descriptors_leaves_no_folder(tmp_path: Path) -> None:
+    """Where files have a name for a moment, the folder around it is made first, and then there is no descriptor for it."""
+
+    def refuse(*_arguments: Any, **_options: Any) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    directory, limits = files.open_directory(str(tmp_path)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [directory]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (directory + 8, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(directory))
+        with pytest.raises(StoreError, match="Too many open files") as caught:
+            files.open_nameless(str(tmp_path), directory, is_direct=False, opener=refuse)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+    assert caught.value.errno == errno.EMFILE
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_directory_is_checked(engine: Any, tmp_path: Path) -> None:

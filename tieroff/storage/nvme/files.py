@@ -171,7 +171,12 @@ def _open_unlinked(directory_fd: int, direct_flag: int, opener: Opener) -> int:
     """
     folder = f".tieroff-{secrets.token_hex(16)}"
     os.mkdir(folder, 0o700, dir_fd=directory_fd)
-    folder_fd = os.open(folder, _DIRECTORY_FLAGS, dir_fd=directory_fd)
+    try:
+        folder_fd = os.open(folder, _DIRECTORY_FLAGS, dir_fd=directory_fd)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # the folder is ours; with any other error it may be another one now
+            os.rmdir(folder, dir_fd=directory_fd)
+        raise
     try:
         status = os.fstat(folder_fd)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
