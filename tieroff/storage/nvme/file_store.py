@@ -403,7 +403,7 @@ def _open_files(
     try:
         for path in dirs:
             directory_fds.append(files.open_directory(path))
-        shares = share_out(capacity_bytes, speeds, rooms(directory_fds, room.min_free_bytes))
+        shares = share_out(capacity_bytes, speeds, files.rooms(directory_fds, room.min_free_bytes))
         if sum(shares) < capacity_bytes:
             raise ConfigError(
                 f"expected room for {format_bytes(capacity_bytes)} under [nvme] dirs ({', '.join(dirs)}), got "
@@ -419,15 +419,6 @@ def _open_files(
         for directory_fd in directory_fds:
             os.close(directory_fd)
     return opened, shares
-
-
-def rooms(directory_fds: Sequence[int], min_free_bytes: int) -> list[int]:
-    """Returns the bytes that each directory may take; directories on one drive share its room alike."""
-    drives = [os.fstat(fd).st_dev for fd in directory_fds]
-    return [
-        max(0, files.free_bytes(fd) - min_free_bytes) // drives.count(drive)
-        for fd, drive in zip(directory_fds, drives, strict=True)
-    ]
 
 
 def _close_files(opened: Sequence[OpenFile]) -> None:

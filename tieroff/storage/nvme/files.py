@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tieroff.errors import ConfigError, StoreError
 from tieroff.storage import buffers
@@ -95,6 +95,14 @@ def free_bytes(fd: int) -> int:
     """Returns what this user may still take of the file system that an open file or directory lies in."""
     space = os.fstatvfs(fd)
     return space.f_bavail * space.f_frsize
+
+
+def rooms(directory_fds: Sequence[int], min_free_bytes: int) -> list[int]:
+    """Returns the bytes that each directory may take; directories on one drive share its room alike."""
+    drives = [os.fstat(fd).st_dev for fd in directory_fds]
+    return [
+        max(0, free_bytes(fd) - min_free_bytes) // drives.count(drive) for fd, drive in zip(directory_fds, drives, strict=True)
+    ]
 
 
 def open_nameless(path: str, directory_fd: int, *, is_direct: bool, opener: Opener = os.open) -> OpenFile:
