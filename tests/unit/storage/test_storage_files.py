@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.injector import Injector
 from tieroff.errors import ConfigError, StateError, StoreError
 from tieroff.storage import buffers
 from tieroff.storage.nvme import files
@@ -204,7 +206,7 @@ def test_drive_with_too_little_room_takes_less_and_the_others_more(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dirs = folders(tmp_path, 3)
-    monkeypatch.setattr("tieroff.storage.nvme.file_store.rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
+    monkeypatch.setattr("tieroff.storage.nvme.files.rooms", lambda _fds, _free: [2 * MIB, 64 * MIB, 64 * MIB])
     store = FileStore(dirs, 12 * MIB, engine, write_bytes_per_s=[3e9, 1e9, 1e9], room=Room(grow_bytes=MIB))
     areas = [store.allocate(MIB).area for _ in range(12)]
     assert [areas.count(index) for index in range(3)] == [2, 5, 5]
@@ -295,6 +297,26 @@ def test_home_shows_the_old_value_until_publish(store: FileStore) -> None:
     assert store.used_bytes == MIB
     with pytest.raises(StateError, match=r"since the last publish"):
         home.publish()
+
+
+def test_home_whose_publishing_was_interrupted_shows_what_is_read(store: FileStore) -> None:
+    """The old value or the new one, to the engine and to user code the same."""
+    injector, values, target = Injector(), [filled(8192, 1), filled(8192, 2)], buffers.allocate(8192)
+    for at in itertools.count():
+        home = store.home(8192)
+        for value in values:
+            home.write(value.address, value).wait(30)
+            was_interrupted = injector.run(home.publish, at if value is values[1] else -1)
+        store.repair()
+        shown = bytes(memoryview(home).cast("B"))
+        home.read(target.address, target).wait(30)
+        assert shown == target[:8192], f"interrupted before line {at}: {injector.where}"
+        assert shown in [bytes(value[:8192]) for value in values]
+        del home
+        assert store.used_bytes == 0
+        if not was_interrupted:
+            break
+    assert at > 30
 
 
 def test_home_is_never_written_directly_where_it_is_mapped(store: FileStore) -> None:

@@ -121,6 +121,7 @@ class FileStore(SpaceStore):
         self._mapped: WeakSet[MappedExtents] = WeakSet()  # those whose range of addresses is taken
         self._range: Mapping | None = None
         self._spare: SpareMappings | None = None
+        self._switching: MappedExtents | None = None  # its memory may show the shadow already
         self.page_returner: PageReturner | None = None
         _open_stores.add(self)
 
@@ -205,14 +206,18 @@ class FileStore(SpaceStore):
             shadow = place.shadow
             if shadow is None:
                 raise StateError("expected a written value to publish, got none")
-            file = self.files[shadow.area]
-            with self._placed("map", shadow):
-                place.space.map_file(place.position, shadow.extent_bytes, file.fd, shadow.offset)
+            self._switching = place
+            self._show(place, shadow)
             old, place.shown, place.shadow = place.shown, shadow, None
+            self._switching = None
             self._forget_pages(old)
             old.is_freed = True
             self._freed.append(old)
             self._drain()
+
+    def _show(self, place: MappedExtents, block: Block) -> None:
+        with self._placed("map", block):
+            place.space.map_file(place.position, block.extent_bytes, self.files[block.area].fd, block.offset)
 
     def _home_check(self, block: Block, target_address: int, by: By | None) -> Check:
         written = block.written
@@ -303,6 +308,9 @@ class FileStore(SpaceStore):
                 place.space.give_back(place.position, size_bytes)  # it is mapped over when these addresses are next used
 
     def _recount(self) -> None:
+        place, self._switching = self._switching, None
+        if place is not None and place in self._mapped and place.shadow is not None:
+            self._show(place, place.shown)
         broken_off = self._dissolving
         if isinstance(broken_off, MappedExtents):
             self._unmap(broken_off)  # once more does no harm
