@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -182,6 +183,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         StateError: the model is not wrapped.
     """
     engine(model).close()
+    # What the engine is made of refers to parameters and optimizer, and to itself in circles: until these are collected, layers
+    # and an optimizer that the program drops next would keep their memory.
+    gc.collect()
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import tieroff
 from tests.accelerator import target
 from tests.accelerator.users.loops import Program, check
-from tests.corpus.parts import Mlp, update
+from tests.corpus.parts import LM, Mlp, update
 from tests.corpus.run import ON_DEVICE_BYTES, differing, run
 from tests.corpus.run import Program as Counted
 from tieroff.core.tensor import Tier
@@ -198,3 +199,48 @@ def test_a_checkpoint_of_the_optimizer_is_loaded_in_its_budget(
     assert peaks[0] >= 3 * model_bytes
     counters_bytes = 512 * len(list(model.parameters())) if is_own and fused else 0  # a block each: they go where they count
     assert peaks[1] <= last.limit_bytes + ON_DEVICE_BYTES + counters_bytes
+
+
+def test_a_tied_weight_lies_once_in_a_state_dict(tmp_path: Path) -> None:
+    """Wherever the plan has it: what is saved has it once, as that of a plain run."""
+
+    def usage(p: Counted) -> None:
+        model = LM(layers=2).to(p.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        p.wrap(model, optimizer)
+        for index in range(5):
+            model(p.tokens(index, 3, 12)).square().mean().backward()
+            update(optimizer)
+            p.end(model)
+            given = model.state_dict()
+            p.note(given["head.weight"].data_ptr() == given["embed.weight"].data_ptr())
+            given["head.weight"].mul_(0.5)
+        p.note(*model.state_dict().values())
+
+    plain = run(usage, Counted(target.device(), tmp_path))
+    for budget in ("90%", "min"):
+        assert differing(plain, run(usage, Counted(target.device(), tmp_path, budget, target.backend))) == [], budget
+
+
+def test_what_the_program_drops_after_unwrap_is_freed_at_once(tmp_path: Path) -> None:
+    """Without Python's collector of circles: a layer that is replaced, and the optimizer with its state."""
+    device = target.device()
+    p = Counted(device, tmp_path, "min", target.backend)
+    gc.collect()
+    before_bytes = torch.accelerator.memory_allocated(device)
+    model = Mlp(64, 4).to(device)
+    optimizer: Any = torch.optim.Adam(model.parameters())
+    p.wrap(model, optimizer)
+    for index in range(4):
+        model(p.rows(index, 3, 64)).square().mean().backward()
+        update(optimizer)
+        p.end(model)
+    p.unwrap(model)
+    gc.disable()
+    try:
+        model.layers, optimizer = model.layers[:1], None
+        torch.accelerator.synchronize(device)
+        left_bytes = torch.accelerator.memory_allocated(device) - before_bytes
+    finally:
+        gc.enable()
+    assert left_bytes <= 64 * 65 * 4 + 8 * 512
