@@ -303,9 +303,13 @@ class _ToCpu:
     def _of_model(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         own = dict((*model.named_parameters(prefix.rstrip("."), remove_duplicate=False), *_buffers_of(model, prefix)))
         kept = {id(tensor) for tensor in own.values()}  # given out as they are: keep_vars
+        shown: dict[int, torch.Tensor] = {}  # a tensor of several names lies once, as in a plain dict
         for name, value in state_dict.items():
             if name.startswith(prefix) and isinstance(value, torch.Tensor) and id(value) not in kept:
-                state_dict[name] = self._on_cpu(own.get(name), value)
+                tensor = own.get(name)
+                first = shown.get(id(tensor)) if tensor is not None else None
+                state_dict[name] = given = first.detach() if first is not None else self._on_cpu(tensor, value)
+                shown.setdefault(id(tensor), given)
 
     def _of_optimizer(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = {
