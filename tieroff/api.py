@@ -81,9 +81,10 @@ def wrap(
         The same module, or a list of the same modules.
 
     Raises:
-        ConfigError: the config cannot be used on this machine, or its partition not on this model and these ranks.
+        ConfigError: the config cannot be used on this machine (a folder is missing, say), or its partition not on this model
+            and these ranks.
         StateError: this is no module, it is wrapped already, or it or the optimizer cannot be wrapped.
-        StoreError: a folder is missing, read-only or too small.
+        StoreError: a drive failed or is full.
     """
     if not sys.platform.startswith("linux"):
         raise StateError(f"tieroff.wrap runs on Linux; this is {sys.platform}. plan and compare work everywhere")

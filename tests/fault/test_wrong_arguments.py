@@ -283,6 +283,18 @@ TABLE: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "got '50'",
         'write "50%"',
     ),
+    "a plan into no folder": (
+        command("plan", "--trace", str(GPT), *PROBLEM, "--out", "no/plan.json"),
+        "--out no/plan.json",
+        "the folder no does not exist",
+        "make it, or name another one",
+    ),
+    "a machine into a folder": (
+        command("probe", "--dir", ".", "--seconds", "600", "--out", "empty"),
+        "--out empty",
+        "this is a folder",
+        "name a file in it",
+    ),
     "plan of an empty folder": (
         command("plan", "--trace", "empty", *PROBLEM),
         "expected the folder of a run",

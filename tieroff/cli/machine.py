@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tieroff.cli.options import AsJson
-from tieroff.cli.output import print_json
+from tieroff.cli.output import check_out, print_json
 from tieroff.cli.tables import print_diagnosis, print_probe
 from tieroff.report.terminal import progress
 
@@ -31,6 +31,7 @@ def probe(
     from tieroff.probe.machine import surveyed_machine
     from tieroff.probe.survey import survey
 
+    check_out(out)
     device = _device()
     with progress() as report:
         found = survey(device, dirs, seconds, report)

@@ -6,11 +6,12 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from tieroff.errors import TieroffError
+from tieroff.errors import ConfigError, TieroffError
 
 EXIT_ERROR = 1
 EXIT_INFEASIBLE = 3
@@ -35,6 +36,18 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(EXIT_ERROR) from None
 
     return run
+
+
+def check_out(path: Path | None) -> None:
+    """Returns when a result can be written to a path, which is asked before the work for it begins.
+
+    Raises:
+        ConfigError: it is a folder, or its folder does not exist.
+    """
+    if path is not None and path.is_dir():
+        raise ConfigError(f"--out {path}: this is a folder; name a file in it")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: the folder {path.parent} does not exist; make it, or name another one")
 
 
 def _print_error(error: Exception, *, as_json: bool) -> None:

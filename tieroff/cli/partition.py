@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tieroff.cli.output import check_out
 from tieroff.units import format_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def partition(
     """Chooses how each operator of a step is split over devices: least cost within each device's memory."""
     if (problem is None) == (model is None):
         raise typer.BadParameter("give either --problem FILE or --model MODULE:FACTORY")
+    check_out(out)
     if problem is not None:
         _solve(problem, time_limit, seed, as_json)
     elif machine is None:

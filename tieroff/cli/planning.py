@@ -24,7 +24,7 @@ from tieroff.cli.options import (
     TraceOption,
     Wide,
 )
-from tieroff.cli.output import EXIT_INFEASIBLE, print_json
+from tieroff.cli.output import EXIT_INFEASIBLE, check_out, print_json
 from tieroff.cli.recipes import (
     ADVICE_UNTIL_S,
     Autocast,
@@ -83,6 +83,7 @@ def plan(
     from tieroff.study.profiles.files import load_trace
 
     find_policy(policy)
+    check_out(out)
     if [model, trace, hf].count(None) != 2:
         raise typer.BadParameter("give one of --model MODULE:FACTORY, --trace PATH and --hf CONFIG_OR_ID")
     loaded, begin = load_machine(machine), time.monotonic()

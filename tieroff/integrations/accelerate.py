@@ -31,9 +31,9 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ConfigSource = None
         What `accelerator.prepare` returns: the prepared objects, in order.
 
     Raises:
-        ConfigError: the config cannot be used on this machine.
+        ConfigError: the config cannot be used on this machine: a folder is missing, say.
         StateError: not one module and one optimizer, or they cannot be wrapped.
-        StoreError: a folder is missing, read-only or too small.
+        StoreError: a drive failed or is full.
     """
     for kind, name in ((torch.nn.Module, "module"), (torch.optim.Optimizer, "optimizer")):
         count = sum(isinstance(item, kind) for item in objects)

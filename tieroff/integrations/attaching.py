@@ -56,7 +56,7 @@ def attach(model: torch.nn.Module, optimizer: object, config: ConfigSource, devi
     Raises:
         ConfigError: the config cannot be used on this machine, or has the model compute elsewhere than its trainer does.
         StateError: the model or the optimizer cannot be wrapped.
-        StoreError: a folder is missing, read-only or too small.
+        StoreError: a drive failed or is full.
     """
     inner = torch_optimizer(optimizer)
     found = engine_of(model)

@@ -54,9 +54,9 @@ class TieroffCallback(Callback):
         """Wraps the module, or those of its children that it trains by hand.
 
         Raises:
-            ConfigError: the config cannot be used on this machine.
+            ConfigError: the config cannot be used on this machine: a folder is missing, say.
             StateError: several optimizers of one module, or a module that cannot be wrapped.
-            StoreError: a folder is missing, read-only or too small.
+            StoreError: a drive failed or is full.
         """
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise StateError("TieroffCallback: the module is compiled, which bypasses tieroff; leave torch.compile out")

@@ -37,19 +37,25 @@ class TieroffCallback(TrainerCallback):
     """
 
     def __init__(
-        self, config: ConfigSource = None, *, budget: int | str | None = None, frozen: Sequence[torch.nn.Module] = ()
+        self,
+        config: ConfigSource = None,
+        *,
+        budget: int | str | None = None,
+        frozen: torch.nn.Module | Sequence[torch.nn.Module | None] = (),
     ) -> None:
         """Takes config and budget as `tieroff.wrap` does.
 
         Args:
             config, budget: as for `tieroff.wrap`.
             frozen: models that the trainer calls and does not train (a reference, a teacher, a judge); they share the budget.
+                None among them is passed over: a trainer of TRL has no reference model where it trains adapters.
 
         Raises:
             ConfigError: the budget has another form.
         """
         self.config = with_budget(config, budget)
-        self._frozen = tuple(frozen)
+        given = (frozen,) if isinstance(frozen, torch.nn.Module) else frozen
+        self._frozen = tuple(model for model in given if model is not None)
         self.engine: Engine | None = None
 
     def on_train_begin(
@@ -58,9 +64,9 @@ class TieroffCallback(TrainerCallback):
         """Wraps the model.
 
         Raises:
-            ConfigError: the config cannot be used on this machine.
+            ConfigError: the config cannot be used on this machine: a folder is missing, say.
             StateError: tieroff does not support the trainer's settings, or the model cannot be wrapped.
-            StoreError: a folder is missing, read-only or too small.
+            StoreError: a drive failed or is full.
         """
         if args.n_gpu > 1:
             raise StateError(

@@ -68,9 +68,9 @@ def build(
         shared: the device budget of this model and others.
 
     Raises:
-        ConfigError: the config cannot be used on this machine.
+        ConfigError: the config cannot be used on this machine: a folder is missing, say.
         StateError: the model cannot be wrapped.
-        StoreError: a folder is missing, read-only or too small.
+        StoreError: a drive failed or is full.
     """
     close_dropped()
     backend = backend if backend is not None else _backend_for(config, model)

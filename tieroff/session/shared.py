@@ -248,7 +248,7 @@ class Budget:
 
         Raises:
             ConfigError: this model computes elsewhere than the others, or wants other tiers.
-            StoreError: a folder is missing, read-only or too small.
+            StoreError: a drive failed or is full.
         """
         settings = (config.budget.host, config.budget.nvme, config.nvme)
         if self._below is None:

@@ -347,3 +347,13 @@ def test_setups_that_cannot_work_are_refused(setting: dict[str, Any], told: str)
     with pytest.raises(StateError, match=told):
         TieroffCallback().on_train_begin(arguments, None, None, model=model, optimizer=torch.optim.SGD(model.parameters()))
     assert type(model._parameters) is dict
+
+
+@pytest.mark.parametrize("frozen", [nn.Sequential(nn.Linear(2, 2)), [None]], ids=["a model alone", "none, as under adapters"])
+def test_frozen_takes_what_a_trainer_has(frozen: Any, tmp_path: Path) -> None:
+    arguments = types.SimpleNamespace(n_gpu=0, torch_compile=False, device=torch.device("cpu"))
+    model, callback = nn.Linear(2, 2), TieroffCallback(floor(tmp_path), frozen=frozen)
+    callback.on_train_begin(arguments, None, None, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert callback.engine is tieroff.engine(model)
+    for wrapped in [model, *([frozen] if isinstance(frozen, nn.Module) else [])]:
+        tieroff.unwrap(wrapped)
