@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,20 @@ def test_a_folder_that_is_too_small_is_known_before_training(tmp_path: Path) -> 
     assert str(tmp_path) in str(caught.value)
     assert_untouched(model, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_address_space_is_told_with_what_to_lower(tmp_path: Path) -> None:
+    model, config = nn.Linear(4, 4), {"device": "cpu", "budget": {"device": "1GiB", "nvme": "8GiB"}}
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + 2 * 2**30, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=r"address space .* lower \[budget\] nvme, or raise the limit \(ulimit -v\)"):
+            tieroff.wrap(model, config={**config, "nvme": {"dirs": [str(tmp_path)]}})
+        tieroff.wrap(model, config={**config, "budget": {"device": "1GiB", "nvme": "8MiB"}, "nvme": {"dirs": [str(tmp_path)]}})
+        tieroff.unwrap(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_drive_that_fills_up_is_known_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

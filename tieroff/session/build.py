@@ -14,7 +14,7 @@ from tieroff.core.io.run_folder import Run
 from tieroff.core.plan import RUNTIME_EXECUTOR, Plan
 from tieroff.core.seams import PlanSource
 from tieroff.core.tensor import TensorClass, Tier
-from tieroff.errors import ConfigError
+from tieroff.errors import ConfigError, StoreError
 from tieroff.planner.foresight import Correlation
 from tieroff.planner.predict import predict
 from tieroff.runtime.backend.base import Backend
@@ -35,6 +35,7 @@ from tieroff.storage.engines import choose
 from tieroff.storage.host.pool import HostStore
 from tieroff.storage.nvme.file_store import FileStore
 from tieroff.storage.store import Store
+from tieroff.units import format_bytes
 
 log = logging.getLogger("tieroff")
 
@@ -148,7 +149,15 @@ def _open(config: Config, backend: Backend, budgets: Budgets, links: Links) -> R
             rates = links.write_rates()
             files = FileStore(budgets.dirs, budgets.nvme_bytes, io, config.nvme.checksum, write_bytes_per_s=rates)
             opened.callback(files.close)
-            files.return_pages(_PAGE_RETURN_S)
+            try:
+                files.return_pages(_PAGE_RETURN_S)
+            except OSError as error:
+                size = format_bytes(budgets.nvme_bytes)
+                raise StoreError(
+                    f"[budget] nvme: {size} under [nvme] dirs take more address space than this process may have: "
+                    f"{error.strerror}; lower [budget] nvme, or raise the limit (ulimit -v)",
+                    errno=error.errno,
+                ) from error
             stores[Tier.NVME] = files
         opened.pop_all()
     return Resources(backend, stores, io)
