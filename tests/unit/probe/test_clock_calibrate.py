@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tieroff.cli import app
@@ -33,14 +34,23 @@ def test_sustained_time_is_that_of_one_call_after_the_first_half() -> None:
     assert 0 < taken_s < 0.05 and len(calls) > 8
 
 
-def test_calibrate_writes_a_machine_that_plans_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_built_for_a_gpu", [False, True])
+def test_calibrate_writes_a_machine_that_plans_models(
+    is_built_for_a_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_built_for_a_gpu:  # and there is none, as on a login node
+
+        def current_accelerator(check_available: bool = False) -> torch.device | None:
+            return None if check_available else torch.device("cuda")
+
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
     path = tmp_path / "machine.toml"
     result = CliRunner().invoke(app, ["calibrate", "--seconds", "0.05", "--out", str(path), "--json"])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     machine = load_machine(path)
     assert machine.fp32_flops_per_s == figures["fp32_flops_per_s"] > 0
-    assert machine.device_type == figures["device_type"]
+    assert machine.device_type == figures["device_type"] == "cpu"
     assert machine.cpu_update_bytes_per_s == figures["cpu_update_bytes_per_s"] > 0
     assert machine.host_memory_bytes_per_s == figures["host_memory_bytes_per_s"] > 0
     assert Clock.of(machine).constants.kernel_s == figures["kernel_s"] > 0

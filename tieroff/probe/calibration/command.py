@@ -24,7 +24,7 @@ def calibrate(
     from tieroff.probe.calibration.updates import measure_updates
     from tieroff.probe.machine import measure_machine
 
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator.type if accelerator is not None else "cpu"
     base = load_machine(machine) if machine is not None else measure_machine(device, seconds=seconds)
     found = measure(device, seconds)
