@@ -153,6 +153,6 @@ def _inactive_file(group: Path) -> int:
 def _lines(path: Path) -> list[str]:
     """Lines of a file; none where there is no such file, as on older kernels and in containers."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text(errors="surrogateescape").splitlines()  # a mount of any name
     except OSError:
         return []

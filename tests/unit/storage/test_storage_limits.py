@@ -21,7 +21,7 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 def machine(root: Path, files: dict[str, str]) -> Path:
     for name, text in ({"proc/meminfo": "MemAvailable: 1000 kB\n"} | files).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_text(text, errors="surrogateescape")
     return root
 
 
@@ -128,6 +128,16 @@ def group_v1(folder: str, limit: object, usage: object, stat: str = "") -> dict[
             },
             500_000,
             "mnt/all groups/a job",
+        ),
+        # a drive is mounted at a name that is not UTF-8
+        (
+            {
+                "proc/self/cgroup": "4:memory:/job\n",
+                **mounts("/ /media/stick\udce9 vfat rw", "/ /sys/fs/cgroup/memory cgroup rw,memory"),
+                **group_v1(f"{V1}/job", 500_000, 0),
+            },
+            500_000,
+            f"{V1}/job",
         ),
         # a container that is shown its own part of the tree, and has a group in it
         (
