@@ -254,7 +254,7 @@ main(*sys.argv[1:])
 
 def has_mapped(pid: int, folder: Path) -> bool:
     try:
-        return str(folder) in Path(f"/proc/{pid}/maps").read_text()
+        return os.fsencode(folder) in Path(f"/proc/{pid}/maps").read_bytes()  # others' files have names that are not UTF-8
     except (FileNotFoundError, ProcessLookupError):
         return False
 

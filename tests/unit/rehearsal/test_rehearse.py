@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tieroff.config import Config
 from tieroff.core.io.run_folder import load_run
 from tieroff.core.machine import load_machine
+from tieroff.errors import ConfigError
+from tieroff.rehearsal import build
 from tieroff.rehearsal.below import Below
 
 MIB = 2**20
@@ -76,6 +79,8 @@ class Rehearsal:
 
 @pytest.fixture
 def rehearsal(tmp_path: Path) -> Rehearsal:
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        pytest.skip("a rehearsal needs PyTorch's CPU build, and this one is for GPUs")
     return Rehearsal(tmp_path)
 
 
@@ -220,6 +225,13 @@ def test_rehearse_names_what_a_machine_lacks(rehearsal: Rehearsal) -> None:
     found = rehearsal.run("pass", machine=MACHINE.replace("fp32_flops_per_s = 1e12", ""), status=1)
 
     assert found["error"]["type"] == "ConfigError" and "fp32_flops_per_s" in found["error"]["message"]
+
+
+def test_a_build_of_pytorch_for_gpus_is_told_which_one_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+    with pytest.raises(ConfigError, match=r"PyTorch's CPU build, torch 2\.14\.1\+cpu"):
+        build.load()
 
 
 @pytest.mark.parametrize(("engine", "left_bytes"), [("auto", 6 * MIB), ("gds", 8 * MIB)])
