@@ -60,6 +60,12 @@ def deletes_trees(node: ast.AST, path: Path) -> str:
     return "uses rmtree" if name == "rmtree" else ""
 
 
+def guards_by_python(node: ast.AST, path: Path) -> str:
+    """Ctrl-C between its entry in Python and the block leaves a guard that changes modes when it dies."""
+    is_guard = path.parts[:2] == ("tieroff", "runtime") and called_name(node) == "torch.inference_mode"
+    return "calls torch.inference_mode, where outside_inference is" if is_guard else ""
+
+
 def prints(node: ast.AST, path: Path) -> str:
     is_edge = "cli" in path.parts or path.parts[0] in {"scripts", "benchmarks"}
     return "prints" if called_name(node) == "print" and not is_edge else ""
@@ -95,6 +101,7 @@ RULES: tuple[Rule, ...] = (
     swallows_errors,
     pickles,
     deletes_trees,
+    guards_by_python,
     prints,
     reads_environment,
     has_unwanted_word,
@@ -175,3 +182,9 @@ def test_a_broken_rule_is_found(text: str, told: str) -> None:
 )
 def test_what_the_rules_allow_is_left_alone(text: str) -> None:
     assert violations(text, Path("tieroff/core/plan.py")) == []
+
+
+def test_the_runtime_enters_no_inference_mode_by_python() -> None:
+    text = "with torch.inference_mode(False):\n    f()"
+    assert len(violations(text, Path("tieroff/runtime/engine.py"))) == 1
+    assert violations(text, Path("tieroff/study/plots.py")) == []

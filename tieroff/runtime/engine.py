@@ -305,9 +305,9 @@ class Engine:
             raise
         finally:
             executor.reads.depth = 0
-            executor.reads.forget_casts()
-            executor.on_demand.release_reachable()
-            executor.user_code_begins()
+            executor.state.inside += 1  # this is outside of the `try`: whatever comes here, the next step repairs
+            executor.forward_is_left()
+            executor.state.inside -= 1
 
     @runs_user_code
     def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -43,6 +43,7 @@ from tieroff.runtime.settings import Settings
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind
 from tieroff.runtime.step.likeness import PASS_BEGINS, PASS_ENDS
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
+from tieroff.runtime.tensors import outside_inference
 
 # Passes of one step that have events: more of them, as where a step generates text, are of a number of their own each time.
 _PASSES_MAX = 8
@@ -133,8 +134,10 @@ class Executor:
         """What the engine has on the device now."""
         return self.traffic.device_bytes + sum(tensor.untyped_storage().nbytes() for tensor in self.resident())
 
-    def user_code_begins(self) -> None:
-        """A forward has ended: user code runs next, in the midst of the step."""
+    def forward_is_left(self) -> None:
+        """A forward has ended, perhaps by an exception: user code runs next, in the midst of the step."""
+        self.reads.forget_casts()
+        self.on_demand.release_reachable()
         self.guard.assignments.forward_ended()
         self.guard.user_code_begins(self.runner.movable(self.homes.parameters.values()))
 
@@ -274,7 +277,7 @@ class Executor:
             self.on_demand.release_reachable()
         self.clock.tick_in_inference(PASS_ENDS, lambda: "passed")
         if state.saw_backward:  # the update may be next, and user code before it
-            with state.lock, torch.inference_mode(False), torch.no_grad():
+            with state.lock, outside_inference(), torch.no_grad():
                 self._after_backward.backward_ended()
 
     @contextlib.contextmanager

@@ -22,11 +22,14 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tieroff.recomputation import hooks_here, take_off_hooks
 
-_overriding: Any = torch._C._get_torch_function_state  # type: ignore[attr-defined]
-_set_overriding: Any = torch._C._set_torch_function_state  # type: ignore[attr-defined]
+# Whose functions are overridden in this thread: all, none of subclasses, or none.
+function_state: Any = torch._C._get_torch_function_state  # type: ignore[attr-defined]
+set_function_state: Any = torch._C._set_torch_function_state  # type: ignore[attr-defined]
 _ENGINE = str(Path(__file__).parent) + os.sep
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,23 +55,46 @@ def runs_user_code(function: _Function) -> _Function:
 def leaves_modes_alone(function: _Function) -> _Function:
     """Has a function that runs user code and is left by an exception leave the thread's modes as it found them.
 
-    These are whether gradients are made, whether functions are overridden, and the hooks on saved tensors. Ctrl-C may come
-    between the body of a `with` and its exit, which Python then leaves out.
+    These are whether gradients are made, whether functions are overridden, the hooks on saved tensors, and dispatch modes of
+    the program's. Ctrl-C may come between the body of a `with` and its exit, which Python then leaves out.
     """
 
     @runs_user_code
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        makes_gradients, overriding, pair = torch.is_grad_enabled(), _overriding(), hooks_here()
+        makes_gradients, overriding, pair = torch.is_grad_enabled(), function_state(), hooks_here()
+        modes = _modes_of_program()
         try:
             return function(*args, **kwargs)
         except BaseException:
             torch.set_grad_enabled(makes_gradients)
-            _set_overriding(overriding)
+            set_function_state(overriding)
             take_off_hooks(pair)
+            if _modes_of_program() != modes:
+                _put_on_again(modes)
             raise
 
     return cast(_Function, call)
+
+
+def _modes_of_program() -> list[TorchDispatchMode]:
+    """Returns the dispatch modes in force that are not a recorder's."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if not _is_own_mode(mode)]
+
+
+def _put_on_again(modes: list[TorchDispatchMode]) -> None:
+    """Puts these in force in the place of the program's, which the engine has taken off."""
+    recorders = [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if _is_own_mode(mode)]
+    while torch._C._len_torch_dispatch_stack():
+        _python_dispatch._pop_mode()
+    for mode in (*recorders, *modes):
+        _python_dispatch._push_mode(mode)
+
+
+def _is_own_mode(mode: TorchDispatchMode) -> bool:
+    return type(mode).__module__.startswith("tieroff.")
 
 
 def is_interrupting() -> bool:

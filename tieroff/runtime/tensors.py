@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -13,6 +15,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 # recorder knows: what another model's engine has just fetched is seen here first, and else counts from the step's begin.
 unseen = torch._C._DisableTorchDispatch
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Inside, inference mode is off: what is made there outlives whatever runs now.
+
+    By the guard of C++, and where that mode is on: one that an interrupt leaves entered dies with the traceback, and sets what
+    was when it was entered, dispatch modes included. Between an entry in C and the block no interrupt comes.
+    """
+    return torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +39,7 @@ def probe_of(tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns a tensor without elements, whose storage all probes share."""
-    with torch.inference_mode(False), _disable_current_modes():  # it outlives whatever runs now
+    with outside_inference(), _disable_current_modes():
         return torch.empty(0, dtype=dtype, device=device)
 
 

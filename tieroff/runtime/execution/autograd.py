@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -16,6 +17,9 @@ from torch.utils._python_dispatch import _push_mode as push_mode
 
 from tieroff.errors import StateError
 from tieroff.runtime.backend.compute import entry_of
+from tieroff.runtime.items.offloaded import guarded, is_offloaded, leaves
+from tieroff.runtime.signal_safety import function_state, set_function_state
+from tieroff.runtime.tensors import outside_inference
 
 GradientEdge = torch.autograd.graph.GradientEdge
 
@@ -150,21 +154,45 @@ def refused_hooks(error: BaseException) -> StateError | None:
     return None
 
 
-@contextlib.contextmanager
-def as_the_engine() -> Iterator[None]:
-    """Moves tensors in whatever mode the program is, and unseen by whoever records the step or changes functions."""
-    with contextlib.ExitStack() as stack:
+class _AsTheEngine:
+    """What `as_the_engine` returns.
+
+    Set, and set back: a context of Python that an interrupt leaves entered dies with its traceback, and changes modes then.
+    """
+
+    __slots__ = ("_makes_gradients", "_modes", "_others", "_overriding")
+
+    def __enter__(self) -> None:
+        self._makes_gradients, self._overriding = torch.is_grad_enabled(), function_state()
+        self._modes: list[TorchDispatchMode] = []
+        self._others = contextlib.ExitStack()
         if functorch_is_active():
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        yield
+            self._others.enter_context(temporarily_clear_interpreter_stack())
+        if torch.is_inference_mode_enabled():
+            self._others.enter_context(outside_inference())
+        if torch._ops._len_torch_dispatch_stack_pre_dispatch():
+            self._others.enter_context(_disable_current_modes())
+        torch._C._set_grad_enabled(False)
+        while modes_here():
+            self._modes.append(pop_mode())
+        set_function_state(_NO_FUNCTIONS)
+
+    def __exit__(self, *_: object) -> None:
+        set_function_state(self._overriding)
+        while self._modes:
+            push_mode(self._modes.pop())
+        torch._C._set_grad_enabled(self._makes_gradients)
+        self._others.close()
+
+
+def as_the_engine() -> contextlib.AbstractContextManager[None]:
+    """Moves tensors in whatever mode the program is, and unseen by whoever records the step or changes functions."""
+    return _AsTheEngine()
 
 
 # How many dispatch modes there are: usually none, or a recorder.
 modes_here = torch._C._len_torch_dispatch_stack
+_NO_FUNCTIONS: Any = torch._C._TorchFunctionState.ALL_DISABLED  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -183,3 +211,20 @@ def unseen_by_the_program() -> Iterator[None]:
     finally:
         for mode in reversed(above):
             push_mode(mode)
+
+
+def by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Returns the arguments of `autograd.grad` with gradient edges for the tensors that lie below, if that says the same."""
+    values = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
+    inputs = values.get("inputs")
+    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
+    outside = [values.get("outputs"), *args[2:], kwargs.get("grad_outputs")]
+    below = [tensor for tensor in listed if is_offloaded(tensor)]
+    needs_tensor = kwargs.get("materialize_grads") or any(not tensor.requires_grad for tensor in below)
+    if needs_tensor or any(guarded(leaf) is not None for leaf in leaves(outside)):
+        return args, kwargs, False
+    found = iter(edges_of(below))
+    edges = [next(found) if is_offloaded(t) else t for t in listed]
+    if len(args) >= 2:
+        return (args[0], edges, *args[2:]), kwargs, True
+    return args, {**kwargs, "inputs": edges}, True

@@ -19,6 +19,7 @@ from tieroff.runtime.execution.runner import PlanRunner
 from tieroff.runtime.execution.state import StepState
 from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
+from tieroff.runtime.tensors import outside_inference
 
 log = logging.getLogger("tieroff")
 
@@ -246,7 +247,7 @@ class Clock:
     def tick_in_inference(self, key: Hashable, name: Callable[[], str]) -> None:
         """Does the same in inference mode: what is moved there outlives it."""
         is_enabled = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
+        with outside_inference(), torch.set_grad_enabled(is_enabled):
             self.tick(key, name, None)
 
     def _look(self) -> None:

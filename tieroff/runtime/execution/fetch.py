@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import nullcontext
 
 import torch
 
@@ -14,6 +13,7 @@ from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.residency import ARRIVING, BOTH, LOWER, Event
 from tieroff.runtime.step.kinds import Measuring, Planned, StepKind, Unplanned
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
+from tieroff.runtime.tensors import outside_inference
 
 
 class ParameterFetch:
@@ -50,8 +50,7 @@ class ParameterFetch:
             return home
         if context.state.mode is PLANNED and not torch.is_inference_mode_enabled():
             return self._home_by_plan(item)
-        # Only where it is on: after an interrupt its guard may die with the traceback, and set what was when it was entered.
-        with context.state.lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with context.state.lock, outside_inference():
             self._lift(item)
             context.on_demand.used(item.key)
             context.clock.resume()
@@ -97,7 +96,7 @@ class ParameterFetch:
         """Lifts a home again that the plan has on the device all the time, and that an evaluation in the step sent below."""
         context = self._context
         context.state.inside += 1  # not in a `finally`: see `StepState.inside`
-        with context.state.lock, torch.inference_mode(False):
+        with context.state.lock, outside_inference():
             item.refresh(context.traffic)
             item.lift(context.traffic)
             context.on_demand.forget_read(item)
@@ -140,7 +139,7 @@ class ParameterFetch:
             return item.living
         if context.state.mode is PLANNED:
             return self._home_by_plan(item)
-        with context.state.lock, torch.inference_mode(False):
+        with context.state.lock, outside_inference():
             self._lift(item)
             context.on_demand.wanted(item)
             context.clock.resume()
@@ -171,7 +170,7 @@ class ParameterFetch:
 
     def _valid(self, item: ParameterItem) -> torch.Tensor:
         context = self._context
-        with context.state.lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with context.state.lock, outside_inference():
             if item.device is None and item.place is None:  # given back while a graph still needs it
                 return item.living.detach()
             self._refresh(item)

@@ -14,10 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from tieroff.runtime.items.data_functions import asks_no_data, assigns_data
+from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.offloaded import guarded, leaves, untouched, version_of
+from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER
 from tieroff.runtime.items.table import HomeTable
+from tieroff.runtime.items.traffic import Traffic
 from tieroff.runtime.signal_safety import runs_user_code
+from tieroff.runtime.tensors import bytes_of, view_of
 
 
 class HostView(TorchFunctionMode):
@@ -65,3 +69,18 @@ class HostView(TorchFunctionMode):
         if item is not None and version_of(tensor) == item.version:
             return self._value_of(item)
         return tensor.detach().cpu()
+
+
+def value_on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
+    """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
+    traffic.settle(item)
+    if item.state in (BOTH, LOWER) and item.lower is not None and not item.was_written():
+        traffic.flush()
+        below = item.lower.detach()
+        return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
+    with untouched():
+        is_hidden = item.state is DEVICE and not item.is_lifted  # it began to leave, and could not
+        value = item.valid_value if is_hidden else item.living
+        if not item.others:
+            return value.detach().cpu()
+        return view_of(bytes_of(value).cpu(), item.dtype, item.size, item.stride, 0)  # with those of the others

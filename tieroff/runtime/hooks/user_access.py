@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from tieroff.core.tensor import Tier, allocated_bytes
-from tieroff.errors import StateError
-from tieroff.runtime.execution.autograd import as_the_engine, current_graph_task, edges_of, takes_no_hooks
+from tieroff.errors import StateError, TieroffError
+from tieroff.runtime.execution.autograd import as_the_engine, by_edges, current_graph_task, takes_no_hooks
 from tieroff.runtime.execution.context import StepContext
+from tieroff.runtime.hooks.host_view import value_on_host
 from tieroff.runtime.hooks.packed import PackedParameter
 from tieroff.runtime.hooks.parameters.assigned import AssignedParameters
 from tieroff.runtime.hooks.parameters.reads import ParameterReads
@@ -37,12 +38,10 @@ from tieroff.runtime.items.gradient import GradientItem
 from tieroff.runtime.items.homes import HomeItem
 from tieroff.runtime.items.offloaded import guard_class, guarded, is_offloaded, leaves, restore_class, set_data, untouched
 from tieroff.runtime.items.parameter import ParameterItem
-from tieroff.runtime.items.residency import BOTH, DEVICE, LOWER, ON_DEVICE
-from tieroff.runtime.items.traffic import Traffic
+from tieroff.runtime.items.residency import LOWER, ON_DEVICE
 from tieroff.runtime.movable import local_of
-from tieroff.runtime.signal_safety import runs_user_code
+from tieroff.runtime.signal_safety import came_from_engine, leaves_modes_alone, runs_user_code
 from tieroff.runtime.step.mode import DEMAND, PLANNED
-from tieroff.runtime.tensors import bytes_of, view_of
 from tieroff.units import format_bytes
 
 # They give an address, which outlives every reference to the memory.
@@ -67,11 +66,13 @@ class UserAccess:
     Attributes:
         saved_outside: parameters that autograd saved outside of the model's forward; see [Note: saved outside].
         assignments: those that user code gives other memory.
+        at_interrupt: called where an exception has come between two lines of the engine that user code has called.
     """
 
     assignments: AssignedParameters
 
     def __init__(self) -> None:
+        self.at_interrupt: Callable[[], None] | None = None
         self._context: StepContext | None = None
         self._reads: ParameterReads | None = None
         self._saved: SavedTensors | None = None
@@ -151,6 +152,20 @@ class UserAccess:
     @runs_user_code
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function with everything of ours among its arguments on the device."""
+        try:
+            return self._answer(function, args, kwargs)
+        except BaseException as error:
+            self._left_by(error)
+            raise
+
+    def _left_by(self, error: BaseException) -> None:
+        """An exception left a call: one of the engine's own leaves all as it should be, an interrupt may have left anything."""
+        is_own = isinstance(error, TieroffError) or threading.get_ident() != self._thread
+        if not is_own and self.at_interrupt is not None and came_from_engine(error):
+            self.at_interrupt()
+
+    @leaves_modes_alone
+    def _answer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._context is not None and self._scaled is not None
         answer = self._scaled.call(function, args, kwargs)
         if answer is not None:
@@ -163,7 +178,7 @@ class UserAccess:
         if self._on_host.count and function is torch.Tensor.detach:
             return guarded(args[0]).on_memory(args[0], self.value_on_host(guarded(args[0])))
         if function is torch.autograd.grad:
-            args, kwargs, is_changed = _by_edges(args, kwargs)
+            args, kwargs, is_changed = by_edges(args, kwargs)
             if is_changed:
                 return function(*args, **kwargs)
         if function in _ONE_BY_ONE and isinstance(args[0], (list, tuple)):
@@ -178,7 +193,7 @@ class UserAccess:
         """Returns the value of an item's tensor as memory of the host: where it lies below, or a copy."""
         assert self._context is not None
         with self._context.state.lock, as_the_engine():
-            return _on_host(item, self._context.traffic)
+            return value_on_host(item, self._context.traffic)
 
     def _one_by_one(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, (list, tuple)) for arg in args[1:]):
@@ -203,9 +218,13 @@ class UserAccess:
         """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
         assert self._context is not None and self._reads is not None
         if isinstance(item, ParameterItem) and not self._reads.is_interrupting():
-            with self._context.state.lock, as_the_engine():
-                item.reaches_data(self._context.traffic)
-                self.assignments.look(item)
+            try:
+                with self._context.state.lock, as_the_engine():
+                    item.reaches_data(self._context.traffic)
+                    self.assignments.look(item)
+            except BaseException as error:
+                self._left_by(error)
+                raise
 
     def assigned(self, item: HomeItem) -> None:
         """User code gave a watched parameter other memory."""
@@ -416,35 +435,3 @@ class UserAccess:
             item.forsake(context.traffic)
             with untouched():
                 tensor.data = value
-
-
-def _by_edges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Returns the arguments of `autograd.grad` with gradient edges for the tensors that lie below, if that says the same."""
-    values = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
-    inputs = values.get("inputs")
-    listed = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
-    outside = [values.get("outputs"), *args[2:], kwargs.get("grad_outputs")]
-    below = [tensor for tensor in listed if is_offloaded(tensor)]
-    needs_tensor = kwargs.get("materialize_grads") or any(not tensor.requires_grad for tensor in below)
-    if needs_tensor or any(guarded(leaf) is not None for leaf in leaves(outside)):
-        return args, kwargs, False
-    found = iter(edges_of(below))
-    edges = [next(found) if is_offloaded(t) else t for t in listed]
-    if len(args) >= 2:
-        return (args[0], edges, *args[2:]), kwargs, True
-    return args, {**kwargs, "inputs": edges}, True
-
-
-def _on_host(item: HomeItem, traffic: Traffic) -> torch.Tensor:
-    """Returns the tensor's value as memory of the host: where it lies below, or a copy."""
-    traffic.settle(item)
-    if item.state in (BOTH, LOWER) and item.lower is not None and not item.was_written():
-        traffic.flush()
-        below = item.lower.detach()
-        return item.scaled(below) if isinstance(item, GradientItem) and not item.is_lifted else below
-    with untouched():
-        is_hidden = item.state is DEVICE and not item.is_lifted  # it began to leave, and could not
-        value = item.valid_value if is_hidden else item.living
-        if not item.others:
-            return value.detach().cpu()
-        return view_of(bytes_of(value).cpu(), item.dtype, item.size, item.stride, 0)  # with those of the others

@@ -19,6 +19,8 @@ Copies may also be under way that nobody has noted yet. They are waited for, sin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tieroff.core.tensor import allocated_bytes
 from tieroff.runtime.execution.autograd import current_graph_task
 from tieroff.runtime.items.gradient import GradientItem
@@ -52,6 +54,13 @@ def is_torn_by(managed: ManagedModel, error: BaseException) -> bool:
         return False
     executor.state.inside += 1  # in a backward, whatever follows that repairs
     return current_graph_task() == -1
+
+
+def interrupted(managed: ManagedModel, broke: Callable[[], None]) -> None:
+    """An exception came between two lines of the engine that user code had called: `broke` repairs, or what follows does."""
+    managed.executor.state.inside += 1
+    if not managed.executor.reads.depth and current_graph_task() == -1:
+        broke()
 
 
 def repair(managed: ManagedModel) -> None:

@@ -16,8 +16,6 @@ import logging
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-
 from tieroff.core.seams import PlanSource
 from tieroff.errors import StateError
 from tieroff.runtime.execution.autograd import current_graph_task, refuse_compiled_autograd
@@ -30,7 +28,7 @@ from tieroff.runtime.hooks.recompute.recomputation import Recomputation
 from tieroff.runtime.lifecycle.contents import Contents, contents_of, held_by
 from tieroff.runtime.lifecycle.planning import StepPlanning
 from tieroff.runtime.lifecycle.readings import Readings
-from tieroff.runtime.lifecycle.repair import is_torn, repair
+from tieroff.runtime.lifecycle.repair import interrupted, is_torn, repair
 from tieroff.runtime.lifecycle.resting import Rest
 from tieroff.runtime.lifecycle.traced import TracedStep
 from tieroff.runtime.lifecycle.unmanaged import StateGrowth
@@ -41,6 +39,7 @@ from tieroff.runtime.step.known_kinds import KnownKinds
 from tieroff.runtime.step.likeness import is_like, likeness_of
 from tieroff.runtime.step.mode import DEMAND, IDLE, PASS, PLANNED
 from tieroff.runtime.step.recorded import Recorded
+from tieroff.runtime.tensors import outside_inference
 
 log = logging.getLogger("tieroff")
 
@@ -69,6 +68,7 @@ class Steps:
         self._planning = StepPlanning(managed, plans, self.recomputation, lambda: self._steps_done)
         self.readings = Readings(managed, self._planning)
         self.growth = StateGrowth(managed)
+        managed.executor.guard.at_interrupt = lambda: interrupted(managed, self.broke)
         self._traced: TracedStep | None = None
         self._kind: StepKind | None = None  # of the step that runs, until its last op ends
         self._is_stranger = False  # the step that runs has smaller inputs than its kind's
@@ -183,7 +183,7 @@ class Steps:
         if walk.has_substitutes or self._is_as_it_was(walk):
             return walk
         log.info("the model's parameters were changed from outside: they are taken over as they are now")
-        with torch.inference_mode(False):  # a forward that infers may be the first to see it
+        with outside_inference():  # a forward that infers may be the first to see it
             install(self._managed.model, self._managed.executor.reads)
             self._managed.move_to_device()  # `state_dict` gives tensors of the host, which may have been assigned
             self._managed.register()

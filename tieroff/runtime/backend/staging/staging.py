@@ -28,6 +28,7 @@ from tieroff.errors import StoreError
 from tieroff.runtime.backend.staging.line import SLOTS, InLine, Job, Move, OutLine
 from tieroff.runtime.backend.staging.transfer import StagedTransfer
 from tieroff.runtime.backend.stamp import Anchor
+from tieroff.runtime.tensors import outside_inference
 from tieroff.storage.engines.base import Engine, OpenFile, Transfer
 from tieroff.storage.host.slabs import Slabs
 from tieroff.storage.memory import PAGE_BYTES
@@ -39,7 +40,7 @@ PIECE_BYTES_MAX = 8 * 2**20
 @functools.lru_cache(maxsize=4096)
 def pinned(address: int, size_bytes: int) -> torch.Tensor:
     """Returns memory at an address as a 1-d uint8 tensor, without owning it; the same one each time."""
-    with torch.inference_mode(False):  # it outlives whatever runs now
+    with outside_inference():
         return torch.frombuffer(_array_type(size_bytes).from_address(address), dtype=torch.uint8)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tieroff.runtime.items.parameter import ParameterItem
 from tieroff.runtime.items.table import HomeTable
+from tieroff.runtime.tensors import outside_inference
 
 
 class _Identity(torch.autograd.Function):
@@ -53,7 +54,7 @@ class CastNode:
         # memory, where Python's collector does not look.
         self._value: list[torch.Tensor] = []
         value = self._value
-        with torch.enable_grad(), torch.inference_mode(False):
+        with torch.enable_grad(), outside_inference():
             source = _Identity.apply(home, like)  # type: ignore[no-untyped-call]
             # As late in the graph as can be: backward runs it as soon as its gradients are summed, as it would the home's.
             source.grad_fn._set_sequence_nr(2**64 - 1)
