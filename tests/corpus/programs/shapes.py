@@ -369,3 +369,26 @@ def lengths_made_in_forward(p: Program) -> None:
         update(optimizer)
         p.end(model, loss)
     p.note(*model.parameters())
+
+
+@stranger()
+def positions_that_are_gathered(p: Program) -> None:
+    """A model predicts masked positions alone, of which every second step has more: sizes depend on values, by turns."""
+
+    class Masked(LM):
+        def forward(self, ids: torch.Tensor) -> Any:
+            is_masked = ids < 4
+            found = self.head(self.trunk(ids.clamp(min=4))[is_masked])
+            return F.cross_entropy(found, ids[is_masked])
+
+    model = Masked(layers=2).to(p.device)
+    optimizer = adamw(model)
+    p.wrap(model, optimizer)
+    for index in range(STEPS + 1):
+        ids = p.tokens(index, 3, 12, vocabulary=40) + 4
+        ids[:, : 2 + index % 2] = index % 4
+        loss = model(ids)
+        loss.backward()
+        update(optimizer)
+        p.end(model, loss)
+    p.note(*model.parameters())

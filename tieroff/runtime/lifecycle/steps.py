@@ -409,7 +409,7 @@ class Steps:
         return is_like(keys, recorded.keys) or not self._plans.can_move(recorded.trace)
 
     def _keep_recording(self, kind: StepKind, traced: TracedStep, *, is_in_turn: bool) -> None:
-        if not traced.is_watched:
+        if not traced.is_watched or kind.awaits_larger(self._managed.executor.state.record.keys):
             return
         kind.retraces += 1
         if kind.retraces > _RECORDINGS_AT_MOST:

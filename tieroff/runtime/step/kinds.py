@@ -29,10 +29,13 @@ from tieroff.core.trace import Trace
 from tieroff.errors import StateError
 from tieroff.runtime.step.executable import Executable, make_executable
 from tieroff.runtime.step.feedback import Feedback
-from tieroff.runtime.step.likeness import Turns, is_like_but_for_passes, same_events
+from tieroff.runtime.step.likeness import Turns, is_like_but_for_passes, likeness_of, same_events, saved_bytes
 from tieroff.runtime.step.recorded import Recorded
 
 log = logging.getLogger("tieroff")
+
+# Steps that are traced in vain at most, in a row, since one came that saves more.
+_SMALLER_AT_MOST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,8 @@ class StepKind:
         passes_vary: passes without gradients come in some of its steps only: they make no events.
         turn: the likeness of its steps, if it is of those that come by turns; else None.
         turns: of all steps that begin as its steps do; see [Note: turns] in step/likeness.py.
+        most_bytes: what was saved in the largest of the steps that were not measured, for it was more than in the traced one.
+        smaller: steps in a row that were traced since, and saved less.
         differed: the op from which on two of its steps in a row differed last, "" while none did.
         strangers: steps with smaller inputs that were taken for steps of this kind, and were not like them.
         feedback: what planned steps showed of the plan.
@@ -165,12 +170,14 @@ class StepKind:
         "is_passed_through",
         "left",
         "mismatches",
+        "most_bytes",
         "overs",
         "passes_vary",
         "planned",
         "ran",
         "recorded",
         "retraces",
+        "smaller",
         "stage",
         "strangers",
         "turn",
@@ -185,6 +192,7 @@ class StepKind:
         self.planned: Planned | None = None
         self.ran: Ran | None = None
         self.retraces = self.mismatches = self.foreseen = self.strangers = self.overs = 0
+        self.most_bytes = self.smaller = 0
         self.left: tuple[int, str, str] | None = None
         self.feedback, self.apart = Feedback(), Apart()
         self.turn: int | None = None
@@ -208,7 +216,21 @@ class StepKind:
         self.differed = recorded.trace.ops[same_events(keys, recorded.keys)].name
         log.info("two steps in a row differed from op %s on: the step is traced again", self.differed)
         self.passes_vary = self.passes_vary or is_like_but_for_passes(keys, recorded.keys)
+        if likeness_of(keys) == recorded.likeness:
+            self.most_bytes = max(self.most_bytes, saved_bytes(keys))
         self.advance(Recording())
+
+    def awaits_larger(self, keys: Sequence[Hashable]) -> bool:
+        """A step was traced; returns whether the next one is to be, too, for this one is smaller than others of its kind.
+
+        Where sizes depend on values (masked positions that are gathered, packed sequences), what was planned for a small step
+        suits few others. Where sizes take turns, small ones might come each time that one is traced.
+        """
+        is_small = saved_bytes(keys) < self.most_bytes and self.smaller < _SMALLER_AT_MOST
+        self.smaller = self.smaller + 1 if is_small else 0
+        if is_small:
+            log.info("a step before it has saved more: the next one is traced")
+        return is_small
 
     def give_up(self) -> None:
         """Steps of this kind were traced often and never came again; it is said, unless they only seemed to take turns."""

@@ -79,6 +79,11 @@ def same_events(keys: Sequence[Hashable], known: Sequence[Hashable]) -> int:
     return count
 
 
+def saved_bytes(keys: Sequence[Hashable]) -> int:
+    """Returns how much a step's saved tensors have, one with the other."""
+    return sum(key[1] for key in keys if isinstance(key, tuple) and key[0] == "pack")
+
+
 def likeness_of(keys: Sequence[Hashable]) -> int:
     """Returns a number that steps share whose events differ in sizes, and in passes without gradients, at most."""
     return hash(tuple(map(_without_sizes, _without_passes(keys))))
