@@ -40,7 +40,7 @@ class StepRecorder(TorchDispatchMode):
     [Note: what an op costs] The same, however much is alive: a storage that dies says so itself. After a backward, until the
     next forward, backward or update begins, user code runs that may use gradients or parameters, or may load the next batch.
     An op there that uses nothing which the step knows is not the step's: of what it makes only the time of birth is noted,
-    in case a later op of the step uses it.
+    and what was beside it, in case a later op of the step uses it.
 
     Args:
         device: whose storages are followed.
@@ -61,13 +61,13 @@ class StepRecorder(TorchDispatchMode):
         self._alive: dict[int, End] = {}
         self._resized: dict[int, tuple[torch.UntypedStorage, Life]] = {}  # these end when their memory is freed
         self._by_key: dict[Hashable, list[Life]] = {}
-        self._between = Between()  # see [Note: what an op costs]
         self._deaths: dict[Hashable, int] = {}
         self._events, self._first_instant = list[tuple[str, str]](), list[int]()
         self._now, self._op = 0, -1  # the instant, and the op of the trace that runs
         self.is_on, self.is_cut, self._is_inside, self._waiting = False, False, False, 0
         self._counter = peak_counter(device)
         self._unseen, self._scratch = Unseen(self._counter), dict[int, int]()
+        self._between = Between(self._scratch)  # see [Note: what an op costs]
         self._user_calls, self._losses, self._makers = UserCalls(device.type), Losses(), Makers()
         self.meta = {"torch": str(torch.__version__)}
         self._used: Callable[[Any, bool], None] | None = None
@@ -250,7 +250,7 @@ class StepRecorder(TorchDispatchMode):
         if self._between.is_now:
             self._between.look(inputs)
             if not any(self._knows(tensor) for tensor, _ in inputs):
-                return self._run_beside(func, args, kwargs)
+                return self._run_beside(func, args, kwargs, inputs)
         for tensor, is_written in inputs:
             self._use(tensor, is_written)
         out = self._run(func, args, kwargs, inputs)
@@ -274,13 +274,13 @@ class StepRecorder(TorchDispatchMode):
         self._makers.note(self._op, taken, None, self._events)
         return out
 
-    def _run_beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_beside(self, func: Any, args: Any, kwargs: Any, inputs: list[tuple[torch.Tensor, bool]]) -> Any:
         """Runs an op that is not the step's."""
         out = self._arguments.call(func, args, kwargs)
         self._now += 1
         for leaf in tensors_in((out,)):
             if type(leaf) in PLAIN and leaf.layout is torch.strided:
-                self._between.note(leaf.untyped_storage(), self._now, max(self._op, 0))
+                self._between.note(leaf.untyped_storage(), (self._now, max(self._op, 0)), inputs)
         return out
 
     def _knows(self, tensor: torch.Tensor) -> bool:

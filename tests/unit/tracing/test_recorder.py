@@ -143,11 +143,25 @@ def test_the_birth_of_another_tensor_at_the_same_address_is_forgotten_with_it() 
     class Storage:  # an allocator gives an address again when it likes
         _cdata = 4096
 
-    between, storage, other = Between(), cast(Any, Storage()), cast(Any, Storage())
-    between.note(storage, 3, 2)
+    between, storage, other = Between({}), cast(Any, Storage()), cast(Any, Storage())
+    between.note(storage, (3, 2), ())
     assert between.birth_of(storage) == (3, 2) and between.birth_of(other) is None
     del storage
     assert between.birth_of(other) is None
+
+
+def test_what_user_code_made_a_tensor_of_is_beside_it_where_the_step_uses_that() -> None:
+    scratch: dict[int, int] = {}
+    between = Between(scratch)
+    before, first, second, third = torch.ones(8), torch.ones(64), torch.ones(32), torch.ones(16)
+    between.note(first.untyped_storage(), (3, 1), [(before, False)])
+    between.note(second.untyped_storage(), (4, 1), [(first, False), (first[:2], False), (before, False)])
+    between.note(third.untyped_storage(), (5, 1), [(second, False)])
+    assert scratch == {}  # nothing of it is the step's
+    assert between.birth_of(second.untyped_storage()) == (4, 1) and scratch == {}  # later, as a batch is
+    between.begin((), 6)
+    assert between.birth_of(first.untyped_storage()) == (3, 1) and scratch == {}
+    assert between.birth_of(second.untyped_storage()) == (4, 1) and scratch == {4: 256}
 
 
 def calls_of(run: Callable[[], object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,21 @@ from tieroff.parts import is_wrapper, parts_of
 from tieroff.tracing.recording.life import End, Life
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A storage that an op has made which is not the step's.
+
+    Attributes:
+        storage: itself.
+        birth: the instant, and the op of the trace that ran.
+        beside_bytes: of what the op used and such ops had made.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    birth: tuple[int, int]
+    beside_bytes: int
 
 
 class Between:
@@ -22,9 +38,11 @@ class Between:
         gradients: returns the gradients that there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: dict[int, int]) -> None:
+        """Takes what ops took for themselves, by the instant at which they ended."""
         self.is_now = self.used_gradients = False
-        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[int, int]]] = {}  # by address
+        self._scratch = scratch
+        self._made: dict[int, _Made] = {}  # by address
         self.gradients: Callable[[], Iterable[torch.Tensor]] = tuple
         self._left = set[int]()
         self._is_backward, self._began = False, 0
@@ -55,14 +73,31 @@ class Between:
         for life in self._results:
             life.named = now
 
-    def note(self, storage: torch.UntypedStorage, instant: int, op: int) -> None:
-        """An op that is not the step's has made a storage."""
-        self._made[storage._cdata] = weakref.ref(storage), (instant, op)
+    def note(self, storage: torch.UntypedStorage, birth: tuple[int, int], inputs: Iterable[tuple[torch.Tensor, bool]]) -> None:
+        """An op that is not the step's has made a storage, at this instant and op of the trace, of these."""
+        plain = (tensor for tensor, _ in inputs if type(tensor) in PLAIN and tensor.layout is torch.strided)
+        others = {other._cdata: other for tensor in plain if (other := tensor.untyped_storage())._cdata != storage._cdata}
+        beside_bytes = sum(other.nbytes() for other in others.values() if self._made_of(other) is not None)
+        self._made[storage._cdata] = _Made(weakref.ref(storage), birth, beside_bytes)
 
     def birth_of(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        """Returns instant and op of the birth of a storage that such an op made; another may have its address by now."""
-        known, birth = self._made.get(storage._cdata, (None, None))
-        return birth if known is not None and known() is storage else None
+        """Returns instant and op of the birth of a storage that such an op made, which the step uses.
+
+        What it was made of, by such an op too (`h.abs()` in `grad.div_(h.abs() + 1)`), was beside it then, and is the step's
+        where the step uses it at once. A batch that is loaded now is not.
+        """
+        made = self._made_of(storage)
+        if made is None:
+            return None
+        instant, _ = made.birth
+        if made.beside_bytes and self.is_now:
+            self._scratch[instant] = max(self._scratch.get(instant, 0), made.beside_bytes)
+        return made.birth
+
+    def _made_of(self, storage: torch.UntypedStorage) -> _Made | None:
+        """Returns what is known of a storage; another may have its address by now."""
+        made = self._made.get(storage._cdata)
+        return made if made is not None and made.storage() is storage else None
 
     def look(self, inputs: Iterable[tuple[torch.Tensor, bool]]) -> None:
         """An op is about to use these."""
