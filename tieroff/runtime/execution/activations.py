@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.core.place import place_here
 from tieroff.runtime.execution.on_demand import OnDemand
@@ -118,13 +117,13 @@ class ActivationStorage:
     """A storage that stands for an activation.
 
     Attributes:
-        storage: whether it lives.
+        storage: itself, as long as it lives.
         item: the activation's.
         lives: how many storages that had stood for by then; see `Traffic.retire`.
         version: of the memory that backward was given, as it was given; -1: it is memory that autograd was about to save.
     """
 
-    storage: StorageWeakRef
+    storage: weakref.ref[torch.UntypedStorage]
     item: ActivationItem
     lives: int
     version: int = -1
@@ -144,18 +143,18 @@ class ActivationStorages:
 
     def saved(self, storage: torch.UntypedStorage, item: ActivationItem) -> None:
         """Autograd saves what lies on this storage, and it is this activation."""
-        self._found[storage._cdata] = ActivationStorage(StorageWeakRef(storage), item, item.lives)
+        self._found[storage._cdata] = ActivationStorage(weakref.ref(storage), item, item.lives)
 
     def given(self, tensor: torch.Tensor, item: ActivationItem) -> None:
         """Backward gets this for an activation."""
         storage = tensor.untyped_storage()
         if self.on(storage) is None:
-            self._found[storage._cdata] = ActivationStorage(StorageWeakRef(storage), item, item.lives, tensor._version)
+            self._found[storage._cdata] = ActivationStorage(weakref.ref(storage), item, item.lives, tensor._version)
 
     def on(self, storage: torch.UntypedStorage) -> ActivationStorage | None:
         """Returns what a storage stands for while some graph has that saved, or None."""
         found = self._found.get(storage._cdata)
-        if found is None or found.storage.expired():
+        if found is None or found.storage() is not storage:
             return None
         item = found.item
         stands = item.lives == found.lives and item.size_bytes == storage.nbytes() and next(item.views(), None) is not None
@@ -163,4 +162,4 @@ class ActivationStorages:
 
     def sweep(self) -> None:
         """Forgets storages that died."""
-        self._found = {key: found for key, found in self._found.items() if not found.storage.expired()}
+        self._found = {key: found for key, found in self._found.items() if found.storage() is not None}

@@ -18,7 +18,6 @@ import zlib
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.items.activation import ActivationItem
 from tieroff.runtime.tensors import count_together, view_of
@@ -46,7 +45,7 @@ class _Saved:
     """One storage of which views were saved in the step that is recorded."""
 
     def __init__(self, storage: torch.UntypedStorage, item: ActivationItem) -> None:
-        self.ref, self.item = StorageWeakRef(storage), item
+        self.ref, self.item = weakref.ref(storage), item
         self.views: list[tuple[weakref.ref[Any], int | None]] = []  # with their checksums
 
 
@@ -82,7 +81,7 @@ class WrittenActivations:
         """An op is about to use a tensor. Returns the activation that it shows to be written behind autograd's back."""
         storage = tensor.untyped_storage()
         known = self._saved.get(storage._cdata)
-        if known is None or known.ref.expired() or not known.item.packs or known.item.is_kept:
+        if known is None or known.ref() is not storage or not known.item.packs or known.item.is_kept:
             return None
         with torch._C._DisableTorchDispatch():
             for ref, checksum in known.views:

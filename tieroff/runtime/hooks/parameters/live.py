@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tieroff.runtime.items.parameter import ParameterItem
-
-is_expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, without two calls in Python for each
 
 
 class UnmovedParameter:
@@ -30,28 +28,27 @@ class UnmovedParameter:
 class LiveValues:
     """Finds the parameter item whose device value lies on a given storage.
 
-    The address alone is reused, so a weak reference to the storage decides.
+    The address alone is reused, so a weak reference to the storage decides: one of Python's own, since the end of torch's runs
+    code in Python, where an interrupt is lost. A storage has one object for as long as it lives.
 
     Attributes:
         found: by storage; also some that died.
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[StorageWeakRef, ParameterItem | UnmovedParameter]] = {}
+        self.found: dict[int, tuple[weakref.ref[torch.UntypedStorage], ParameterItem | UnmovedParameter]] = {}
 
     def add(self, item: ParameterItem | UnmovedParameter, value: torch.Tensor) -> None:
         """Remembers that `value` is a device value of the item."""
-        key = value.untyped_storage()._cdata
-        known = self.found.get(key)
-        if known is None or known[1] is not item or is_expired(known[0].cdata):
-            self.found[key] = (StorageWeakRef(value.untyped_storage()), item)
+        storage = value.untyped_storage()
+        known = self.found.get(storage._cdata)
+        if known is None or known[1] is not item or known[0]() is not storage:
+            self.found[storage._cdata] = (weakref.ref(storage), item)
 
     def on(self, storage: torch.UntypedStorage) -> ParameterItem | UnmovedParameter | None:
         """Returns the item whose value lies on a storage, or None."""
         found = self.found.get(storage._cdata)
-        if found is None or is_expired(found[0].cdata):
-            return None
-        return found[1]
+        return found[1] if found is not None and found[0]() is storage else None
 
     def follow(self, item: ParameterItem) -> None:
         """A parameter was given other memory: what it lay on may be another one's by now."""
@@ -68,4 +65,4 @@ class LiveValues:
 
     def sweep(self) -> None:
         """Forgets values that died."""
-        self.found = {key: entry for key, entry in self.found.items() if not is_expired(entry[0].cdata)}
+        self.found = {key: entry for key, entry in self.found.items() if entry[0]() is not None}

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tieroff.errors import StateError
@@ -37,20 +36,21 @@ class Gathered:
 
     def __init__(self, follow: Callable[[torch.UntypedStorage], None]) -> None:
         self._follow = follow
-        self._leaves: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
+        self._leaves: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
 
     def add(self, whole: torch.Tensor, leaf: torch.Tensor) -> None:
         """This memory is the whole value of a parameter, until FSDP2 frees it."""
         storage = whole.untyped_storage()
-        self._leaves[storage._cdata] = (StorageWeakRef(storage), leaf)
+        self._leaves[storage._cdata] = (weakref.ref(storage), leaf)
         self._follow(storage)
 
     def leaf_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the sharded parameter whose whole value a tensor has, or None."""
         if not self._leaves:
             return None
-        found = self._leaves.get(local_of(tensor).untyped_storage()._cdata)
-        return found[1] if found is not None and not found[0].expired() else None
+        storage = local_of(tensor).untyped_storage()
+        found = self._leaves.get(storage._cdata)
+        return found[1] if found is not None and found[0]() is storage else None
 
 
 class Extension:
