@@ -110,6 +110,7 @@ def test_interrupted_in_a_step_without_a_plan(place: str, kind: str, tmp_path: P
         torch.set_grad_enabled(True)  # the interrupt may have come in the end of the program's own `no_grad`
         assert torch._C._is_torch_function_enabled() and hooks_here() is None, where
         assert float(torch.ones(2).sum()) == 2, where  # no mode is half in force
+        model.load_state_dict(model.state_dict())  # at once, before any step repairs
         plain, plain_optimizer = make()
         plain.load_state_dict(model.state_dict())
         plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -304,10 +304,8 @@ class Engine:
                 raise refused from error
             raise
         finally:
-            executor.reads.depth = 0
-            executor.state.inside += 1  # this is outside of the `try`: whatever comes here, the next step repairs
-            executor.forward_is_left()
-            executor.state.inside -= 1
+            executor.reads.depth, executor.state.inside = 0, executor.state.inside + 1  # outside of the `try`
+            executor.forward_is_left(self._steps.broke)
 
     @runs_user_code
     def _state_dict(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -134,8 +134,20 @@ class Executor:
         """What the engine has on the device now."""
         return self.traffic.device_bytes + sum(tensor.untyped_storage().nbytes() for tensor in self.resident())
 
-    def forward_is_left(self) -> None:
-        """A forward has ended, perhaps by an exception: user code runs next, in the midst of the step."""
+    def forward_is_left(self, broke: Callable[[], None]) -> None:
+        """A forward has ended, perhaps by an exception: user code runs next, in the midst of the step.
+
+        `broke` repairs at once what an exception leaves here, since the program may read a parameter next. Where it does not
+        come to that, `inside`, which the caller has counted up, has the next step repair.
+        """
+        try:
+            self._let_go_of_forward()
+        except BaseException:
+            broke()
+            raise
+        self.state.inside -= 1
+
+    def _let_go_of_forward(self) -> None:
         self.reads.forget_casts()
         self.on_demand.release_reachable()
         self.guard.assignments.forward_ended()
