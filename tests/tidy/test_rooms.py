@@ -152,6 +152,12 @@ def package_of(folder: Path, **files: str) -> Path:
     return package
 
 
+def test_modules_of_tests_have_names_of_their_own(project: Path) -> None:
+    """Pytest imports them by these alone, and refuses the second one: in a run of all folders, and in no other."""
+    names = Counter(path.name for path in (project / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_an_arrow_up_and_a_room_without_a_floor_are_found(tmp_path: Path) -> None:
     package = package_of(tmp_path, a="from top.deep.high import c", c="from top.deep.low import a")
     assert arrows_up(package, ("low", "high")) == ["deep/low/a.py:1: low imports high"]
