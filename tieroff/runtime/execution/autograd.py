@@ -166,10 +166,16 @@ class _AsTheEngine:
         self._makes_gradients, self._overriding = torch.is_grad_enabled(), function_state()
         self._modes: list[TorchDispatchMode] = []
         self._others = contextlib.ExitStack()
+        try:
+            self._set()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _set(self) -> None:
         if functorch_is_active():
             self._others.enter_context(temporarily_clear_interpreter_stack())
-        if torch.is_inference_mode_enabled():
-            self._others.enter_context(outside_inference())
+        self._others.enter_context(outside_inference())
         if torch._ops._len_torch_dispatch_stack_pre_dispatch():
             self._others.enter_context(_disable_current_modes())
         torch._C._set_grad_enabled(False)

@@ -15,6 +15,7 @@ time, those that autograd saved so before, since each such use is an event of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
@@ -52,6 +53,22 @@ _GIVES_ADDRESS = frozenset(
 _ONE_BY_ONE = frozenset(
     {torch._foreach_norm, torch._foreach_mul_, torch._foreach_zero_, torch._amp_foreach_non_finite_check_and_unscale_}
 )
+
+
+def _is_called_by_the_program(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Has an interrupt that comes in a method of the guard leave modes as they were, and the engine's state repaired."""
+    safe = leaves_modes_alone(method)
+
+    @runs_user_code
+    @functools.wraps(method)
+    def call(self: UserAccess, *args: Any) -> Any:
+        try:
+            return safe(self, *args)
+        except BaseException as error:
+            self.left_by(error)
+            raise
+
+    return call
 
 
 class _Calls(threading.local):
@@ -149,23 +166,15 @@ class UserAccess:
         finally:
             self._on_host.count -= 1
 
-    @runs_user_code
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function with everything of ours among its arguments on the device."""
-        try:
-            return self._answer(function, args, kwargs)
-        except BaseException as error:
-            self._left_by(error)
-            raise
-
-    def _left_by(self, error: BaseException) -> None:
+    def left_by(self, error: BaseException) -> None:
         """An exception left a call: one of the engine's own leaves all as it should be, an interrupt may have left anything."""
         is_own = isinstance(error, TieroffError) or threading.get_ident() != self._thread
         if not is_own and self.at_interrupt is not None and came_from_engine(error):
             self.at_interrupt()
 
-    @leaves_modes_alone
-    def _answer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @_is_called_by_the_program
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function with everything of ours among its arguments on the device."""
         assert self._context is not None and self._scaled is not None
         answer = self._scaled.call(function, args, kwargs)
         if answer is not None:
@@ -214,17 +223,14 @@ class UserAccess:
                 item.touch(self._context.traffic)
         return out
 
+    @_is_called_by_the_program
     def reaches_data(self, item: HomeItem) -> None:
         """User code is about to reach a watched parameter's memory through `.data`; see [Note: watched parameters]."""
         assert self._context is not None and self._reads is not None
         if isinstance(item, ParameterItem) and not self._reads.is_interrupting():
-            try:
-                with self._context.state.lock, as_the_engine():
-                    item.reaches_data(self._context.traffic)
-                    self.assignments.look(item)
-            except BaseException as error:
-                self._left_by(error)
-                raise
+            with self._context.state.lock, as_the_engine():
+                item.reaches_data(self._context.traffic)
+                self.assignments.look(item)
 
     def assigned(self, item: HomeItem) -> None:
         """User code gave a watched parameter other memory."""
