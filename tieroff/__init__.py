@@ -99,10 +99,13 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'tieroff' has no attribute {name!r}")
-    from tieroff.core.io.resident import LOADING  # `import tieroff` loads nothing but its errors
+    path = f"tieroff.{module}"
+    if path not in sys.modules:  # programs ask for a name in each step, and reading what is resident takes long
+        from tieroff.core.io.resident import LOADING  # `import tieroff` loads nothing but its errors
 
-    with LOADING.counted():
-        return getattr(import_module(f"tieroff.{module}"), name)
+        with LOADING.counted():
+            import_module(path)
+    return getattr(import_module(path), name)
 
 
 def __dir__() -> list[str]:
